@@ -1,0 +1,48 @@
+# Needs Python 3.11+ with venv, and make. Everything else is installed into .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.ready-bench
+BENCH_ARGS ?=
+
+.PHONY: demo test test-all bench lint format clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_resume.py
+
+# The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+bench: $(BENCH_READY)
+	$(BIN)/python -m bench.local $(BENCH_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'actorsnap needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY) bench/requirements.txt
+	$(PIP) install -c constraints.txt -r bench/requirements.txt
+	@touch $@

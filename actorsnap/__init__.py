@@ -1,0 +1,1 @@
+"""actorsnap (being assembled)."""

@@ -1,0 +1,1 @@
+"""The shell that performs what the protocol decides. anyio only; no decisions here."""

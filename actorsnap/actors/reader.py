@@ -1,0 +1,261 @@
+"""Reads what lies in storage: commit object, rank manifests, and leaves' bytes.
+
+``SnapshotReader`` is the index side; ``FetcherPool`` moves bytes. Checksums are verified on
+the very memory that the caller gets. What to read is planned by ``planning.restore``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import anyio
+
+from actorsnap.actors.budget import Budget
+from actorsnap.errors import ChecksumMismatch, NotASnapshot, ObjectNotFound
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.foreign import recognize
+from actorsnap.format.manifest import (
+    BLOCK_BYTES,
+    COMMIT_KEY,
+    Commit,
+    RankManifest,
+    Stored,
+    decode_commit,
+    decode_rank_manifest,
+)
+from actorsnap.planning.restore import Range, Read, plan_reads
+from actorsnap.state.tensors import ByteSink
+from actorsnap.storage.base import RunBlocking, Storage
+
+__all__ = ["FetcherPool", "Request", "SnapshotReader"]
+
+_MAX_LISTED = 10_000
+"""So many keys are looked at to say what is there instead of a snapshot."""
+
+_MAX_VIEWS = 256
+
+
+class SnapshotReader:
+    """The index of one committed snapshot, read once and kept.
+
+    Args:
+        storage: Open; stays the caller's.
+    """
+
+    def __init__(self, storage: Storage, run_blocking: RunBlocking) -> None:
+        self.storage = storage
+        self._run_blocking = run_blocking
+        self._commit: Commit | None = None
+        self._manifests: dict[int, RankManifest] = {}
+
+    async def commit(self) -> Commit:
+        """The commit object.
+
+        Raises:
+            NotASnapshot: there is none; says what is there instead.
+            FormatError: it is damaged, or of a newer format.
+            StorageError: reading failed.
+        """
+        if self._commit is None:
+            try:
+                data = await self.storage.get(COMMIT_KEY)
+            except ObjectNotFound:
+                raise await self._explain_absence() from None
+            self._commit = decode_commit(data)
+        return self._commit
+
+    async def manifest(self, rank: int) -> RankManifest:
+        """The manifest of ``rank``.
+
+        Raises:
+            FormatError: it is missing or damaged.
+            StorageError: reading failed.
+        """
+        if rank not in self._manifests:
+            commit = await self.commit()
+            record = commit.manifests[rank]
+            try:
+                data = await self.storage.get(record.key)
+            except ObjectNotFound as error:
+                raise ChecksumMismatch(
+                    key=record.key, detail="the rank manifest is missing"
+                ) from error
+            manifest = await self._run_blocking(decode_rank_manifest, data, record, record.key)
+            self._manifests[rank] = manifest
+        return self._manifests[rank]
+
+    async def _explain_absence(self) -> NotASnapshot:
+        keys: list[str] = []
+        async for info in self.storage.list(""):
+            keys.append(info.key)
+            if len(keys) >= _MAX_LISTED:
+                break
+        found, detail = recognize(keys)
+        return NotASnapshot(key=self.storage.url, detail=detail, found=found)
+
+
+class Request:
+    """One stored leaf and where its bytes go."""
+
+    __slots__ = ("key", "path", "sink", "stored")
+
+    def __init__(self, path: str, key: str, stored: Stored, sink: ByteSink) -> None:
+        self.path = path
+        self.key = key
+        self.stored = stored
+        self.sink = sink
+
+
+class FetcherPool:
+    """Reads many leaves at once.
+
+    Args:
+        verify: Compare checksums.
+        chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
+        num_fetchers: Reads in flight.
+        budget: Lends memory for leaves that cannot be read in place, and for gaps.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        run_blocking: RunBlocking,
+        budget: Budget,
+        verify: bool,
+        chunk_bytes: int,
+        max_gap_bytes: int,
+        num_fetchers: int,
+    ) -> None:
+        self._storage = storage
+        self._run_blocking = run_blocking
+        self._budget = budget
+        self._verify = verify
+        self._chunk_bytes = chunk_bytes
+        self._max_gap_bytes = max_gap_bytes
+        self._num_fetchers = num_fetchers
+
+    async def fetch(self, requests: Sequence[Request]) -> None:
+        """Fills every sink.
+
+        Raises:
+            ChecksumMismatch: bytes are missing, or differ from what was written; names the
+                object and the leaf.
+            StorageError: reading failed.
+        Cancellation: reads in flight on threads end first. Sinks hold any mixture.
+        """
+        reads = await self._run_blocking(self._plan, requests)
+        queue = iter(reads)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(self._num_fetchers, len(reads))):
+                tasks.start_soon(self._fetch_next, requests, queue)
+
+    def _plan(self, requests: Sequence[Request]) -> list[Read]:
+        return plan_reads(
+            [Range(r.key, r.stored.start, r.stored.stop) for r in requests],
+            chunk_bytes=self._chunk_bytes,
+            max_gap_bytes=self._max_gap_bytes,
+        )
+
+    async def _fetch_next(self, requests: Sequence[Request], queue: Iterator[Read]) -> None:
+        for read in queue:
+            await self._fetch_one(requests, read)
+
+    async def _fetch_one(self, requests: Sequence[Request], read: Read) -> None:
+        has_blocking_io = self._storage.capabilities.has_blocking_io
+        if all(requests[part.request].sink.is_addressable for part in read.parts):
+            if has_blocking_io:
+                await self._run_blocking(self._read_in_place, requests, read)
+                return
+            targets = await self._run_blocking(lambda: list(_targets(requests, read)))
+            await self._storage.read_into(read.key, read.start, [t.view for t in targets])
+            if self._verify:
+                await self._run_blocking(_verify_all, targets)
+            return
+        with await self._budget.lease(read.stop - read.start) as lease:
+            if has_blocking_io:
+                await self._run_blocking(self._read_through, requests, read, lease.view)
+            else:
+                await self._storage.read_into(read.key, read.start, [lease.view])
+                await self._run_blocking(self._deliver, requests, read, lease.view)
+
+    def _read_in_place(self, requests: Sequence[Request], read: Read) -> None:
+        """Reads and verifies block by block, while a block is still in the CPU's cache."""
+        at, nbytes = read.start, 0
+        batch: list[_Target] = []
+        for target in _targets(requests, read):
+            batch.append(target)
+            nbytes += len(target.view)
+            if nbytes >= BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
+                self._read_batch(read.key, at, batch)
+                at, nbytes, batch = at + nbytes, 0, []
+        if batch:
+            self._read_batch(read.key, at, batch)
+
+    def _read_batch(self, key: str, at: int, batch: Sequence[_Target]) -> None:
+        self._storage.read_into_blocking(key, at, [target.view for target in batch])
+        if self._verify:
+            _verify_all(batch)
+
+    def _read_through(
+        self, requests: Sequence[Request], read: Read, memory: memoryview
+    ) -> None:
+        self._storage.read_into_blocking(read.key, read.start, [memory])
+        self._deliver(requests, read, memory)
+
+    def _deliver(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
+        at = 0
+        for gap, part in zip(read.gaps, read.parts, strict=True):
+            at += gap
+            view = memory[at : at + part.stop - part.start]
+            at += len(view)
+            request = requests[part.request]
+            if self._verify:
+                _verify(request, part.start, view)
+            if request.sink.is_addressable:
+                request.sink.view(part.start, part.stop)[:] = view
+            else:
+                request.sink.copy_from(part.start, view)
+
+
+class _Target(NamedTuple):
+    """Memory to fill: a part of a leaf, or a gap (``request`` is None)."""
+
+    request: Request | None
+    start: int
+    view: memoryview
+
+
+def _targets(requests: Sequence[Request], read: Read) -> Iterator[_Target]:
+    """What a read fills, in order; large parts block by block."""
+    for gap, part in zip(read.gaps, read.parts, strict=True):
+        if gap:
+            yield _Target(None, 0, memoryview(bytearray(gap)))
+        request = requests[part.request]
+        view = request.sink.view(part.start, part.stop)
+        if len(view) <= BLOCK_BYTES:
+            yield _Target(request, part.start, view)
+            continue
+        for low in range(0, len(view), BLOCK_BYTES):
+            yield _Target(request, part.start + low, view[low : low + BLOCK_BYTES])
+
+
+def _verify_all(targets: Sequence[_Target]) -> None:
+    for target in targets:
+        if target.request is not None:
+            _verify(target.request, target.start, target.view)
+
+
+def _verify(request: Request, start: int, view: memoryview) -> None:
+    """Compares a leaf's bytes from ``start`` (a block's begin) on with its checksums."""
+    expected = request.stored.crc32c
+    number = start // BLOCK_BYTES
+    for low in range(0, len(view), BLOCK_BYTES):
+        if crc32c(view[low : low + BLOCK_BYTES]) != expected[number]:
+            raise ChecksumMismatch(
+                key=request.key,
+                detail=f"block {number} of {request.path!r} (bytes from "
+                f"{request.stored.start + number * BLOCK_BYTES}) differs from what was saved",
+            )
+        number += 1

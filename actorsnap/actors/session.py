@@ -1,0 +1,405 @@
+"""The participant actor: one rank's part in one save, from inventory to outcome.
+
+It owns the rank's ``ParticipantMachine``, feeds it events, and performs its commands with a
+staging actor and a pool of uploader actors under one cancel scope. What to do next is
+never decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.abc
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.staging import StagingActor
+from actorsnap.actors.trace import Phase, ProgressBoard
+from actorsnap.actors.uploader import ChecksumLedger, UploaderActor
+from actorsnap.errors import ActorSnapError, StorageError
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import (
+    Entry,
+    ManifestRecord,
+    ObjectRecord,
+    RankManifest,
+    encode_rank_manifest,
+)
+from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, pack, write_order
+from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.participant import (
+    AnnounceStaged,
+    Begun,
+    CancelRequested,
+    ChunkStored,
+    CompleteObject,
+    DiscardObjects,
+    Finish,
+    ManifestStored,
+    ObjectCompleted,
+    ParticipantCommand,
+    ParticipantEvent,
+    ParticipantMachine,
+    Planned,
+    Send,
+    StagingEnded,
+    StartStoring,
+    StepFailed,
+    StopWork,
+    StoreManifest,
+)
+from actorsnap.state.capture import Captured, Leaf
+from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
+from actorsnap.transport.base import ParticipantEnd
+
+__all__ = ["ParticipantActor", "SaveSettings", "first_error"]
+
+logger = logging.getLogger(__name__)
+
+_CLEANUP_S = 30.0
+"""Cleaning up after an abort takes no longer; what is left is garbage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSettings:
+    """How a rank saves.
+
+    Attributes:
+        copies: Copy everything before it is stored, so that the trainer may go on.
+        num_uploaders: Chunks hashed and written at once.
+        num_copiers: Chunks copied at once.
+    """
+
+    rules: PackingRules
+    copies: bool
+    num_uploaders: int
+    num_copiers: int
+
+
+class ParticipantActor:
+    """Takes part in one save.
+
+    Args:
+        machine: Fresh.
+        end: The transport's end of this rank.
+        captured: The rank's state. Dropped as soon as it is staged and the manifest built.
+        on_staged: Called when the trainer may overwrite its tensors.
+        on_failure: Gets the exception behind a failure before anybody is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        machine: ParticipantMachine,
+        end: ParticipantEnd,
+        storage: Storage,
+        captured: Captured,
+        settings: SaveSettings,
+        budget: Budget,
+        run_blocking: RunBlocking,
+        board: ProgressBoard,
+        on_staged: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._machine = machine
+        self._end = end
+        self._storage = storage
+        self._captured = captured
+        self._leaves: list[Leaf] = captured.leaves
+        self._settings = settings
+        self._budget = budget
+        self._run_blocking = run_blocking
+        self._board = board
+        self._on_staged = on_staged
+        self._on_failure = on_failure
+        # At most one event per chunk and object, and a few more, are under way.
+        self._events_in, self._events_out = anyio.create_memory_object_stream[ParticipantEvent](64)
+        self._control_in, self._control_out = anyio.create_memory_object_stream[
+            ParticipantCommand
+        ](1)
+        self._attempt = ""
+        self._written: tuple[int, ...] = ()
+        self._objects: tuple[ObjectPlan, ...] = ()
+        self._ledgers: list[ChecksumLedger] = []
+        self._writers: list[ObjectWriter] = []
+        self._completed: set[int] = set()
+        self._manifest_key: str | None = None
+        self._work_scope = anyio.CancelScope()
+        self._work_ended = anyio.Event()
+        self._has_work = False
+        self._cancel_reason: str | None = None
+        self._cancel_wanted = anyio.Event()
+        self._outcome: Finish | None = None
+
+    def request_cancel(self, reason: str) -> None:
+        """Asks for an abort. The commit may win nevertheless. Call on the loop only."""
+        if self._cancel_reason is None:
+            self._cancel_reason = reason
+            self._cancel_wanted.set()
+
+    async def run(self) -> Failure | None:
+        """Takes part until the outcome.
+
+        Returns:
+            None if committed, else why not. Never raises for an operating failure.
+        Cancellation: writers are closed, objects discarded, as in an abort.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._receive_messages)
+                tasks.start_soon(self._await_cancel)
+                inventory = tuple(leaf.item for leaf in self._leaves)
+                await self._handle(Begun(inventory), tasks)
+                while self._outcome is None:
+                    await self._handle(await self._events_out.receive(), tasks)
+                tasks.cancel_scope.cancel()
+        finally:
+            if self._outcome is None:
+                await self._discard_objects()
+            self._leaves = []
+            self._events_in.close()
+            self._events_out.close()
+            self._control_in.close()
+            self._control_out.close()
+        assert self._outcome is not None
+        return self._outcome.failure
+
+    async def _receive_messages(self) -> None:
+        while True:
+            await self._events_in.send(await self._end.receive())
+
+    async def _await_cancel(self) -> None:
+        await self._cancel_wanted.wait()
+        await self._events_in.send(CancelRequested(self._cancel_reason or ""))
+
+    async def _handle(self, event: ParticipantEvent, tasks: anyio.abc.TaskGroup) -> None:
+        for command in self._machine.handle(event):
+            match command:
+                case Send():
+                    await self._end.send(command.message)
+                case StartStoring():
+                    self._has_work = True
+                    tasks.start_soon(self._work, command)
+                case AnnounceStaged():
+                    self._board.enter(Phase.STORING)
+                    self._on_staged()
+                case CompleteObject() | StoreManifest():
+                    await self._control_in.send(command)
+                case StopWork():
+                    await self._stop_work()
+                case DiscardObjects():
+                    await self._discard_objects()
+                case Finish():
+                    self._outcome = command
+
+    async def _post(self, event: ParticipantEvent) -> None:
+        await self._events_in.send(event)
+
+    async def _work(self, command: StartStoring) -> None:
+        """Everything that ``StopWork`` stops, in one scope."""
+        try:
+            with self._work_scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._perform_controls, tasks)
+                    tasks.start_soon(self._guard, Stage.STORE, None, self._start, command, tasks)
+        finally:
+            self._work_ended.set()
+
+    async def _guard(
+        self, stage: Stage, key: str | None, step: Callable[..., Awaitable[None]], *args: object
+    ) -> None:
+        """Turns a step's exception into an event; the first one recorded is the cause."""
+        try:
+            await step(*args)
+        except Exception as error:
+            cause = first_error(error)
+            if not isinstance(cause, ActorSnapError):
+                logger.debug("%s: %s failed", self._board.label, stage, exc_info=cause)
+            self._on_failure(cause)
+            if isinstance(cause, StorageError) and cause.key:
+                key = cause.key
+            reason = str(cause) if isinstance(cause, ActorSnapError) else repr(cause)
+            failure = Failure(reason=reason, stage=stage, rank=self._machine.rank, key=key)
+            await self._post(StepFailed(failure))
+
+    async def _perform_controls(self, tasks: anyio.abc.TaskGroup) -> None:
+        async for command in self._control_out:
+            match command:
+                case CompleteObject():
+                    number = command.object
+                    key = self._objects[number].key
+                    tasks.start_soon(self._guard, Stage.STORE, key, self._complete, number)
+                case StoreManifest():
+                    key = manifest_key(self._attempt, self._machine.rank)
+                    tasks.start_soon(self._guard, Stage.STORE, key, self._store_manifest, key)
+                    return
+
+    async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
+        self._attempt = command.attempt
+        skip = frozenset(command.skip)
+        self._written = tuple(i for i in range(len(self._leaves)) if i not in skip)
+        items = [self._leaves[index].item for index in self._written]
+        self._objects = await self._run_blocking(self._pack, items)
+        self._ledgers = [ChecksumLedger(plan) for plan in self._objects]
+        for plan in self._objects:
+            self._writers.append(await self._storage.writer(plan.key, plan.size))
+        self._board.plan(sum(plan.size for plan in self._objects))
+        await self._post(Planned(tuple(len(plan.chunks) for plan in self._objects)))
+
+        tasks.start_soon(self._move_bytes)
+
+    async def _move_bytes(self) -> None:
+        """Runs the staging actor and the uploaders over one bounded stream."""
+        order = write_order(self._objects)
+        copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
+        # Copies are bounded by the budget; views of live memory need only keep up.
+        staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
+            len(order) + 1 if copies else 2 * num_uploaders
+        )
+        begin = anyio.Event()
+        if not copies:
+            begin.set()
+        staging = StagingActor(
+            objects=self._objects,
+            order=order,
+            sources=[
+                [self._leaves[self._written[item]].source for item in plan.items]
+                for plan in self._objects
+            ],
+            copies=copies,
+            out=staged_in,
+            budget=self._budget,
+            full=begin,
+            run_blocking=self._run_blocking,
+            num_copiers=self._settings.num_copiers if copies else 1,
+            board=self._board,
+        )
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._guard, Stage.STAGE, None, self._stage, staging)
+                for _ in range(num_uploaders):
+                    uploader = UploaderActor(
+                        chunks=staged_out.clone(),
+                        writers=self._writers,
+                        ledgers=self._ledgers,
+                        begin=begin,
+                        run_blocking=self._run_blocking,
+                        report=self._report_chunk,
+                        has_blocking_io=self._storage.capabilities.has_blocking_io,
+                        board=self._board,
+                    )
+                    tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
+        finally:
+            _release_leases(staged_out)
+        if not copies:
+            # The trainer's own memory was read until the last chunk was written.
+            await self._post(StagingEnded())
+
+    async def _stage(self, staging: StagingActor) -> None:
+        await staging.run()
+        if self._settings.copies:
+            await self._post(StagingEnded())
+
+    async def _report_chunk(self, number: int) -> None:
+        await self._post(ChunkStored(number))
+
+    def _pack(self, items: Sequence[Item]) -> tuple[ObjectPlan, ...]:
+        return pack(
+            items,
+            attempt=self._attempt,
+            rank=self._machine.rank,
+            rules=self._settings.rules,
+        )
+
+    async def _complete(self, number: int) -> None:
+        await self._writers[number].complete()
+        self._completed.add(number)
+        await self._post(ObjectCompleted(number))
+
+    async def _store_manifest(self, key: str) -> None:
+        data = await self._run_blocking(self._encode_manifest)
+        self._manifest_key = key
+        await self._storage.put(key, [memoryview(data)])
+        record = ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
+        await self._post(ManifestStored(record))
+
+    def _encode_manifest(self) -> bytes:
+        places: list[tuple[int, int] | None] = [None] * len(self._leaves)
+        for number, plan in enumerate(self._objects):
+            for position, item in enumerate(plan.items):
+                places[self._written[item]] = (number, position)
+        entries: list[Entry] = []
+        ordinal = 0
+        for part in self._captured.parts:
+            if not isinstance(part, Leaf):
+                entries.append(part)
+                continue
+            place = places[ordinal]
+            ordinal += 1
+            if place is not None:
+                number, position = place
+                entries.append(part.entry(self._ledgers[number].stored(position, number)))
+        return encode_rank_manifest(
+            RankManifest(
+                attempt=self._attempt,
+                rank=self._machine.rank,
+                objects=tuple(
+                    ObjectRecord(
+                        key=plan.key,
+                        size=plan.size,
+                        header_bytes=len(plan.header),
+                        header_crc32c=crc32c(plan.header),
+                    )
+                    for plan in self._objects
+                ),
+                entries=tuple(entries),
+            )
+        )
+
+    async def _stop_work(self) -> None:
+        if self._has_work:
+            self._work_scope.cancel()
+            await self._work_ended.wait()
+
+    async def _discard_objects(self) -> None:
+        """Deletes what this rank wrote. Bounded, and failing is only logged: it is garbage."""
+        with anyio.move_on_after(_CLEANUP_S, shield=True) as scope:
+            try:
+                for number, writer in enumerate(self._writers):
+                    if number not in self._completed:
+                        await writer.abort()
+                keys = [plan.key for plan in self._objects]
+                if self._manifest_key is not None:
+                    keys.append(self._manifest_key)
+                if keys:
+                    await self._storage.delete(keys)
+            except Exception:
+                logger.warning("%s: garbage was left", self._board.label, exc_info=True)
+        if scope.cancelled_caught:
+            logger.warning(
+                "%s: garbage was left: deleting it took over %g s", self._board.label, _CLEANUP_S
+            )
+
+
+def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
+    """Empties the stream; only after a failure is anything in it."""
+    with staged:
+        while True:
+            try:
+                chunk = staged.receive_nowait()
+            except (anyio.WouldBlock, anyio.EndOfStream):
+                return
+            if chunk.lease is not None:
+                chunk.lease.release()
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first exception of a group that is no group itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

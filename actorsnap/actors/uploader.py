@@ -1,0 +1,154 @@
+"""The uploader actors: hash staged chunks and write them.
+
+A pool of them takes chunks from one bounded stream. Each chunk is checksummed from the very
+memory that is written, once. Where the storage can be called from threads, hashing and
+writing share one hop and the CPU cache: a block is written right after it was hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.trace import ProgressBoard
+from actorsnap.format.checksum import block_checksums, crc32c
+from actorsnap.format.manifest import BLOCK_BYTES, Stored
+from actorsnap.planning.packing import ObjectPlan
+from actorsnap.storage.base import ObjectWriter, RunBlocking
+
+__all__ = ["ChecksumLedger", "UploaderActor"]
+
+_WRITE_BYTES = BLOCK_BYTES
+"""Small pieces are gathered up to this size for one write call."""
+
+
+class ChecksumLedger:
+    """Collects the block checksums of every item of one object, in any order."""
+
+    def __init__(self, plan: ObjectPlan) -> None:
+        self._plan = plan
+        self._checksums: dict[int, list[int | None]] = {}
+
+    def record(self, staged: StagedChunk, checksums: Sequence[tuple[int, ...]]) -> None:
+        """Notes the checksums of a chunk's pieces."""
+        starts, ends = self._plan.starts, self._plan.ends
+        for piece, values in zip(staged.pieces, checksums, strict=True):
+            size = ends[piece.item] - starts[piece.item]
+            slots = self._checksums.get(piece.item)
+            if slots is None:
+                slots = self._checksums[piece.item] = [None] * -(-size // BLOCK_BYTES)
+            first = piece.start // BLOCK_BYTES
+            slots[first : first + len(values)] = values
+
+    def stored(self, item: int, number: int) -> Stored:
+        """Where item ``item`` lies, in object number ``number`` of the rank manifest.
+
+        Raises:
+            AssertionError: a block was never recorded.
+        """
+        values = self._checksums.get(item, [])
+        complete = tuple(value for value in values if value is not None)
+        start, stop = self._plan.starts[item], self._plan.ends[item]
+        assert len(complete) == -(-(stop - start) // BLOCK_BYTES), "a block was never hashed"
+        return Stored(number, start, stop, complete)
+
+
+class UploaderActor:
+    """Stores chunks until the stream ends.
+
+    Args:
+        chunks: A clone of the stream of staged chunks.
+        writers: Per object, its writer.
+        ledgers: Per object, where its checksums go.
+        begin: Nothing is stored before this is set.
+        report: Awaited with the object's number after each chunk.
+        has_blocking_io: Whether the writers may be called from worker threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: MemoryObjectReceiveStream[StagedChunk],
+        writers: Sequence[ObjectWriter],
+        ledgers: Sequence[ChecksumLedger],
+        begin: anyio.Event,
+        run_blocking: RunBlocking,
+        report: Callable[[int], Awaitable[None]],
+        has_blocking_io: bool,
+        board: ProgressBoard,
+    ) -> None:
+        self._chunks = chunks
+        self._writers = writers
+        self._ledgers = ledgers
+        self._begin = begin
+        self._run_blocking = run_blocking
+        self._report = report
+        self._has_blocking_io = has_blocking_io
+        self._board = board
+
+    async def run(self) -> None:
+        """Stores chunks.
+
+        Raises:
+            StorageError: a write failed; the chunk's lease is released.
+        Cancellation: as for a failure; a write on a worker thread ends first.
+        """
+        async with self._chunks:
+            await self._begin.wait()
+            async for staged in self._chunks:
+                try:
+                    await self._store(staged)
+                finally:
+                    if staged.lease is not None:
+                        staged.lease.release()
+                await self._report(staged.chunk.object)
+
+    async def _store(self, staged: StagedChunk) -> None:
+        writer = self._writers[staged.chunk.object]
+        nbytes = staged.chunk.stop - staged.chunk.start
+        if self._has_blocking_io:
+            checksums = await self._run_blocking(_hash_and_write, writer, staged)
+            self._board.add(hashed=nbytes, stored=nbytes)
+        else:
+            checksums = await self._run_blocking(_hash, staged)
+            self._board.add(hashed=nbytes)
+            await writer.write_at(staged.chunk.start, [staged.head, *staged.views])
+            self._board.add(stored=nbytes)
+        self._ledgers[staged.chunk.object].record(staged, checksums)
+
+
+def _hash(staged: StagedChunk) -> list[tuple[int, ...]]:
+    return [block_checksums(view) for view in staged.views]
+
+
+def _hash_and_write(writer: ObjectWriter, staged: StagedChunk) -> list[tuple[int, ...]]:
+    checksums: list[tuple[int, ...]] = []
+    at = staged.chunk.start
+    batch: list[memoryview] = [staged.head] if len(staged.head) else []
+    batch_bytes = len(staged.head)
+    for view in staged.views:
+        nbytes = len(view)
+        if nbytes > BLOCK_BYTES:
+            values = []
+            for low in range(0, nbytes, BLOCK_BYTES):
+                block = view[low : low + BLOCK_BYTES]
+                values.append(crc32c(block))
+                batch.append(block)
+                writer.write_at_blocking(at, batch)
+                at += batch_bytes + len(block)
+                batch, batch_bytes = [], 0
+            checksums.append(tuple(values))
+            continue
+        checksums.append((crc32c(view),))
+        batch.append(view)
+        batch_bytes += nbytes
+        if batch_bytes >= _WRITE_BYTES:
+            writer.write_at_blocking(at, batch)
+            at += batch_bytes
+            batch, batch_bytes = [], 0
+    if batch:
+        writer.write_at_blocking(at, batch)
+    return checksums

@@ -1,0 +1,237 @@
+"""Every error that actorsnap raises, in one tree.
+
+Fields carry the facts, the message adds what to do next. Errors are picklable and compare
+by type and fields when they travel between ranks. This module imports nothing of the
+package, so that every layer can raise from it.
+
+    ActorSnapError
+    ├── UsageError (ValueError)            bad input, raised before any I/O
+    ├── StorageError(op, key, backend)
+    │   ├── ObjectNotFound (FileNotFoundError)
+    │   ├── ObjectExists (FileExistsError)
+    │   ├── AccessDenied (PermissionError)
+    │   ├── StorageFull
+    │   └── Throttled
+    ├── FormatError(key)
+    │   ├── UnsupportedFormat
+    │   ├── ChecksumMismatch
+    │   └── NotASnapshot(found)
+    ├── IncompatibleState(missing, unexpected, mismatched)
+    └── SnapshotAborted(reason, rank, stage, key)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "AccessDenied",
+    "ActorSnapError",
+    "ChecksumMismatch",
+    "FormatError",
+    "IncompatibleState",
+    "NotASnapshot",
+    "ObjectExists",
+    "ObjectNotFound",
+    "SnapshotAborted",
+    "StorageError",
+    "StorageFull",
+    "Throttled",
+    "UnsupportedFormat",
+    "UsageError",
+]
+
+
+def _rebuild(cls: type[ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
+    return cls(**fields)
+
+
+class ActorSnapError(Exception):
+    """Root of the tree. ``fields`` are the constructor's keyword arguments."""
+
+    def __init__(self, message: str, /, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.fields))
+
+
+class UsageError(ActorSnapError, ValueError):
+    """The call cannot work as written. Raised before any I/O, the same on every rank."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, message=message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.message,))
+
+
+class StorageError(ActorSnapError):
+    """A storage operation failed.
+
+    Attributes:
+        op: The storage verb (``put``, ``write_at``, ``read_into``, ...).
+        key: The object key, relative to the snapshot; empty where the whole place is meant.
+        backend: URL of the storage, without credentials.
+        detail: What the backend said, and what to do.
+        retryable: Whether the same call may succeed later.
+    """
+
+    default_retryable = False
+
+    def __init__(
+        self, *, op: str, key: str, backend: str, detail: str = "", retryable: bool | None = None
+    ) -> None:
+        self.op = op
+        self.key = key
+        self.backend = backend
+        self.detail = detail
+        self.retryable = self.default_retryable if retryable is None else retryable
+        where = f"{key!r} in {backend}" if key else backend
+        super().__init__(
+            f"{op} of {where} failed: {detail or type(self).__name__}",
+            op=op,
+            key=key,
+            backend=backend,
+            detail=detail,
+            retryable=self.retryable,
+        )
+
+
+class ObjectNotFound(StorageError, FileNotFoundError):
+    """No object has that key."""
+
+    __str__ = Exception.__str__
+
+
+class ObjectExists(StorageError, FileExistsError):
+    """An object has that key already, and the call must not replace it."""
+
+    __str__ = Exception.__str__
+
+
+class AccessDenied(StorageError, PermissionError):
+    """The storage refused the operation for lack of permission."""
+
+    __str__ = Exception.__str__
+
+
+class StorageFull(StorageError):
+    """No space, or no quota, is left in the storage."""
+
+
+class Throttled(StorageError):
+    """The storage asked to slow down."""
+
+    default_retryable = True
+
+
+class FormatError(ActorSnapError):
+    """What lies in storage is not what the format document allows.
+
+    Attributes:
+        key: The object that is wrong.
+        detail: What is wrong with it.
+    """
+
+    def __init__(self, *, key: str, detail: str) -> None:
+        self.key = key
+        self.detail = detail
+        super().__init__(f"{key}: {detail}", key=key, detail=detail)
+
+
+class UnsupportedFormat(FormatError):
+    """The object is of a newer format, or needs a feature this release lacks."""
+
+
+class ChecksumMismatch(FormatError):
+    """Bytes differ from what was written, or are missing."""
+
+
+class NotASnapshot(FormatError):
+    """There is no committed snapshot at the URL.
+
+    Attributes:
+        found: ``"absent"`` (nothing is there), ``"unfinished"`` (only attempts that never
+            committed), ``"foreign"`` (another library's checkpoint) or ``"unknown"``.
+    """
+
+    def __init__(self, *, key: str, detail: str, found: str) -> None:
+        super().__init__(key=key, detail=detail)
+        self.found = found
+        self.fields["found"] = found
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    shown = [f"    {line}" for line in lines[:20]]
+    if len(lines) > 20:
+        shown.append(f"    ... and {len(lines) - 20} more")
+    return [f"  {title} ({len(lines)}):", *shown]
+
+
+class IncompatibleState(ActorSnapError):
+    """The app state and the snapshot do not fit. Raised before any tensor is touched.
+
+    Attributes:
+        missing: Paths that the app state has and the snapshot lacks.
+        unexpected: Paths that the snapshot has and the app state cannot take.
+        mismatched: One line per leaf whose kind, dtype or shape differs.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+        lines = [
+            "the app state does not fit the snapshot; nothing was changed. "
+            "strict=False restores what matches and reports the rest.",
+            *_listed("missing in the snapshot", self.missing),
+            *_listed("unexpected in the snapshot", self.unexpected),
+            *_listed("mismatched", self.mismatched),
+        ]
+        super().__init__(
+            "\n".join(lines),
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+        )
+
+
+class SnapshotAborted(ActorSnapError):
+    """The attempt ended without commit. Older snapshots are untouched.
+
+    Attributes:
+        reason: What ended it.
+        rank: The rank where it began, or None.
+        stage: ``capture``, ``join``, ``stage``, ``store``, ``commit`` or ``cancel``.
+        key: The object key concerned, or None.
+    """
+
+    def __init__(
+        self, *, reason: str, rank: int | None = None, stage: str = "", key: str | None = None
+    ) -> None:
+        self.reason = reason
+        self.rank = rank
+        self.stage = stage
+        self.key = key
+        where = "".join(
+            [
+                f" on rank {rank}" if rank is not None else "",
+                f" in stage {stage!r}" if stage else "",
+                f" at {key!r}" if key else "",
+            ]
+        )
+        super().__init__(
+            f"snapshot aborted{where}: {reason}", reason=reason, rank=rank, stage=stage, key=key
+        )

@@ -1,0 +1,252 @@
+"""Boxes in index space, and their flat ranges. The only index arithmetic of the package.
+
+A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space.
+This file decides what boxes share, whether they tile a whole, and which flat, C-order
+element ranges they are. It must not know dtypes, bytes, ranks or storage. The document is
+``docs/format.md`` ("Entries": ``shape``, ``global_shape``, ``offsets``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+import msgspec
+
+__all__ = ["Box", "contiguous_runs", "covers_exactly", "flat_range_boxes"]
+
+
+class Box(msgspec.Struct, frozen=True, gc=False):
+    """Offsets and sizes in global index space, in elements. Zero dimensions hold one element.
+
+    Attributes:
+        offsets: First index along each dim.
+        sizes: Number of indices along each dim.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
+        # min() beats any() over a generator by far, and boxes are made by the 100,000.
+        if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
+            raise ValueError(f"a box is never negative: {self.offsets}, {self.sizes}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Returns the box of all elements of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.sizes)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no element."""
+        return 0 in self.sizes
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """One past the last index along each dim."""
+        return tuple([o + s for o, s in zip(self.offsets, self.sizes, strict=True)])
+
+    def intersect(self, other: Box) -> Box | None:
+        """Returns the box of the shared elements, or None where there are none."""
+        self._check_ndim(other)
+        offsets: list[int] = []
+        sizes: list[int] = []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start = a if a > b else b
+            size = min(a + n, b + m) - start
+            if size <= 0:
+                return None
+            offsets.append(start)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def contains(self, other: Box) -> bool:
+        """Whether ``other`` lies within this box. An empty box must lie within its bounds too."""
+        self._check_ndim(other)
+        return all(
+            a <= b and b + m <= a + n
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+    def relative_to(self, outer: Box) -> Box:
+        """Returns the same box with offsets counted from the start of ``outer``.
+
+        Raises:
+            ValueError: ``outer`` does not contain this box.
+        """
+        if not outer.contains(self):
+            raise ValueError(f"{self} does not lie within {outer}")
+        offsets = tuple([a - b for a, b in zip(self.offsets, outer.offsets, strict=True)])
+        return Box(offsets, self.sizes)
+
+    def split(self, dim: int, at: int) -> tuple[Box, Box]:
+        """Cuts in two along ``dim``: the first ``at`` indices of this box, and the rest.
+
+        Raises:
+            ValueError: The box has no such dim, or fewer than ``at`` indices along it.
+        """
+        if not 0 <= dim < len(self.sizes) or not 0 <= at <= self.sizes[dim]:
+            raise ValueError(f"{self} cannot be split along dim {dim} after {at} indices")
+        o, s = self.offsets, self.sizes
+        return (
+            Box(o, (*s[:dim], at, *s[dim + 1 :])),
+            Box((*o[:dim], o[dim] + at, *o[dim + 1 :]), (*s[:dim], s[dim] - at, *s[dim + 1 :])),
+        )
+
+    def _check_ndim(self, other: Box) -> None:
+        if len(self.sizes) != len(other.sizes):
+            raise ValueError(f"boxes of different numbers of dims: {self} and {other}")
+
+
+def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
+    """Whether ``parts`` hold each element of ``whole`` once, and nothing else.
+
+    Empty parts hold nothing and do not matter, wherever they are.
+
+    Parts that lie in ``whole``, do not overlap, and have its volume, cover it. Overlap is
+    looked for where it can be: a sweep along a dim separates parts into groups that share no
+    index of that dim, and groups are swept along the next dim. Meshes and flat ranges, the
+    cases there are in practice, fall apart fully: O(n log n). What no dim separates (a
+    pinwheel) is compared in pairs among the parts that the sweep line touches.
+
+    Raises:
+        ValueError: A part has another number of dims.
+    """
+    parts = [part for part in parts if not part.is_empty]
+    if not all(whole.contains(part) for part in parts):
+        return False
+    if sum(part.volume for part in parts) != whole.volume:
+        return False
+    pending = [parts] if len(parts) > 1 else []
+    while pending:
+        group = pending.pop()
+        for dim in range(whole.ndim):
+            groups = _separate(group, dim)
+            if len(groups) > 1:
+                pending.extend(g for g in groups if len(g) > 1)
+                break
+        else:
+            if _any_overlap(group):
+                return False
+    return True
+
+
+def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """Returns groups of boxes; boxes of different groups share no index of ``dim``."""
+    groups: list[list[Box]] = []
+    reach = -1
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        start = box.offsets[dim]
+        if start >= reach:
+            groups.append([])
+        groups[-1].append(box)
+        reach = max(reach, start + box.sizes[dim])
+    return groups
+
+
+def _any_overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of several non-empty boxes share an element. Sweeps the dim with most starts."""
+    ndim = boxes[0].ndim
+    if ndim == 0:
+        return True
+    dim = max(range(ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        start = box.offsets[dim]
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
+        if any(box.intersect(other) is not None for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Returns C-order strides in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes.
+
+    They stand in C order, each is a contiguous flat range itself, and there are at most
+    ``2 * ndim - 1`` of them (one for zero dims): rows to finish what ``start`` cut, whole
+    slabs, and rows again down to ``stop``.
+
+    Raises:
+        ValueError: The range does not lie within ``shape``.
+    """
+    total = prod(shape)
+    if not 0 <= start <= stop <= total:
+        raise ValueError(f"flat range [{start}, {stop}) does not lie within shape {tuple(shape)}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    strides = _strides(shape)
+    ndim = len(shape)
+    boxes: list[Box] = []
+    position = start
+    while position < stop:
+        # The outermost dim whose slab begins here and ends before stop.
+        dim = 0
+        while position % strides[dim] or position + strides[dim] > stop:
+            dim += 1
+        parent = strides[dim - 1] if dim else total
+        end = min(stop, position - position % parent + parent)
+        count = (end - position) // strides[dim]
+        index = [position // strides[d] % shape[d] for d in range(dim + 1)]
+        boxes.append(
+            Box(
+                (*index, *[0] * (ndim - dim - 1)),
+                (*[1] * dim, count, *shape[dim + 1 :]),
+            )
+        )
+        position += count * strides[dim]
+    return boxes
+
+
+def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+    """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array.
+
+    Ascending, and merged as far as possible: no range begins where another one ends.
+
+    Raises:
+        ValueError: The box does not lie within ``shape``. Raised on the call.
+    """
+    if not Box.whole(shape).contains(box):
+        raise ValueError(f"{box} does not lie within shape {tuple(shape)}")
+    if box.is_empty:
+        return iter(())
+    strides = _strides(shape)
+    # Dims inside of `dim` are full, so one run spans them and all indices of `dim`.
+    dim = len(shape) - 1
+    while dim > 0 and box.sizes[dim] == shape[dim]:
+        dim -= 1
+    if dim < 0:
+        return iter([(0, 1)])
+    count = box.sizes[dim] * strides[dim]
+    first = box.offsets[dim] * strides[dim]
+    rows = [
+        range(offset * stride, (offset + size) * stride, stride)
+        for offset, size, stride in zip(
+            box.offsets[:dim], box.sizes[:dim], strides[:dim], strict=True
+        )
+    ]
+    return ((first + sum(row), count) for row in product(*rows))

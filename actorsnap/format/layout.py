@@ -1,0 +1,442 @@
+"""Names objects, and lays leaves out in data objects that safetensors can open.
+
+This file decides object keys, attempt names, the names and order of bytes within a data
+object, and its header. It must not know tensors, files, the time, or which leaves go into
+which object (``planning/packing.py`` decides that). It implements ``docs/format.md``
+("Objects", "Data object").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import lru_cache
+from hashlib import sha256
+from math import prod
+from types import MappingProxyType
+
+import msgspec
+
+from actorsnap.errors import FormatError
+
+__all__ = [
+    "DATA_ALIGNMENT",
+    "MAX_HEADER_BYTES",
+    "SAFETENSORS_DTYPES",
+    "Attempt",
+    "ObjectLayout",
+    "Slot",
+    "attempt_of",
+    "data_key",
+    "dtype_itemsize",
+    "header_cost",
+    "is_well_formed_key",
+    "lay_out",
+    "manifest_key",
+    "parse_header",
+    "safe_name",
+    "shard_name",
+    "small_data_key",
+]
+
+DATA_ALIGNMENT = 4096
+"""The data section of a data object begins at a multiple of this many bytes."""
+
+MAX_HEADER_BYTES = 64 << 20
+"""Of a header's JSON without padding. safetensors itself refuses 100 MB and more."""
+
+MAX_BYTES = (1 << 63) - 1
+
+SAFETENSORS_DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "uint16": "U16",
+        "uint32": "U32",
+        "uint64": "U64",
+        "int8": "I8",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float4_e2m1fn_x2": "F4",
+        "complex64": "C64",
+    }
+)
+"""torch dtype -> safetensors dtype, for those that ``safetensors.torch.load_file`` returns as
+what they were (tried with safetensors 0.8). All others are stored as ``U8``, one dimension."""
+
+_TORCH_ITEMSIZES = {
+    **dict.fromkeys(
+        ["bool", "int8", "uint8", "qint8", "quint8", "quint4x2", "quint2x4", "bits8"]
+        + ["bits1x8", "bits2x4", "bits4x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+        + ["float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
+        + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)],
+        1,
+    ),
+    **dict.fromkeys(["int16", "uint16", "float16", "bfloat16", "bits16"], 2),
+    **dict.fromkeys(["int32", "uint32", "float32", "complex32", "qint32"], 4),
+    **dict.fromkeys(["int64", "uint64", "float64", "complex64"], 8),
+    "complex128": 16,
+}
+
+_NUMPY_DTYPE = re.compile(r"[<>|=]?([?biufcSVUmM])([0-9]{1,9})(?:\[[^\]]*\])?")
+
+
+@lru_cache(maxsize=256)
+def dtype_itemsize(name: str) -> int | None:
+    """Returns the bytes of one element of a torch or numpy dtype, or None if unknown.
+
+    A torch dtype is named (``float32``); a numpy dtype is a type string (``<f8``).
+    """
+    itemsize = _TORCH_ITEMSIZES.get(name)
+    if itemsize is None and (match := _NUMPY_DTYPE.fullmatch(name)):
+        itemsize = int(match[2]) * (4 if match[1] == "U" else 1)
+    return itemsize
+
+
+# Object keys
+
+
+_ATTEMPT = re.compile(r"([0-9]{8}T[0-9]{6})-([0-9a-f]{8})-(0|[1-9][0-9]{0,18})-([0-9a-f]{8})")
+_TEMPORARY = re.compile(r"\.actorsnap\.(.+)\.tmp", re.DOTALL)
+_HEX8 = re.compile(r"[0-9a-f]{8}")
+_EPOCH = datetime(1970, 1, 1)
+_MAX_CREATED_S = 253402300799  # the last second of the year 9999
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """Who made an attempt folder, and when. Its ``str`` is the folder's name.
+
+    Attributes:
+        created_s: When the attempt began, in seconds since 1970, UTC.
+        host: 8 hex digits for the host and its process namespace.
+        pid: The process.
+        nonce: 8 random hex digits.
+    """
+
+    created_s: int
+    host: str
+    pid: int
+    nonce: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.created_s <= _MAX_CREATED_S:
+            raise ValueError(f"created_s is out of range: {self.created_s}")
+        if not 0 <= self.pid < 10**19:
+            raise ValueError(f"pid is out of range: {self.pid}")
+        for field, text in (("host", self.host), ("nonce", self.nonce)):
+            if not _HEX8.fullmatch(text):
+                raise ValueError(f"{field} must be 8 lower-case hex digits, got {text!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Attempt | None:
+        """Returns the attempt that ``text`` names, or None if it is no attempt's name."""
+        match = _ATTEMPT.fullmatch(text)
+        if match is None:
+            return None
+        digits = match[1]
+        try:
+            time = datetime(
+                int(digits[:4]),
+                int(digits[4:6]),
+                int(digits[6:8]),
+                int(digits[9:11]),
+                int(digits[11:13]),
+                int(digits[13:15]),
+            )
+        except ValueError:
+            return None
+        if time < _EPOCH:
+            return None
+        created_s = (time - _EPOCH) // timedelta(seconds=1)
+        return cls(created_s, match[2], int(match[3]), match[4])
+
+    def __str__(self) -> str:
+        time = _EPOCH + timedelta(seconds=self.created_s)
+        return f"{time:%Y%m%dT%H%M%S}-{self.host}-{self.pid}-{self.nonce}"
+
+
+def attempt_of(key: str) -> str | None:
+    """Returns the attempt that owns the object ``key``, or None where none does.
+
+    Owned are the objects in an attempt's folder, and its temporaries of the commit object
+    (``.actorsnap.<attempt>.tmp``). The commit object itself and what other programs left
+    beside it belong to no attempt.
+    """
+    match = _TEMPORARY.fullmatch(key)
+    if match is not None:
+        folder = match[1]
+    else:
+        folder, slash, _ = key.partition("/")
+        if not slash:
+            return None
+    return folder if Attempt.parse(folder) is not None else None
+
+
+def is_well_formed_key(key: str) -> bool:
+    """Whether ``key`` is relative and cannot leave the snapshot on any storage."""
+    return (
+        "\\" not in key
+        and "\0" not in key
+        and all(part not in ("", ".", "..") for part in key.split("/"))
+    )
+
+
+def safe_name(key: str) -> str:
+    """Returns the folder name for a top-level key of the app state. Never empty, ASCII."""
+    raw = key.encode("utf-8", "surrogatepass")
+    escaped = "".join([chr(byte) if byte in _SAFE_BYTES else f"={byte:02X}" for byte in raw])
+    if not escaped:
+        return "="
+    if escaped[0] == ".":
+        escaped = "=2E" + escaped[1:]
+    if len(escaped) > 120:
+        escaped = f"{escaped[:100]}=~{sha256(raw).hexdigest()[:16]}"
+    return escaped
+
+
+_SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+
+
+def data_key(attempt: str, key: str, rank: int, n: int) -> str:
+    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``."""
+    return f"{attempt}/data/{safe_name(key)}/{rank}-{n}.safetensors"
+
+
+def small_data_key(attempt: str, rank: int, n: int) -> str:
+    """Returns the key of a rank's ``n``-th data object shared by small top-level keys."""
+    return f"{attempt}/data/=small/{rank}-{n}.safetensors"
+
+
+def manifest_key(attempt: str, rank: int) -> str:
+    """Returns the key of a rank manifest."""
+    return f"{attempt}/manifest/{rank}.json"
+
+
+def shard_name(name: str, offsets: Sequence[int]) -> str:
+    """Returns the name within a data object of the shard that begins at ``offsets``."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+# Data objects
+
+
+class Slot(msgspec.Struct, frozen=True, gc=False):
+    """A leaf's place in a data object.
+
+    Attributes:
+        name: As it stands in the header, unique in the object.
+        dtype: Name of its torch dtype (``float32``). Whatever safetensors lacks is stored as
+            bytes.
+        shape: In elements.
+        nbytes: Size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class ObjectLayout(msgspec.Struct, frozen=True, gc=False):
+    """Where everything in a data object lies.
+
+    Attributes:
+        header: The first bytes: length, JSON, padding.
+        starts: Absolute byte offset of each slot, in the order given.
+        size: Of the object, in bytes.
+    """
+
+    header: bytes
+    starts: tuple[int, ...]
+    size: int
+
+
+class _Tensor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """One member of a safetensors header. Offsets count from the start of the data section."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_METADATA = "__metadata__"
+_ESCAPED_METADATA = "%5F_metadata__"
+_HEADER_PREFIX = b'{"__metadata__":{"format":"pt"}'
+"""Programs that open safetensors files for torch look for ``format``; some refuse without."""
+
+_LENGTH_BYTES = 8
+_SLOT_COST = 128
+"""More than a header member's fixed text, two offsets and an eighth of the prefix take."""
+
+_encoder = msgspec.json.Encoder()
+
+
+def header_cost(slot: Slot) -> int:
+    """Returns at least the bytes that ``slot`` takes in a header. Cheap.
+
+    Slots whose costs sum up to at most ``MAX_HEADER_BYTES`` fit in one header.
+    """
+    name = slot.name
+    if name.isascii() and name.isprintable():
+        cost = len(name) + name.count('"') + name.count("\\")
+    else:
+        cost = 6 * len(name)  # the longest that JSON makes of one character
+    return _SLOT_COST + cost + 20 * len(slot.shape)
+
+
+def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
+    """Lays ``slots`` out one after another, in the order given, and encodes the header.
+
+    Raises:
+        ValueError: Names are not unique, a size does not fit dtype and shape, or the header
+            is longer than ``MAX_HEADER_BYTES``.
+    """
+    members: dict[str, _Tensor] = {}
+    offsets: list[int] = []
+    position = 0
+    for slot in slots:
+        name = slot.name
+        dtype, shape = _stored_type(slot)
+        stop = position + slot.nbytes
+        members[_ESCAPED_METADATA if name == _METADATA else name] = _Tensor(
+            dtype, shape, (position, stop)
+        )
+        offsets.append(position)
+        position = stop
+    if len(members) != len(slots):
+        raise ValueError(f"{_first_duplicate(slots)!r} stands twice in one data object")
+    if position > MAX_BYTES:
+        raise ValueError(f"{position} bytes do not fit in one data object")
+    json = _HEADER_PREFIX + (b"," if members else b"") + _encoder.encode(members)[1:]
+    if len(json) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a header of {len(json)} bytes is longer than {MAX_HEADER_BYTES}: "
+            "more names go into a further object"
+        )
+    data_start = -(-(_LENGTH_BYTES + len(json)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    padded = json.ljust(data_start - _LENGTH_BYTES, b" ")
+    return ObjectLayout(
+        header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
+        starts=tuple([data_start + offset for offset in offsets]),
+        size=data_start + position,
+    )
+
+
+def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and shape that the header gives.
+
+    Raises:
+        ValueError: The size does not fit.
+    """
+    dtype = SAFETENSORS_DTYPES.get(slot.dtype)
+    shape = slot.shape
+    if dtype is None:
+        if slot.nbytes < 0:
+            raise ValueError(f"{slot.name!r} has {slot.nbytes} bytes")
+        return "U8", (slot.nbytes,)
+    if prod(shape) * _TORCH_ITEMSIZES[slot.dtype] != slot.nbytes or min(shape, default=0) < 0:
+        raise ValueError(
+            f"{slot.name!r} has {slot.nbytes} bytes, not those of {slot.dtype} {shape}"
+        )
+    if dtype == "F4":
+        # Two values are packed in a torch element; safetensors counts values.
+        return (dtype, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", (1,))
+    return dtype, shape
+
+
+def _first_duplicate(slots: Sequence[Slot]) -> str:
+    seen: set[str] = set()
+    for slot in slots:
+        name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("no duplicate")
+
+
+_BITS = {
+    **{SAFETENSORS_DTYPES[name]: 8 * _TORCH_ITEMSIZES[name] for name in SAFETENSORS_DTYPES},
+    "F4": 4,
+}
+
+_names_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensor_decoder = msgspec.json.Decoder(_Tensor)
+
+
+def parse_header(
+    data: bytes | bytearray | memoryview, *, key: str = "data object"
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Reads the header of a data object, for verification.
+
+    Args:
+        data: The object's first bytes, at least the whole header.
+        key: Named in errors.
+
+    Returns:
+        Name -> safetensors dtype, shape, absolute ``start`` and ``stop``; in stored order.
+
+    Raises:
+        FormatError: It is not a header that version 1 allows.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _LENGTH_BYTES:
+        raise FormatError(key=key, detail=f"{len(view)} bytes are too few for a header")
+    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
+    data_start = _LENGTH_BYTES + length
+    if length > MAX_HEADER_BYTES + DATA_ALIGNMENT or data_start > len(view):
+        raise FormatError(key=key, detail=f"a header of {length} bytes does not fit")
+    if data_start % DATA_ALIGNMENT:
+        raise FormatError(key=key, detail=f"data at {data_start}, no multiple of {DATA_ALIGNMENT}")
+    try:
+        members = _names_decoder.decode(view[_LENGTH_BYTES:data_start])
+        members.pop(_METADATA, None)
+        tensors = {name: _tensor_decoder.decode(raw) for name, raw in members.items()}
+    except (ValueError, RecursionError) as error:
+        raise FormatError(key=key, detail=f"malformed header: {error}") from error
+    result = {}
+    position = 0
+    for name, tensor in tensors.items():
+        start, stop = tensor.data_offsets
+        bits = _BITS.get(tensor.dtype)
+        if bits is None:
+            raise FormatError(key=key, detail=f"{name!r} has an unknown dtype {tensor.dtype!r}")
+        if start != position or stop < start:
+            raise FormatError(key=key, detail=f"{name!r} leaves a gap or overlaps, at {start}")
+        if min(tensor.shape, default=0) < 0 or (
+            bounded_volume(tensor.shape) * bits != (stop - start) * 8
+        ):
+            raise FormatError(
+                key=key,
+                detail=f"{name!r} has {stop - start} bytes, not {tensor.dtype} {tensor.shape}",
+            )
+        if stop > MAX_BYTES:
+            raise FormatError(key=key, detail=f"{name!r} ends at {stop}")
+        position = stop
+        result[name] = (tensor.dtype, tensor.shape, data_start + start, data_start + stop)
+    return result
+
+
+def bounded_volume(shape: Sequence[int]) -> int:
+    """Returns the number of elements; where it is above 2^63-1, any number above that.
+
+    A hostile shape of a million large sizes must not cost a million-digit product.
+    """
+    if 0 in shape:
+        return 0
+    volume = 1
+    for size in shape:
+        volume *= size
+        if volume > MAX_BYTES:
+            break
+    return volume

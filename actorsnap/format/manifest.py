@@ -1,0 +1,452 @@
+"""The on-disk schema of format version 1: commit object, rank manifests, entries.
+
+This file implements ``docs/format.md`` ("Commit object", "Rank manifest", "Entries") and is
+the only place that turns those documents into values and back. It decides what is a valid
+document; it does not know where documents lie or who reads them. Encoding is deterministic:
+equal values give equal bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    UnsupportedFormat,
+    UsageError,
+)
+from actorsnap.format import validate
+from actorsnap.format.checksum import BLOCK_BYTES, crc32c
+
+__all__ = [
+    "BLOCK_BYTES",
+    "COMMIT_KEY",
+    "FORMAT_VERSION",
+    "KNOWN_FEATURES",
+    "BytesEntry",
+    "BytesType",
+    "Commit",
+    "CompositeEntry",
+    "CompositeLayout",
+    "ContainerEntry",
+    "ContainerType",
+    "Entry",
+    "ManifestRecord",
+    "ObjectRecord",
+    "RankManifest",
+    "Stored",
+    "TensorEntry",
+    "TensorType",
+    "ValueEntry",
+    "ViewEntry",
+    "decode_commit",
+    "decode_rank_manifest",
+    "encode_commit",
+    "encode_rank_manifest",
+]
+
+FORMAT_NAME = "actorsnap"
+FORMAT_VERSION = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+"""Features this release can read. A snapshot that names another one is refused."""
+
+COMMIT_KEY = ".actorsnap"
+MAX_NESTING = 900
+"""How deep an inline value nests at most."""
+
+# Bounds are checked while decoding, in C. They change nothing for values made here.
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+
+# Literals, because omit_defaults compares by identity: decoding gives the very string that
+# is the default, so that what was decoded is encoded to the same bytes.
+ContainerType: TypeAlias = Literal["dict", "ordered_dict", "list", "tuple"]
+TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
+BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "pickle", "numpy"]
+CompositeLayout: TypeAlias = Literal[
+    "sparse_coo",
+    "sparse_csr",
+    "sparse_csc",
+    "sparse_bsr",
+    "sparse_bsc",
+    "quantized_tensor",
+    "quantized_channel",
+]
+
+
+class _Data(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Unknown fields are refused: a new field needs a feature flag or a new version."""
+
+
+class ManifestRecord(_Data, frozen=True, kw_only=True, gc=False):
+    """Names a rank manifest in the commit object. ``size`` in bytes."""
+
+    key: str
+    size: _Size
+    crc32c: _Crc
+
+
+class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NAME):
+    """The commit object. Its presence is what makes a snapshot.
+
+    Attributes:
+        world_size: Ranks that took part.
+        attempt: Folder of everything this snapshot owns.
+        created: UTC, ISO 8601 with microseconds and ``Z``.
+        manifests: One record per rank, in rank order.
+        fsync: False if the writer was told not to wait for the disk.
+        metadata: The caller's, any JSON object.
+    """
+
+    format: ClassVar[str] = FORMAT_NAME
+    version: int
+    features: tuple[str, ...] = ()
+    world_size: _Size
+    attempt: str
+    created: str
+    manifests: tuple[ManifestRecord, ...]
+    fsync: bool = True
+    metadata: dict[str, Any] = {}
+
+
+class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
+    """A data object: its size and its safetensors header's size and checksum (bytes)."""
+
+    key: str
+    size: _Size
+    header_bytes: _Size
+    header_crc32c: _Crc
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Where a leaf's bytes lie: ``[object, start, stop, crc32c]``.
+
+    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are
+    absolute byte offsets in it; ``crc32c`` has one value per block of ``BLOCK_BYTES``.
+    """
+
+    object: _Size
+    start: _Size
+    stop: _Size
+    crc32c: tuple[_Crc, ...]
+
+
+class ContainerEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="container"):
+    """A dict, OrderedDict, list or tuple. Needed for every container that is not a plain
+    dict or that is empty; a plain dict with children may be left out.
+
+    ``attributes`` holds a module state dict's ``_metadata``, in the inline encoding.
+    """
+
+    path: _Text
+    type: ContainerType
+    attributes: Any = None
+
+
+class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="tensor"):
+    """A dense tensor or numpy array, C-contiguous, little endian.
+
+    Attributes:
+        dtype: Name of a torch dtype (``"float32"``), or of a numpy dtype where ``type`` is
+            ``"numpy"`` or ``"numpy_scalar"`` (``"<f8"``).
+        shape: Of the bytes stored here, in elements; the shard's where ``offsets`` is given.
+        global_shape, offsets: Only for a shard: the whole tensor's shape and where the shard
+            begins in it.
+        type: ``tensor``, ``parameter``, ``buffer``, ``numpy`` or ``numpy_scalar``.
+        replicated: Whether every rank held the same value.
+    """
+
+    path: _Text
+    dtype: str
+    shape: tuple[_Size, ...]
+    data: Stored
+    type: TensorType = "tensor"
+    requires_grad: bool = False
+    global_shape: tuple[_Size, ...] | None = None
+    offsets: tuple[_Size, ...] | None = None
+    replicated: bool = False
+
+
+class ViewEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="view"):
+    """A tensor that shares memory with another entry of the same rank manifest.
+
+    ``of`` is the path of a ``TensorEntry`` (the base). ``strides`` in elements of ``dtype``;
+    ``offset`` in bytes from the base's first byte.
+    """
+
+    path: _Text
+    of: str
+    dtype: str
+    shape: tuple[_Size, ...]
+    strides: tuple[_Size, ...]
+    offset: _Size = 0
+    type: TensorType = "tensor"
+    requires_grad: bool = False
+    replicated: bool = False
+
+
+class CompositeEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="composite"):
+    """A sparse or quantized tensor, made of dense parts.
+
+    The part named ``p`` is the entry whose path is ``<path>@<p>``.
+
+    Attributes:
+        layout: ``sparse_coo``, ``sparse_csr``, ``sparse_csc``, ``sparse_bsr``,
+            ``sparse_bsc``, ``quantized_tensor`` or ``quantized_channel``.
+        parts: Their names, in the order that ``docs/format.md`` gives per layout.
+        parameters: What else rebuilding needs (``is_coalesced``; ``scale``, ``zero_point``;
+            ``axis``), in the inline encoding.
+    """
+
+    path: _Text
+    layout: CompositeLayout
+    dtype: str
+    shape: tuple[_Size, ...]
+    parts: tuple[str, ...]
+    parameters: dict[str, Any] = {}
+    type: TensorType = "tensor"
+    requires_grad: bool = False
+    replicated: bool = False
+
+
+class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"):
+    """A small leaf that is no tensor, in the inline encoding (``docs/format.md``)."""
+
+    path: _Text
+    value: Any = None
+    replicated: bool = False
+
+
+class BytesEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="bytes"):
+    """A large leaf stored as raw bytes: ``type`` is ``bytes``, ``bytearray``, ``str``
+    (UTF-8, surrogates passed), ``pickle`` or ``numpy`` (a dtype that torch lacks, in
+    ``numpy.lib.format`` v1)."""
+
+    path: _Text
+    type: BytesType
+    data: Stored
+    replicated: bool = False
+
+
+Entry: TypeAlias = (
+    ContainerEntry | TensorEntry | ViewEntry | CompositeEntry | ValueEntry | BytesEntry
+)
+
+
+class RankManifest(_Data, frozen=True, kw_only=True, omit_defaults=False):
+    """What one rank stored. Entries stand in traversal order: the order of a dict's or a
+    list's children is the order of their first entries."""
+
+    attempt: str
+    rank: _Size
+    block_bytes: int = BLOCK_BYTES
+    objects: tuple[ObjectRecord, ...] = ()
+    entries: tuple[Entry, ...] = ()
+
+
+_commit_decoder = msgspec.json.Decoder(Commit)
+_manifest_decoder = msgspec.json.Decoder(RankManifest)
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+# msgspec raises its own errors, UnicodeError (both ValueErrors), and RecursionError.
+_DECODE_ERRORS = (ValueError, RecursionError)
+_ENCODE_ERRORS = (TypeError, ValueError, RecursionError)
+
+_CRC_PREFIX = b'{"crc32c":"'
+_CRC_AT = slice(len(_CRC_PREFIX), len(_CRC_PREFIX) + 8)
+_CRC_END = len(_CRC_PREFIX) + len('00000000",')
+
+
+class _Head(msgspec.Struct):
+    """What is looked at before the rest of a commit object is believed.
+
+    A newer version may give a member another type, so nothing is demanded here.
+    """
+
+    format: Any = None
+    version: Any = None
+    features: Any = ()
+
+
+_head_decoder = msgspec.json.Decoder(_Head)
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """Encodes a commit object, with its own checksum as the first member.
+
+    Raises:
+        UsageError: ``metadata`` is not JSON. The message names the place in it.
+    """
+    validate.check_json(commit.metadata, "metadata")
+    try:
+        encoded = _encoder.encode(commit)
+    except _ENCODE_ERRORS as error:
+        raise UsageError(f"metadata cannot be written as JSON: {error}") from error
+    body = bytearray(_CRC_PREFIX + b'00000000",' + encoded[1:])
+    body[_CRC_AT] = b"%08x" % crc32c(body)
+    return bytes(body)
+
+
+def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
+    """Decodes and checks a commit object.
+
+    Raises:
+        NotASnapshot: It is no commit object of this library at all (``found="unknown"``).
+        ChecksumMismatch: It is one, but damaged.
+        UnsupportedFormat: It is of a newer version, or needs a feature unknown here. A newer
+            version may have moved the checksum, so this goes before a mismatch.
+        FormatError: It is intact, but not what version 1 allows.
+    """
+    data = bytes(data)
+    try:
+        head = _head_decoder.decode(data)
+    except _DECODE_ERRORS:
+        head = _Head()
+    is_ours = head.format == FORMAT_NAME
+    if is_ours:
+        _check_version(head.version)
+    if not is_ours and not data.startswith(_CRC_PREFIX):
+        raise NotASnapshot(
+            key=COMMIT_KEY, detail="not a commit object of actorsnap", found="unknown"
+        )
+    if not _is_intact(data):
+        raise ChecksumMismatch(
+            key=COMMIT_KEY,
+            detail="the commit object is damaged: its checksum does not fit. "
+            "Fetch it again, or restore an older snapshot",
+        )
+    if not is_ours:
+        raise NotASnapshot(
+            key=COMMIT_KEY, detail=f"its format is {_shown(head.format)}", found="unknown"
+        )
+    _check_features(head)
+    try:
+        commit = _commit_decoder.decode(b"{" + data[_CRC_END:])
+    except _DECODE_ERRORS as error:
+        raise FormatError(key=COMMIT_KEY, detail=str(error)) from error
+    validate.check_commit(commit, COMMIT_KEY)
+    return commit
+
+
+def _is_intact(data: bytes) -> bool:
+    """Whether a commit object has its checksum where it belongs, and fits it."""
+    if not data.startswith(_CRC_PREFIX) or data[_CRC_AT.stop : _CRC_END] != b'",':
+        return False
+    crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
+    # Bytes, not numbers: a flipped bit may turn a hex digit into its upper case.
+    return data[_CRC_AT] == b"%08x" % crc
+
+
+def _check_version(version: object) -> None:
+    """Raises UnsupportedFormat for a newer version."""
+    if type(version) is int and version > FORMAT_VERSION:
+        raise UnsupportedFormat(
+            key=COMMIT_KEY,
+            detail=f"the snapshot is of format version {_shown(version)}, and this release "
+            f"reads up to version {FORMAT_VERSION}. Install a newer actorsnap",
+        )
+
+
+def _check_features(head: _Head) -> None:
+    """Raises for features unknown here, and for a version that never was."""
+    if type(head.version) is not int or head.version < 1:
+        raise FormatError(key=COMMIT_KEY, detail=f"no format version: {_shown(head.version)}")
+    features = head.features
+    if not isinstance(features, list):
+        return  # absent, or strict decoding says what is wrong
+    unknown = sorted({f for f in features if isinstance(f, str)} - KNOWN_FEATURES)
+    if unknown:
+        known = ", ".join(sorted(KNOWN_FEATURES)) or "none"
+        raise UnsupportedFormat(
+            key=COMMIT_KEY,
+            detail=f"the snapshot needs the features {', '.join(unknown)[:400]}, and this "
+            f"release knows {known}. Install a newer actorsnap",
+        )
+
+
+def _shown(value: object) -> str:
+    """Returns a short text for a value of unknown type; repr of a deep one would recurse."""
+    return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
+
+
+def encode_rank_manifest(manifest: RankManifest) -> bytes:
+    """Encodes a rank manifest. Its size and checksum go into the commit object.
+
+    Raises:
+        UsageError: A value in it is not JSON. The message names the path.
+    """
+    try:
+        return _encoder.encode(manifest)
+    except _ENCODE_ERRORS as error:
+        raise UsageError(_why_not_encoded(manifest, error)) from error
+
+
+def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:
+    for entry in manifest.entries:
+        try:
+            _encoder.encode(entry)
+        except _ENCODE_ERRORS as cause:
+            return f"{entry.path!r} cannot be written as JSON: {cause}"
+    return f"the manifest of rank {manifest.rank} cannot be written as JSON: {error}"
+
+
+def decode_rank_manifest(
+    data: bytes | bytearray | memoryview, record: ManifestRecord, key: str
+) -> RankManifest:
+    """Decodes and checks a rank manifest.
+
+    Args:
+        data: The object, whole.
+        record: What the commit object says about it.
+        key: The object's key, named in errors.
+
+    Raises:
+        ChecksumMismatch: Size or checksum differ from the commit object's.
+        FormatError: It is intact, but not what version 1 allows.
+    """
+    if len(data) != record.size:
+        raise ChecksumMismatch(
+            key=key, detail=f"it has {len(data)} bytes, and {record.size} were written"
+        )
+    if (crc := crc32c(data)) != record.crc32c:
+        raise ChecksumMismatch(
+            key=key, detail=f"its CRC32C is {crc:08x}, and {record.crc32c:08x} was written"
+        )
+    try:
+        manifest = _manifest_decoder.decode(data)
+    except _DECODE_ERRORS as error:
+        raise FormatError(key=key, detail=str(error)) from error
+    _check_manifest(manifest, key)
+    return manifest
+
+
+def _check_manifest(manifest: RankManifest, key: str) -> None:
+    """Raises FormatError where a well-typed manifest contradicts itself."""
+    if manifest.block_bytes != BLOCK_BYTES:
+        raise FormatError(key=key, detail=f"block_bytes is {manifest.block_bytes}")
+    validate.check_place(manifest, key)
+    if len({entry.path for entry in manifest.entries}) != len(manifest.entries):
+        raise FormatError(key=key, detail="two entries have the same path")
+    of_type: dict[type, list[Any]] = {}
+    for entry in manifest.entries:
+        of_type.setdefault(type(entry), []).append(entry)
+    tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
+    views: list[ViewEntry] = of_type.get(ViewEntry, [])
+    extents = validate.check_objects(manifest.objects, manifest.attempt, key)
+    validate.check_stored(tensors, extents, key)
+    validate.check_stored(of_type.get(BytesEntry, []), extents, key)
+    validate.check_tensors(tensors, key)
+    if views:
+        bases = {entry.path: entry for entry in tensors}
+        validate.check_views(views, bases, key)
+    if composites := of_type.get(CompositeEntry):
+        dense = {entry.path for entry in tensors}
+        dense.update([entry.path for entry in views])
+        validate.check_composites(composites, dense, key)

@@ -1,0 +1,94 @@
+"""Options of all calls, frozen and checked on construction. Defaults stand here only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from actorsnap.errors import UsageError
+
+__all__ = ["Options", "from_env"]
+
+_MIB = 1 << 20
+_MAX_TIMEOUT_S = 24 * 3600
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How snapshots are taken and restored. All sizes are bytes, all times seconds.
+
+    Attributes:
+        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch
+            tiers; the snapshot says so for ever.
+        verify: Compare every byte that is read with its checksum.
+        allow_pickle: Store and load objects outside the safe set with pickle. Loading a
+            pickle runs code of whoever wrote it.
+        timeout_s: A take that has not committed by then is aborted, on all ranks. At most
+            a day.
+        memory_budget_bytes: Memory for staging copies. There is one budget per process,
+            shared by all snapshots: a value given here applies to all from now on. None
+            leaves it as it is; at first it is 60 % of the memory that is free when the
+            runtime starts, counting the cgroup's limit, and at most 64 GiB.
+        chunk_bytes: The unit of staging and I/O; at least 2 MiB.
+        num_uploaders: Chunks hashed and written, or fetched, at once.
+        max_objects: Data objects written in parallel, per top-level key.
+        min_object_bytes: A key is spread over more objects only if each gets this much.
+        max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
+            are read by one request.
+    """
+
+    fsync: bool = True
+    verify: bool = True
+    allow_pickle: bool = False
+    timeout_s: float = 3600.0
+    memory_budget_bytes: int | None = None
+    chunk_bytes: int = 16 * _MIB
+    num_uploaders: int = 8
+    max_objects: int = 4
+    min_object_bytes: int = 64 * _MIB
+    max_gap_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        for name in ("fsync", "verify", "allow_pickle"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"Options.{name} must be True or False")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise UsageError(f"Options.timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+        self._check("chunk_bytes", 2 * _MIB)
+        self._check("num_uploaders", 1)
+        self._check("max_objects", 1)
+        self._check("min_object_bytes", 1)
+        self._check("max_gap_bytes", 0)
+        if self.memory_budget_bytes is not None:
+            self._check("memory_budget_bytes", 1)
+
+    def _check(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
+
+
+def from_env(environ: Mapping[str, str] | None = None) -> Options:
+    """Options from ``ACTORSNAP_<NAME>`` variables: the only reader of the environment.
+
+    Raises:
+        UsageError: a variable cannot be read as its option, or no option has that name.
+    """
+    source = os.environ if environ is None else environ
+    types: dict[str, Any] = {
+        field.name: field.type for field in msgspec.structs.fields(Options)
+    }
+    values: dict[str, Any] = {}
+    for variable, text in source.items():
+        if not variable.startswith("ACTORSNAP_"):
+            continue
+        name = variable.removeprefix("ACTORSNAP_").lower()
+        if name not in types:
+            raise UsageError(f"{variable}: there is no option {name!r}")
+        try:
+            values[name] = msgspec.convert(text, types[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{variable}={text!r}: {error}") from error
+    return Options(**values)

@@ -1,0 +1,1 @@
+"""Where things run: the runtime's thread, its worker threads and its memory."""

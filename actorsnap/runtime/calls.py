@@ -1,0 +1,473 @@
+"""The body of every public call, written once for callers of both kinds.
+
+Each is a ``Script``: plain code that runs in the caller's thread, where ``state_dict`` and
+``load_state_dict`` belong, and that yields what must run on the runtime's loop. ``snapshot``
+drives the scripts with ``await``, ``sync`` by blocking.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import anyio
+import msgspec
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.reader import FetcherPool, Request, SnapshotReader
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    IncompatibleState,
+    ObjectNotFound,
+    UsageError,
+)
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.layout import attempt_of
+from actorsnap.format.manifest import (
+    BLOCK_BYTES,
+    COMMIT_KEY,
+    BytesEntry,
+    Commit,
+    Entry,
+    RankManifest,
+    Stored,
+    TensorEntry,
+)
+from actorsnap.options import Options, from_env
+from actorsnap.runtime.host import Host, Script, wait_done
+from actorsnap.runtime.place import Place, Source, collect_garbage, open_place
+from actorsnap.runtime.saving import SaveJob
+from actorsnap.state.capture import capture
+from actorsnap.state.restore import KeyRestore, ObjectRead, is_module, load_state, read_one
+from actorsnap.state.stateful import RNGState, Stateful, validate_app_state
+from actorsnap.state.tree import escape
+from actorsnap.storage.base import Storage
+
+__all__ = [
+    "AppState",
+    "RestoreReport",
+    "Source",
+    "VerifyReport",
+    "await_pending",
+    "collect",
+    "delete",
+    "get_manifest",
+    "get_state_dict_for_key",
+    "load_index",
+    "make_place",
+    "read_object",
+    "restore",
+    "take",
+    "verify",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AppState: TypeAlias = Mapping[str, Stateful]
+Step: TypeAlias = Callable[[Host], Coroutine[Any, Any, T]]
+
+
+class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restore left out; all empty if everything fitted.
+
+    Attributes:
+        missing: Paths of the app state that the snapshot lacks; they keep their values.
+        unexpected: Paths of the snapshot that a module has no place for; not read.
+        mismatched: A line per leaf whose kind, dtype or shape differs; they keep their values.
+        nbytes: Bytes read into place.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    nbytes: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verification found.
+
+    Attributes:
+        level: ``quick`` (index, existence and sizes) or ``full`` (every byte).
+        num_objects: Data objects looked at.
+        nbytes: Bytes compared with checksums.
+        problems: An error per damaged or missing object.
+    """
+
+    level: str
+    num_objects: int
+    nbytes: int
+    problems: tuple[ActorSnapError, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def make_place(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Place:
+    """Checks a path as callers give it.
+
+    Raises:
+        UsageError: it is empty, or no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise UsageError(f"path must be a non-empty string or os.PathLike, not {path!r}")
+    return Place(url=os.fspath(path), storage_options=dict(storage_options or {}))
+
+
+def resolve_options(options: Options | None) -> Options:
+    if options is None:
+        return from_env()
+    if not isinstance(options, Options):
+        raise UsageError(f"options must be actorsnap.Options, not {type(options).__name__}")
+    return options
+
+
+def take(
+    path: str | os.PathLike[str],
+    app_state: AppState,
+    *,
+    is_async: bool,
+    replicated: Sequence[str],
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None,
+    storage_options: Mapping[str, Any] | None,
+    options: Options | None,
+) -> Script[SaveJob]:
+    """Captures in the caller's thread; returns when stored, or, if async, when staged."""
+    options = resolve_options(options)
+    place = make_place(path, storage_options)
+    if isinstance(replicated, str):
+        raise UsageError(f"replicated must be a list of globs: [{replicated!r}]")
+    checked_metadata = _check_metadata(metadata)
+    host = Host.get()
+    open_place(host, place, fsync=options.fsync)  # refuses bad URLs before state_dict() runs
+    captured = capture(app_state, replicated=replicated, allow_pickle=options.allow_pickle)
+    job = SaveJob(
+        host,
+        place=place,
+        captured=captured,
+        copies=is_async,
+        overwrite=overwrite,
+        metadata=checked_metadata,
+        options=options,
+    )
+    del captured
+    job.start()
+    yield lambda _: _await_or_cancel(job, job.staged if is_async else job.finished)
+    return job
+
+
+def _check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    checked = dict(metadata or {})
+    try:
+        again = msgspec.json.decode(msgspec.json.encode(checked))
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(f"metadata must be a JSON object: {error}") from error
+    if again != checked:
+        raise UsageError(
+            "metadata must come back from JSON as it was: use str keys, lists instead of "
+            "tuples, and finite numbers"
+        )
+    return checked
+
+
+async def _await_or_cancel(job: SaveJob, future: concurrent.futures.Future[T]) -> T:
+    """Waits for a step of a save; a caller who goes away takes the save along."""
+    try:
+        await wait_done(future)
+    except BaseException:
+        job.cancel("the caller was cancelled")
+        with anyio.CancelScope(shield=True):
+            await wait_done(job.finished)
+        raise
+    return future.result()
+
+
+def await_pending(job: SaveJob, future: concurrent.futures.Future[T]) -> Script[T]:
+    """Waits for a step of a save; a caller who goes away leaves it running."""
+    job.check_process()
+
+    async def step() -> T:
+        await wait_done(future)
+        return future.result()
+
+    result: T = yield lambda _: step()
+    return result
+
+
+def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
+    """Reads commit object and rank manifests."""
+
+    async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
+        if source.commit is not None and len(source.manifests) == source.commit.world_size:
+            return source.commit, source.manifests
+        async with source.opened(host) as (_, reader):
+            return await source.index(reader)
+
+    index: tuple[Commit, dict[int, RankManifest]] = yield step
+    return index
+
+
+def get_manifest(source: Source) -> Script[dict[str, Entry]]:
+    """Every entry of every rank, by ``"<rank>/<path>"``."""
+    _, manifests = yield from load_index(source)
+    return {
+        f"{rank}/{entry.path}": entry
+        for rank, manifest in manifests.items()
+        for entry in manifest.entries
+    }
+
+
+def delete(source: Source) -> Script[None]:
+    """The commit object first: what is left behind by a crash is garbage, not a ruin."""
+
+    async def step(host: Host) -> None:
+        async with source.opened(host) as (storage, reader):
+            try:
+                await reader.commit()
+            except FormatError as error:
+                # A damaged snapshot can be deleted; what is none cannot.
+                if not isinstance(error, ChecksumMismatch):
+                    raise
+            await storage.delete([COMMIT_KEY])
+            keys = [i.key async for i in storage.list("") if attempt_of(i.key) is not None]
+            await storage.delete(keys)
+        source.commit = None
+        source.manifests = {}
+
+    yield step
+
+
+def collect(source: Source, *, force: bool) -> Script[list[str]]:
+    """Deletes garbage at the URL; with ``force`` also attempts that may be running."""
+
+    async def step(host: Host) -> list[str]:
+        async with source.opened(host) as (storage, reader):
+            committed = None
+            try:
+                await storage.stat(COMMIT_KEY)
+            except ObjectNotFound:
+                pass
+            else:
+                committed = (await reader.commit()).attempt
+            return await collect_garbage(storage, committed=committed, force=force)
+
+    deleted: list[str] = yield step
+    return deleted
+
+
+class _NullSink:
+    """Takes bytes and forgets them: for verification."""
+
+    is_addressable = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise AssertionError("not addressable")
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        pass
+
+
+def verify(
+    source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
+) -> Script[VerifyReport]:
+    """Checks a snapshot; ``progress`` gets bytes done and bytes in all, on the loop."""
+    if level not in ("quick", "full"):
+        raise UsageError(f'level must be "quick" or "full", not {level!r}')
+
+    async def step(host: Host) -> VerifyReport:
+        async with source.opened(host) as (storage, reader):
+            commit = await reader.commit()
+            problems: list[ActorSnapError] = []
+            num_objects = done = 0
+            total = 0
+            work: list[tuple[RankManifest, int, list[tuple[str, Stored]]]] = []
+            for rank in range(commit.world_size):
+                try:
+                    manifest = await reader.manifest(rank)
+                except ActorSnapError as error:
+                    problems.append(error)
+                    continue
+                leaves: list[list[tuple[str, Stored]]] = [[] for _ in manifest.objects]
+                for entry in manifest.entries:
+                    if isinstance(entry, TensorEntry | BytesEntry):
+                        leaves[entry.data.object].append((entry.path, entry.data))
+                work.extend((manifest, number, held) for number, held in enumerate(leaves))
+                total += sum(record.size for record in manifest.objects)
+            for manifest, number, held in work:
+                record = manifest.objects[number]
+                num_objects += 1
+                try:
+                    info = await storage.stat(record.key)
+                    if info.size != record.size:
+                        raise ChecksumMismatch(
+                            key=record.key,
+                            detail=f"has {info.size} bytes, was written with {record.size}",
+                        )
+                    if level == "full":
+                        header = await storage.get(record.key, 0, record.header_bytes)
+                        if crc32c(header) != record.header_crc32c:
+                            raise ChecksumMismatch(
+                                key=record.key, detail="the safetensors header differs"
+                            )
+                        pool = source.fetcher(host, storage, verify=True)
+                        requests = [
+                            Request(path, record.key, at, _NullSink(at.stop - at.start))
+                            for path, at in held
+                        ]
+                        await pool.fetch(requests)
+                        done += record.size
+                except ObjectNotFound as error:
+                    missing = ChecksumMismatch(key=record.key, detail="the object is missing")
+                    missing.__cause__ = error
+                    problems.append(missing)
+                except ActorSnapError as error:
+                    problems.append(error)
+                except BaseExceptionGroup as group:
+                    found = group.split(ActorSnapError)
+                    if found[0] is None or found[1] is not None:
+                        raise
+                    problems.append(_leaves(found[0])[0])
+                if progress is not None:
+                    progress(done, total)
+            return VerifyReport(
+                level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
+            )
+
+    report: VerifyReport = yield step
+    return report
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
+    found: list[Any] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found.extend(_leaves(error))
+        else:
+            found.append(error)
+    return found
+
+
+def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[RestoreReport]:
+    """Compares everything, then reads everything, then hands over key by key."""
+    validate_app_state(app_state)
+    _, manifests = yield from load_index(source)
+    by_key = _entries_by_key(manifests)
+    # The global order of state_dict calls; generators last, as later loads may draw numbers.
+    keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
+    missing = [
+        f"{escape(key)} (the snapshot has the keys: {', '.join(sorted(by_key))})"
+        for key in keys
+        if escape(key) not in by_key
+    ]
+    unexpected: list[str] = []
+    mismatched: list[str] = []
+    restores: list[tuple[str, KeyRestore]] = []
+    for key in keys:
+        entries = by_key.get(escape(key))
+        if entries is None:
+            continue
+        stateful = app_state[key]
+        part = KeyRestore(
+            key,
+            entries,
+            # A generator that only this process has is no reason to refuse the others.
+            target=None if isinstance(stateful, RNGState) else stateful.state_dict(),
+            allow_pickle=source.options.allow_pickle,
+            include_unexpected=not is_module(stateful),
+        )
+        missing.extend(part.missing)
+        if is_module(stateful):
+            unexpected.extend(part.unexpected)
+        mismatched.extend(part.mismatched)
+        restores.append((key, part))
+    if strict and (missing or unexpected or mismatched):
+        raise IncompatibleState(missing=missing, unexpected=unexpected, mismatched=mismatched)
+    nbytes = yield lambda host: _fetch(host, source, manifests[0], [p for _, p in restores])
+    for key, part in restores:
+        load_state(app_state[key], part.build(), strict=strict)
+    return RestoreReport(
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        mismatched=tuple(mismatched),
+        nbytes=nbytes,
+    )
+
+
+def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
+    """One stateful's state dict, built fresh on the CPU."""
+    _, manifests = yield from load_index(source)
+    by_key = _entries_by_key(manifests)
+    entries = by_key.get(escape(key))
+    if entries is None:
+        raise IncompatibleState(
+            missing=[f"{key} (the snapshot has the keys: {', '.join(sorted(by_key))})"]
+        )
+    part = KeyRestore(key, entries, target=None, allow_pickle=source.options.allow_pickle)
+    yield lambda host: _fetch(host, source, manifests[0], [part])
+    return part.build()
+
+
+def read_object(
+    source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
+) -> Script[Any]:
+    """One leaf or subtree, into ``out`` or fresh."""
+    if memory_budget_bytes is not None and memory_budget_bytes < BLOCK_BYTES:
+        raise UsageError(f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block)")
+    _, manifests = yield from load_index(source)
+    part = read_one(
+        manifests[0].entries, path, out=out, allow_pickle=source.options.allow_pickle
+    )
+    yield lambda host: _fetch(
+        host, source, manifests[0], [part], memory_budget_bytes=memory_budget_bytes
+    )
+    return part.build()
+
+
+async def _fetch(
+    host: Host,
+    source: Source,
+    manifest: RankManifest,
+    parts: Sequence[KeyRestore | ObjectRead],
+    memory_budget_bytes: int | None = None,
+) -> int:
+    """Reads what the parts want; returns the number of bytes."""
+    requests = [
+        Request(path, manifest.objects[stored.object].key, stored, sink)
+        for part in parts
+        for path, stored, sink in part.reads
+    ]
+    changes: dict[str, Any] = {}
+    if memory_budget_bytes is not None:
+        changes = {
+            "budget": Budget(memory_budget_bytes),
+            "chunk_bytes": min(memory_budget_bytes, source.options.chunk_bytes),
+            "num_fetchers": 1,
+        }
+    async with source.opened(host) as (storage, _):
+        await source.fetcher(host, storage, **changes).fetch(requests)
+    return sum(request.stored.stop - request.stored.start for request in requests)
+
+
+def _entries_by_key(manifests: Mapping[int, RankManifest]) -> dict[str, list[Entry]]:
+    by_key: dict[str, list[Entry]] = {}
+    for entry in manifests[0].entries:
+        token = entry.path.partition("/")[0].partition("@")[0]
+        by_key.setdefault(token, []).append(entry)
+    return by_key

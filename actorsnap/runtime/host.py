@@ -1,0 +1,498 @@
+"""The runtime: an event loop on a thread of its own, worker threads, and the memory budget.
+
+There is one ``Host`` per process, started by the first call and kept. Callers cross into its
+loop here and nowhere else; a caller on another event loop is woken without blocking either.
+All threads are daemons created up front: at interpreter exit no thread can be started any
+more (Python 3.12), and threads that are joined by the interpreter would have to end before
+pending snapshots do. This is the only module that imports asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+import anyio
+import anyio.lowlevel
+import psutil
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.trace import Progress, ProgressBoard
+from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.format.layout import Attempt
+from actorsnap.runtime.arena import Arena
+
+__all__ = [
+    "Call",
+    "Host",
+    "Script",
+    "host_id",
+    "is_process_alive",
+    "refuse_running_loop",
+    "run_async",
+    "run_sync",
+    "shutdown",
+    "wait_done",
+    "watch_async",
+    "watch_sync",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any, T]
+"""The body of a public call, free of async and sync: it runs in the caller's thread, yields
+what must run on the runtime's loop, and is sent its result."""
+
+_MAX_DEFAULT_BUDGET = 64 << 30
+_MAX_WORKERS = 8
+_STOP_S = 60.0
+
+
+class _WorkerPool:
+    """Runs blocking calls on daemon threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._jobs: queue.SimpleQueue[
+            tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, BaseException | None], None]]
+            | None
+        ] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"actorsnap-worker-{n}", daemon=True)
+            for n in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            fn, args, done = job
+            try:
+                result = fn(*args)
+            except BaseException as error:
+                done(None, error)
+            else:
+                done(result, None)
+            # An idle worker must not keep the last job's tensors alive.
+            del job, fn, args, done
+            result = None
+
+    async def run(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """See ``storage.base.RunBlocking``."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def done(result: Any, error: BaseException | None) -> None:
+            # The loop is closed only when the process gives the runtime up.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._jobs.put((fn, args, done))
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    def stop(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class Call(Generic[T]):
+    """A coroutine on the runtime's loop.
+
+    Attributes:
+        future: Its outcome. Settled only when the coroutine has really ended, also after
+            ``cancel``; then with ``CallCancelled``.
+    """
+
+    def __init__(self, host: Host, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._host = host
+        self._coroutine = coroutine
+        self._scope = anyio.CancelScope()
+        self._task: asyncio.Task[None] | None = None
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            with self._scope:
+                result = await self._coroutine
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            if self._scope.cancelled_caught:
+                self.future.set_exception(CallCancelled())
+            else:
+                self.future.set_result(result)
+
+    def cancel(self) -> None:
+        """Asks the coroutine to end; from any thread."""
+        self._host.call_soon(self._scope.cancel)
+
+
+class CallCancelled(Exception):
+    """A ``Call`` ended because it was cancelled. Never reaches users."""
+
+
+class Host:
+    """One process' runtime. Get it by ``Host.get()``."""
+
+    _instance: Host | None = None
+    _instance_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        limit = default_budget_bytes()
+        self.arena = Arena(limit)
+        self.budget = Budget(limit, allocate=self.arena.allocate, free=self.arena.free)
+        self.num_workers = max(2, min(_MAX_WORKERS, _usable_cores()))
+        self._workers = _WorkerPool(self.num_workers)
+        self.run_blocking = self._workers.run
+        self._loop = asyncio.new_event_loop()
+        self._calls: set[Call[Any]] = set()
+        self._saves: dict[concurrent.futures.Future[Any], str] = {}
+        self._thread = threading.Thread(target=self._run_loop, name="actorsnap-runtime", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def get(cls) -> Host:
+        """The process' runtime; starts it if there is none, also in a forked child."""
+        with cls._instance_lock:
+            if cls._instance is None or cls._instance.pid != os.getpid():
+                cls._instance = Host()
+            return cls._instance
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def check_process(self) -> None:
+        """Raises ``UsageError`` in a process forked from the one that owns the runtime."""
+        if self.pid != os.getpid():
+            raise UsageError(
+                f"this object belongs to process {self.pid}, which this process was forked "
+                "from: its runtime does not run here. Wait for pending snapshots before you "
+                "fork, and open the snapshot anew in the child"
+            )
+
+    def set_budget(self, limit_bytes: int | None) -> None:
+        """Changes the process' memory budget; None leaves it."""
+        if limit_bytes is not None and limit_bytes != self.budget.limit_bytes:
+
+            def change() -> None:
+                self.arena.limit_bytes = limit_bytes
+                self.arena.trim()
+                self.budget.limit_bytes = limit_bytes
+
+            self._loop.call_soon_threadsafe(change)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
+        """Starts ``coroutine`` on the loop."""
+        self.check_process()
+        call = Call(self, coroutine)
+        self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._calls.discard(call))
+        self._loop.call_soon_threadsafe(call.start)
+        return call
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Runs a callback on the loop, from any thread."""
+        self.check_process()
+        self._loop.call_soon_threadsafe(callback)
+
+    def track_save(self, future: concurrent.futures.Future[Any], label: str) -> None:
+        """Makes interpreter exit wait for a save."""
+        self._saves[future] = label
+        future.add_done_callback(lambda done: self._saves.pop(done, None))
+
+    def pending_saves(self) -> list[tuple[concurrent.futures.Future[Any], str]]:
+        return list(self._saves.items())
+
+    def new_attempt(self) -> Attempt:
+        """A name no other attempt has."""
+        return Attempt(
+            created_s=int(time.time()),
+            host=host_id(),
+            pid=os.getpid(),
+            nonce=secrets.token_hex(4),
+        )
+
+    def stop(self) -> None:
+        """Cancels what runs, ends all threads. For tests and for exit."""
+        calls = tuple(self._calls)
+        for call in calls:
+            call.cancel()
+        concurrent.futures.wait([call.future for call in calls], timeout=_STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._workers.stop()
+
+
+def shutdown() -> None:
+    """Waits for pending saves, then stops the runtime's threads and frees its memory.
+
+    The next call starts a new runtime. Runs by itself when the interpreter exits: a snapshot
+    that was begun is finished, and one that fails then is logged.
+    """
+    host = Host._instance
+    if host is None or host.pid != os.getpid():
+        return
+    for future, label in host.pending_saves():
+        if not future.done():
+            logger.warning("%s: waiting for the pending snapshot before exit", label)
+        concurrent.futures.wait([future])
+    with Host._instance_lock:
+        if Host._instance is host:
+            Host._instance = None
+    host.stop()
+
+
+atexit.register(shutdown)
+
+
+def _forget_in_child() -> None:
+    # The parent's runtime has no threads here, and its lock may have been held.
+    Host._instance = None
+    Host._instance_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+async def run_async(script: Script[T]) -> T:
+    """Runs a public call's script for a caller on an asyncio event loop.
+
+    Cancellation: what runs on the runtime is cancelled and has ended when this raises.
+    """
+    try:
+        step = next(script)
+        while True:
+            host = Host.get()
+            call = host.submit(step(host))
+            try:
+                await wait_done(call.future)
+            except asyncio.CancelledError:
+                call.cancel()
+                await _outlast_cancellation(call.future)
+                script.close()
+                raise
+            try:
+                result = call.future.result()
+            except Exception as error:
+                step = script.throw(_plain(error))
+            else:
+                step = script.send(result)
+    except StopIteration as end:
+        return cast("T", end.value)
+
+
+async def wait_done(future: concurrent.futures.Future[Any]) -> None:
+    """Waits on the caller's loop until ``future`` is settled; does not raise its error.
+
+    Cancellation: the future goes on.
+    """
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wake(_: object) -> None:
+        # The caller's loop may be closed when the runtime is done.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    await done.wait()
+
+
+async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
+    """Waits until the runtime has let go, however often the caller is cancelled."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await wait_done(future)
+
+
+async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
+    """The states of ``board`` as they come, the latest first, until the last one."""
+    changed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(changed.set)
+
+    unsubscribe = board.subscribe(wake)
+    try:
+        shown: Progress | None = None
+        while shown is None or not shown.is_last:
+            changed.clear()
+            if board.latest != shown:
+                shown = board.latest
+                yield shown
+            else:
+                await changed.wait()
+    finally:
+        unsubscribe()
+
+
+def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
+    """``watch_async`` for an ordinary thread; blocks between states."""
+    changed = threading.Event()
+    unsubscribe = board.subscribe(changed.set)
+    try:
+        shown: Progress | None = None
+        while shown is None or not shown.is_last:
+            changed.clear()
+            if board.latest != shown:
+                shown = board.latest
+                yield shown
+            else:
+                changed.wait()
+    finally:
+        unsubscribe()
+
+
+def run_sync(script: Script[T], *, name: str) -> T:
+    """Runs a public call's script for a caller in an ordinary thread.
+
+    An interrupt (Ctrl-C) cancels what runs on the runtime and is raised when it has ended.
+
+    Raises:
+        UsageError: this thread runs an event loop, which would be blocked.
+    """
+    refuse_running_loop(name)
+    try:
+        step = next(script)
+        while True:
+            host = Host.get()
+            call = host.submit(step(host))
+            try:
+                result = call.future.result()
+            except Exception as error:
+                step = script.throw(_plain(error))
+            except BaseException:
+                call.cancel()
+                concurrent.futures.wait([call.future])
+                script.close()
+                raise
+            else:
+                step = script.send(result)
+    except StopIteration as end:
+        return cast("T", end.value)
+
+
+def refuse_running_loop(name: str) -> None:
+    """Raises ``UsageError`` in a thread whose event loop runs."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UsageError(
+        f"actorsnap.sync.{name} would block the event loop that runs in this thread; "
+        f"use `await` with the same call of `actorsnap` (without .sync)"
+    )
+
+
+def _plain(error: BaseException) -> BaseException:
+    """One error instead of a group of one's children, with the group as its cause."""
+    if isinstance(error, BaseExceptionGroup):
+        leaf: BaseException = error
+        while isinstance(leaf, BaseExceptionGroup):
+            ours = [e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)]
+            leaf = (ours or leaf.exceptions)[0]
+        if leaf.__cause__ is None:
+            leaf.__cause__ = error
+        return leaf
+    return error
+
+
+def default_budget_bytes() -> int:
+    """60 % of the free memory of the machine or the cgroup, at most 64 GiB."""
+    free = psutil.virtual_memory().available
+    limit = _cgroup_free_bytes()
+    if limit is not None:
+        free = min(free, limit)
+    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, free * 6 // 10))
+
+
+def _cgroup_free_bytes() -> int | None:
+    """What the cgroup (v2, or v1) lets this process still take; None without a limit."""
+    pairs = [
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ]
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/cgroup") as lines:
+            for line in lines:
+                number, controllers, path = line.strip().split(":", 2)
+                if number == "0":
+                    base = f"/sys/fs/cgroup{path}"
+                    pairs.insert(0, (f"{base}/memory.max", f"{base}/memory.current"))
+                elif "memory" in controllers.split(","):
+                    base = f"/sys/fs/cgroup/memory{path}"
+                    pairs.insert(
+                        0, (f"{base}/memory.limit_in_bytes", f"{base}/memory.usage_in_bytes")
+                    )
+    for limit_path, usage_path in pairs:
+        with contextlib.suppress(OSError, ValueError):
+            with open(limit_path) as file:
+                limit = int(file.read())  # "max" is a ValueError: no limit here
+            with open(usage_path) as file:
+                used = int(file.read())
+            return max(0, limit - used)
+    return None
+
+
+def _usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def host_id() -> str:
+    """8 hex digits for this machine and process namespace, as in attempt names."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def is_process_alive(pid: int) -> bool:
+    """Whether a process of this host has that id."""
+    return psutil.pid_exists(pid)

@@ -1,0 +1,294 @@
+"""The public calls for async code. ``actorsnap.sync`` has the same for ordinary scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from typing import Any
+
+from actorsnap.actors.trace import Progress
+from actorsnap.format.manifest import Entry
+from actorsnap.options import Options
+from actorsnap.runtime import calls
+from actorsnap.runtime.calls import AppState, RestoreReport, Source, VerifyReport
+from actorsnap.runtime.host import run_async, watch_async
+from actorsnap.runtime.saving import SaveJob
+
+__all__ = ["PendingSnapshot", "Snapshot"]
+
+
+class Snapshot:
+    """A saved app state at a URL. Creating one does no I/O.
+
+    Args:
+        path: Where: a local path, ``fs://``, ``memory://`` or the URL of an installed backend.
+        storage_options: For the backend.
+        options: How to read; None takes defaults and ``ACTORSNAP_*`` variables.
+
+    Raises:
+        UsageError: a bad path or option.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self._source = Source(
+            calls.make_place(path, storage_options), calls.resolve_options(options)
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._source.place.url
+
+    @classmethod
+    async def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        *,
+        replicated: Sequence[str] = (),
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> Snapshot:
+        """Saves ``app_state``; when this returns, the snapshot is durable and visible.
+
+        ``state_dict()`` is called on every stateful, in sorted key order, in this thread. CPU
+        tensors are written straight from their memory, without a copy: do not change them
+        before this returns (other tasks of your loop go on meanwhile; if one of them
+        trains, use ``async_take``).
+
+        Args:
+            path: A URL at which no snapshot is committed yet.
+            app_state: Statefuls by key.
+            replicated: Globs of paths that are equal on all ranks: ``"model/**"``.
+            overwrite: Replace a snapshot that is committed at ``path``. It stays valid until
+                the new one is committed.
+            metadata: Any JSON object; comes back as ``Snapshot.metadata``.
+            storage_options: For the backend.
+            options: See ``Options``.
+
+        Raises:
+            UsageError: bad input; nothing was written.
+            ObjectExists: a snapshot is committed at ``path``, or was meanwhile.
+            SnapshotAborted: it failed, by storage or time; the cause is chained.
+        Cancellation: the attempt is aborted and what it wrote deleted before this raises,
+            unless the commit was already under way: then the snapshot is whole.
+        """
+        job = await run_async(
+            calls.take(
+                path,
+                app_state,
+                is_async=False,
+                replicated=replicated,
+                overwrite=overwrite,
+                metadata=metadata,
+                storage_options=storage_options,
+                options=options,
+            )
+        )
+        return cls._of(job)
+
+    @classmethod
+    async def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        *,
+        replicated: Sequence[str] = (),
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> PendingSnapshot:
+        """Copies ``app_state`` and returns; storing and committing go on behind.
+
+        What is saved is what the tensors held at the call, whatever is written to them after
+        this has returned. Copies take as much memory as the state, up to the process' budget
+        (``Options.memory_budget_bytes``); beyond it, this returns when the rest is stored.
+
+        Args, Raises and Cancellation: as ``take``; failures after staging are raised by
+        ``PendingSnapshot.wait``.
+        """
+        job = await run_async(
+            calls.take(
+                path,
+                app_state,
+                is_async=True,
+                replicated=replicated,
+                overwrite=overwrite,
+                metadata=metadata,
+                storage_options=storage_options,
+                options=options,
+            )
+        )
+        return PendingSnapshot(job)
+
+    async def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
+        """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
+
+        ``app_state`` may have fewer keys than the snapshot. Everything is compared before
+        the first byte is read. Leaves of the snapshot that a stateful lacks are read into
+        fresh CPU tensors and handed to its ``load_state_dict`` (a fresh optimizer); for an
+        ``nn.Module`` they count as unexpected.
+
+        Args:
+            app_state: Statefuls by key.
+            strict: False restores what fits and reports the rest.
+
+        Returns:
+            What was left out.
+
+        Raises:
+            UsageError: bad input.
+            NotASnapshot: there is no committed snapshot; says what is there.
+            IncompatibleState: strict, and something is missing, unexpected or mismatched:
+                all of it is named; nothing was changed.
+            FormatError, ChecksumMismatch: the snapshot is damaged; names the object. Tensors
+                may have been overwritten in part.
+            StorageError: reading failed; the same holds.
+        Cancellation: tensors may have been overwritten in part.
+        """
+        return await run_async(calls.restore(self._source, app_state, strict=strict))
+
+    async def read_object(
+        self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
+    ) -> Any:
+        """Reads one leaf, or everything below a path.
+
+        Args:
+            path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank.
+            out: A tensor or array of the same dtype and shape to read into, on any device.
+            memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
+                result itself.
+
+        Returns:
+            ``out``, or the value: tensors fresh on the CPU.
+
+        Raises:
+            UsageError, NotASnapshot, FormatError, StorageError: see ``restore``.
+            IncompatibleState: no such path, or ``out`` does not fit.
+        """
+        return await run_async(
+            calls.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
+        )
+
+    async def get_manifest(self) -> dict[str, Entry]:
+        """Every entry, by ``"<rank>/<path>"``.
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: see ``restore``.
+        """
+        return await run_async(calls.get_manifest(self._source))
+
+    async def get_state_dict_for_key(self, key: str) -> Any:
+        """The state dict saved under the top-level ``key``, with fresh CPU tensors.
+
+        Raises:
+            IncompatibleState: no such key.
+            NotASnapshot, FormatError, StorageError: see ``restore``.
+        """
+        return await run_async(calls.get_state_dict_for_key(self._source, key))
+
+    @property
+    async def metadata(self) -> dict[str, Any]:
+        """What was given to ``take`` as ``metadata`` (``await snapshot.metadata``).
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: see ``restore``.
+        """
+        commit, _ = await run_async(calls.load_index(self._source))
+        return commit.metadata
+
+    async def verify(self, level: str = "quick") -> VerifyReport:
+        """Checks that the snapshot is whole.
+
+        Args:
+            level: ``"quick"`` reads the index and looks at objects' sizes; ``"full"`` also
+                compares every byte with its checksum.
+
+        Raises:
+            NotASnapshot, FormatError: there is no readable commit object. Other damage is
+                in the report.
+            StorageError: reading failed.
+        """
+        return await run_async(calls.verify(self._source, level=level))
+
+    async def delete(self) -> None:
+        """Deletes the snapshot: first the commit object, then all that attempts left.
+
+        Raises:
+            NotASnapshot: there is none; nothing was deleted.
+            StorageError: deleting failed; what is left is garbage.
+        """
+        await run_async(calls.delete(self._source))
+
+    @classmethod
+    def _of(cls, job: SaveJob) -> Snapshot:
+        snapshot = cls.__new__(cls)
+        snapshot._source = job.source()
+        return snapshot
+
+
+class PendingSnapshot:
+    """A snapshot on its way. Await it, or poll ``done()``.
+
+    Dropping the handle does not stop the save; a failure is then logged as an error. At
+    interpreter exit pending saves are waited for.
+    """
+
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path!r}: {self._job.board.latest.phase}>"
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._job.url
+
+    async def staged(self) -> None:
+        """Waits until the trainer may overwrite its tensors.
+
+        Raises:
+            ActorSnapError: the save failed before.
+        Cancellation: the save goes on.
+        """
+        await run_async(calls.await_pending(self._job, self._job.staged))
+
+    def done(self) -> bool:
+        """Whether the outcome is known; ``wait`` then returns at once."""
+        return self._job.is_done()
+
+    async def wait(self) -> Snapshot:
+        """Waits for the outcome.
+
+        Raises:
+            ObjectExists, SnapshotAborted: see ``Snapshot.take``.
+        Cancellation: the save goes on.
+        """
+        await run_async(calls.await_pending(self._job, self._job.finished))
+        return Snapshot._of(self._job)
+
+    def __await__(self) -> Generator[Any, Any, Snapshot]:
+        return self.wait().__await__()
+
+    def cancel(self) -> None:
+        """Asks for an abort and returns at once. ``wait`` then raises ``SnapshotAborted``, or
+        returns if the commit was faster. What was written is deleted."""
+        self._job.cancel("cancelled by the caller")
+
+    def events(self) -> AsyncIterator[Progress]:
+        """The save's progress, the latest state first, ending with ``committed`` or
+        ``aborted``. A slow reader skips states. Never raises the save's error."""
+        return watch_async(self._job.watched())

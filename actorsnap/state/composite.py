@@ -1,0 +1,166 @@
+"""Sparse and quantized tensors as dense parts, and back.
+
+Implements "Composite layouts and their parts" of ``docs/format.md``. Decides how such a tensor
+is taken apart without a copy, and what its parts must be to be put together. It must not know
+paths, entries or storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from actorsnap.format.validate import COMPOSITE_PARTS
+from actorsnap.state.tensors import DTYPES, QUANTIZED
+
+__all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
+
+_COMPRESSED: Final = {
+    "sparse_csr": torch.sparse_csr,
+    "sparse_csc": torch.sparse_csc,
+    "sparse_bsr": torch.sparse_bsr,
+    "sparse_bsc": torch.sparse_bsc,
+}
+
+_INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
+_PACKED: Final = {"quint4x2": 2, "quint2x4": 4}
+"""Sub-byte dtypes: elements in a byte."""
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is stored as parts."""
+    return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED
+
+
+def take_apart(
+    tensor: torch.Tensor,
+) -> tuple[str, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
+    """Takes a composite tensor apart, sharing its memory.
+
+    Returns:
+        Layout, parameters and named parts; or, as a str, why that cannot be done.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype in QUANTIZED:
+        return _take_quantized_apart(tensor)
+    layout = str(tensor.layout).removeprefix("torch.")
+    parameters: dict[str, Any] = {}
+    if layout == "sparse_coo":
+        parameters["is_coalesced"] = tensor.is_coalesced()
+        # The public accessors refuse uncoalesced tensors.
+        parts = [tensor._indices(), tensor._values()]
+    else:
+        parts = [getattr(tensor, name)() for name in COMPOSITE_PARTS[layout]]
+    return layout, parameters, list(zip(COMPOSITE_PARTS[layout], parts, strict=True))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the integers of a quantized tensor, in its own memory."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    storage = tensor.untyped_storage()
+    if name in _PACKED:
+        size = _packed_bytes(tensor.shape, name)
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return raw.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload, no-any-return]
+    raw = torch.empty(0, dtype=_INT_REPR[name], device=tensor.device)
+    return raw.set_(  # type: ignore[call-overload, no-any-return]
+        storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    )
+
+
+def _packed_bytes(shape: Sequence[int], name: str) -> int:
+    # torch pads each row to whole bytes.
+    per_byte = _PACKED[name]
+    return prod(shape[:-1]) * -(-shape[-1] // per_byte) if shape else 1
+
+
+def _take_quantized_apart(
+    tensor: torch.Tensor,
+) -> tuple[str, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _PACKED and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
+        return f"is a view of packed {name} elements; clone the tensor"
+    scheme = tensor.qscheme()
+    parts = [("int_repr", _raw(tensor))]
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        parameters = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+        return "quantized_tensor", parameters, parts
+    parts.append(("scales", tensor.q_per_channel_scales().detach()))
+    parts.append(("zero_points", tensor.q_per_channel_zero_points().detach()))
+    return "quantized_channel", {"axis": tensor.q_per_channel_axis()}, parts
+
+
+def part_shape(
+    layout: str, dtype: str, shape: Sequence[int], part: str
+) -> tuple[str, tuple[int, ...]] | None:
+    """Returns dtype and shape that a part must have, where the whole alone decides that."""
+    if part != "int_repr":
+        return None
+    if dtype in _PACKED:
+        return "uint8", (_packed_bytes(shape, dtype),)
+    if dtype in _INT_REPR:
+        return str(_INT_REPR[dtype]).removeprefix("torch."), tuple(shape)
+    raise ValueError(f"{dtype} is no quantized dtype")
+
+
+def assemble(
+    layout: str,
+    dtype: str,
+    shape: Sequence[int],
+    parameters: Mapping[str, Any],
+    parts: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Puts a tensor together. Sparse ones take over the parts' memory.
+
+    Raises:
+        ValueError, RuntimeError: The parts do not make a tensor of that layout.
+    """
+    kind = DTYPES[dtype]
+    size = tuple(shape)
+    if layout == "sparse_coo":
+        if parts["values"].dtype != kind:
+            raise ValueError(f"values are {parts['values'].dtype}, not {kind}")
+        return torch.sparse_coo_tensor(
+            parts["indices"],
+            parts["values"],
+            size,
+            is_coalesced=bool(parameters["is_coalesced"]),
+            check_invariants=True,
+        )
+    if layout in _COMPRESSED:
+        compressed, plain, values = COMPOSITE_PARTS[layout]
+        if parts[values].dtype != kind:
+            raise ValueError(f"values are {parts[values].dtype}, not {kind}")
+        return torch.sparse_compressed_tensor(
+            parts[compressed],
+            parts[plain],
+            parts[values],
+            size,
+            layout=_COMPRESSED[layout],
+            check_invariants=True,
+        )
+    if kind not in QUANTIZED:
+        raise ValueError(f"{dtype} is no quantized dtype")
+    if layout == "quantized_tensor":
+        scale, zero_point = parameters["scale"], parameters["zero_point"]
+        if type(scale) is not float or type(zero_point) is not int:
+            raise ValueError("scale or zero_point is no number")
+        result = torch._empty_affine_quantized(
+            size, scale=scale, zero_point=zero_point, dtype=kind
+        )
+    else:
+        axis = parameters["axis"]
+        scales, zero_points = parts["scales"], parts["zero_points"]
+        if type(axis) is not int or not 0 <= axis < len(size):
+            raise ValueError(f"axis {axis!r} is none of {len(size)}")
+        if not scales.shape == zero_points.shape == (size[axis],):
+            raise ValueError(f"{tuple(scales.shape)} scales for {size[axis]} channels")
+        result = torch._empty_per_channel_affine_quantized(
+            size, scales=scales, zero_points=zero_points, axis=axis, dtype=kind
+        )
+    raw = _raw(result)
+    raw.copy_(parts["int_repr"])
+    return result

@@ -1,0 +1,264 @@
+"""Which leaves share memory, and what is stored for those that do.
+
+Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``: finds the
+groups, and decides per group whether one leaf is the base or the span of memory is. It must
+not know paths, entries or app states; members are numbered by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actorsnap.state.tensors import c_strides, extent_bytes
+
+__all__ = ["Extents", "Group", "Region", "group", "touched_without_gaps"]
+
+_MAX_EXACT = 128
+"""Members up to which strided ones are compared in pairs. Beyond, extents decide."""
+
+_MAX_WORK = 10_000
+
+
+class Region(msgspec.Struct, frozen=True, gc=False):
+    """The memory of one leaf: its first byte, and how its elements lie from there.
+
+    Attributes:
+        start: Address of the first element.
+        itemsize: Bytes of an element.
+        shape, strides: In elements; strides are not negative.
+    """
+
+    start: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Address behind the last element."""
+        return self.start + extent_bytes(self.shape, self.strides, self.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, as often as they appear."""
+        count = self.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether memory order is C order, without gaps."""
+        return all(
+            stride == expected or size == 1
+            for size, stride, expected in zip(
+                self.shape, self.strides, c_strides(self.shape), strict=True
+            )
+        )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether elements surely share memory with each other (expanded tensors)."""
+        return self.stop - self.start < self.nbytes
+
+    def touched(self) -> Region:
+        """The same memory without the dims that only repeat it."""
+        dims = [
+            (size, stride)
+            for size, stride in zip(self.shape, self.strides, strict=True)
+            if size != 1 and stride != 0
+        ]
+        return Region(
+            self.start, self.itemsize, tuple([s for s, _ in dims]), tuple([t for _, t in dims])
+        )
+
+    def same_layout(self, other: Region) -> bool:
+        """Whether element i of both is the same memory, for every i."""
+        return (
+            self.start == other.start
+            and self.itemsize == other.itemsize
+            and self.shape == other.shape
+            and all(
+                a == b or size <= 1
+                for size, a, b in zip(self.shape, self.strides, other.strides, strict=True)
+            )
+        )
+
+
+class Extents:
+    """Where members lie in the memory of one device."""
+
+    __slots__ = ("numbers", "starts", "stops")
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.starts: list[int] = []
+        self.stops: list[int] = []
+
+    def add(self, number: int, start: int, stop: int) -> None:
+        """Adds a member that is not empty: its first byte, and the end."""
+        self.numbers.append(number)
+        self.starts.append(start)
+        self.stops.append(stop)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Members that share memory.
+
+    Attributes:
+        members: Their numbers, ascending.
+        base: The number of the member that is stored for all; None: the span is.
+        start, stop: The span of memory that the group touches.
+        same: All members have one layout, so they are views of the base as it is stored,
+            whatever its strides in memory are.
+    """
+
+    members: tuple[int, ...]
+    base: int | None
+    start: int
+    stop: int
+    same: bool
+
+
+def _candidates(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+    """Returns the groups of two and more whose extents form one piece."""
+    if len(starts) < 2:
+        return []
+    low = np.asarray(starts, dtype=np.uint64)
+    high = np.asarray(stops, dtype=np.uint64)
+    order = np.argsort(low, kind="stable")
+    low = low[order]
+    reach = np.maximum.accumulate(high[order])
+    # Where a new piece begins: nothing before reaches into it.
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = low[1:] >= reach[:-1]
+    if is_first.all():
+        return []
+    begins = np.flatnonzero(is_first)
+    ends = np.append(begins[1:], len(order))
+    return [
+        sorted(order[begin:end].tolist())
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+        if end - begin > 1
+    ]
+
+
+class _Fake:
+    """Memory described to numpy, which computes with the addresses and never reads."""
+
+    def __init__(self, region: Region) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (region.start, True),
+            "typestr": f"|V{region.itemsize}",
+            "shape": region.shape,
+            "strides": tuple([stride * region.itemsize for stride in region.strides]),
+        }
+
+
+def _share(a: Region, b: Region) -> bool:
+    """Whether two regions have a byte in common. True where that is too hard to say."""
+    if a.stop <= b.start or b.stop <= a.start:
+        return False
+    try:
+        return bool(
+            np.shares_memory(np.asarray(_Fake(a)), np.asarray(_Fake(b)), max_work=_MAX_WORK)
+        )
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]]:
+    """Splits members whose extents overlap into those that share bytes.
+
+    Interleaved columns of one matrix share extents and no byte; they are stored as the
+    tensors that they are.
+    """
+    if len(members) > _MAX_EXACT or all(regions[m].is_contiguous for m in members):
+        return [members]
+    head = {member: member for member in members}
+
+    def find(member: int) -> int:
+        while head[member] != member:
+            head[member] = head[head[member]]
+            member = head[member]
+        return member
+
+    for index, a in enumerate(members):
+        for b in members[index + 1 :]:
+            if find(a) != find(b) and _share(regions[a], regions[b]):
+                head[find(b)] = find(a)
+    pieces: dict[int, list[int]] = {}
+    for member in members:
+        pieces.setdefault(find(member), []).append(member)
+    return list(pieces.values())
+
+
+def _resolve(members: list[int], regions: dict[int, Region]) -> Group | None:
+    first = regions[members[0]]
+    if len(members) == 1 and not first.repeats:
+        return None
+    start = min(regions[m].start for m in members)
+    stop = max(regions[m].stop for m in members)
+    base = next(
+        (
+            m
+            for m in members
+            if regions[m].is_contiguous and (regions[m].start, regions[m].stop) == (start, stop)
+        ),
+        None,
+    )
+    same = False
+    if base is None and not first.repeats:
+        same = all(first.same_layout(regions[m]) for m in members)
+        base = members[0] if same else None
+    return Group(tuple(members), base, start, stop, same)
+
+
+def group(
+    extents: Iterable[Extents],
+    repeating: Iterable[int],
+    region_of: Callable[[int], Region],
+) -> list[Group]:
+    """Finds the leaves that share memory.
+
+    Args:
+        extents: Of all members, by device.
+        repeating: Numbers of members that share memory with themselves.
+        region_of: Returns the ``Region`` of a member. Called only where extents overlap.
+
+    Returns:
+        Groups that share memory, also of one member that repeats itself.
+    """
+    groups: list[Group] = []
+    rest = set(repeating)
+    for device in extents:
+        for candidate in _candidates(device.starts, device.stops):
+            members = [device.numbers[i] for i in candidate]
+            regions = {member: region_of(member) for member in members}
+            for piece in _connected(members, regions):
+                found = _resolve(piece, regions)
+                rest.difference_update(piece)
+                if found is not None:
+                    groups.append(found)
+    for member in sorted(rest):
+        alone = _resolve([member], {member: region_of(member)})
+        if alone is not None:
+            groups.append(alone)
+    return groups
+
+
+def touched_without_gaps(regions: Iterable[Region], start: int, stop: int) -> bool:
+    """Whether the regions surely touch every byte of ``[start, stop)``.
+
+    A region with gaps counts for nothing, so a no may be wrong, and a yes never is.
+    """
+    reach = start
+    for region in sorted((region.touched() for region in regions), key=lambda r: r.start):
+        if region.start <= reach and region.stop - region.start == region.nbytes:
+            reach = max(reach, region.stop)
+    return reach >= stop

@@ -1,0 +1,413 @@
+"""State dicts as paths and leaves, and back: escaping, containers, order.
+
+Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it
+must not know torch, tensors, entries or storage; a leaf is whatever is no container.
+
+Containers are exactly ``dict``, ``OrderedDict``, ``list`` and ``tuple``. A subclass (a
+namedtuple, a defaultdict) would come back as something else, so it is a leaf, and
+``objects.py`` decides about it. The same goes for a dict with a key that no token can tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from math import isnan
+from typing import Final, TypeAlias
+
+from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.manifest import MAX_NESTING
+
+__all__ = [
+    "Container",
+    "Key",
+    "Skeleton",
+    "escape",
+    "flatten",
+    "human",
+    "join",
+    "parent_of",
+    "part_path",
+    "split",
+    "unescape",
+    "unflatten",
+]
+
+Key: TypeAlias = str | int | bool | float | None
+
+CONTAINER_TYPES: Final[Mapping[type, str]] = {
+    dict: "dict",
+    OrderedDict: "ordered_dict",
+    list: "list",
+    tuple: "tuple",
+}
+_KEY_TYPES = frozenset({str, int, bool, float, type(None)})
+
+_ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
+"""Most keys: they are their own token."""
+_SPECIAL = re.compile("[%/@\ud800-\udfff]")
+_INTEGER = re.compile(r"-?[0-9]+", re.ASCII).fullmatch
+_ESCAPED = re.compile(r"%u([0-9a-f]{4})|%([0-9A-F]{2})")
+_FIXED_TOKENS: Final[Mapping[str, Key]] = {
+    "%": "",
+    "%null": None,
+    "%true": True,
+    "%false": False,
+}
+_HUGE = 1 << 12_000
+"""Python refuses to print integers that are not much longer than this."""
+
+
+class Container:
+    """Stands in a flattened state for a container that paths alone do not tell.
+
+    Attributes:
+        type: ``dict``, ``ordered_dict``, ``list`` or ``tuple``.
+        metadata: torch's ``_metadata`` of a module's state dict, or None.
+    """
+
+    __slots__ = ("metadata", "type")
+
+    def __init__(self, type: str, metadata: object = None) -> None:
+        self.type = type
+        self.metadata = metadata
+
+
+# Tokens and paths ---------------------------------------------------------------------------
+
+
+def _escape_char(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"%u{code:04x}" if code > 0xFF else f"%{code:02X}"
+
+
+def _escape_str(key: str) -> str:
+    if _ORDINARY(key):
+        return key
+    if not key:
+        return "%"
+    if _INTEGER(key):
+        return f"%{ord(key[0]):02X}{key[1:]}"
+    return _SPECIAL.sub(_escape_char, key)
+
+
+def escape(key: Key) -> str:
+    """Returns the token of a dict key or list index. Different keys have different tokens."""
+    kind = type(key)
+    if kind is str:
+        return _escape_str(key)  # type: ignore[arg-type]
+    if kind is int:
+        return str(key)
+    if key is None:
+        return "%null"
+    if kind is bool:
+        return "%true" if key else "%false"
+    if kind is float:
+        return f"%f{key.hex()}"  # type: ignore[union-attr]
+    raise TypeError(f"a key of type {kind.__name__} has no token")
+
+
+def _unescape_char(match: re.Match[str]) -> str:
+    return chr(int(match[1] or match[2], 16))
+
+
+def unescape(token: str) -> Key:
+    """Returns the key that a token stands for.
+
+    Raises:
+        FormatError: No key has this token.
+    """
+    if _ORDINARY(token):
+        return token
+    if token in _FIXED_TOKENS:
+        return _FIXED_TOKENS[token]
+    key: Key
+    try:
+        if _INTEGER(token):
+            key = int(token)  # refused by Python from 4301 digits on, as str() of the key was
+        elif token.startswith("%f"):
+            key = float.fromhex(token[2:])
+        else:
+            key = _ESCAPED.sub(_unescape_char, token)
+        if token and escape(key) == token:
+            return key
+    except (ValueError, OverflowError):
+        pass
+    raise FormatError(key=token, detail="no key has this path component")
+
+
+def join(*keys: Key) -> str:
+    """Returns the path of the leaf that ``keys`` lead to, the top-level key first."""
+    return "/".join([escape(key) for key in keys])
+
+
+def split(path: str) -> tuple[Key, ...]:
+    """Returns the keys that lead to ``path``. The inverse of ``join``.
+
+    Raises:
+        FormatError: A component is no token. A part (``<path>@<part>``) is no path.
+    """
+    return tuple([unescape(token) for token in path.split("/")])
+
+
+def human(path: str) -> str:
+    """Returns a path as a person would type it: its keys' texts, joined by ``/``."""
+    return "/".join([str(key) for key in split(path)]) if "%" in path else path
+
+
+def part_path(path: str, part: str) -> str:
+    """Returns the path of a part of the entry ``path``."""
+    return f"{path}@{part}"
+
+
+def parent_of(path: str) -> str:
+    """Returns the entry's path if ``path`` is a part of it, else ``path`` itself."""
+    # A key's own "@" is escaped, so the first one begins the part.
+    return path.partition("@")[0]
+
+
+# Flattening ---------------------------------------------------------------------------------
+
+
+def _child_paths(path: str, node: object) -> list[str] | None:
+    """Returns the paths of a container's children, or None if it counts as a leaf."""
+    prefix = path + "/"
+    if not isinstance(node, dict):
+        assert isinstance(node, list | tuple)
+        return [f"{prefix}{index}" for index in range(len(node))]
+    kinds = set(map(type, node))
+    if kinds == {str}:
+        return [prefix + _escape_str(key) for key in node]
+    if not kinds <= _KEY_TYPES:
+        return None
+    if int in kinds and any(type(key) is int and abs(key) >= _HUGE for key in node):
+        return None
+    if float in kinds and sum(type(key) is float and isnan(key) for key in node) > 1:
+        return None  # NaN keys can stand side by side, and have one token
+    return [prefix + escape(key) for key in node]
+
+
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= 200 else f"{path[:120]}...{path[-70:]}")
+
+
+def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
+    """Takes a state apart.
+
+    Args:
+        root: Path of ``value``: the escaped top-level key.
+        value: Containers and leaves. Not changed.
+
+    Returns:
+        Paths and, for each, its leaf, in traversal order. A container that is empty or is no
+        plain dict stands before its children, as a ``Container``.
+
+    Raises:
+        UsageError: A container contains itself, or containers nest deeper than 900.
+    """
+    paths: list[str] = []
+    values: list[object] = []
+    # An explicit stack: Python's own would end the program's recursion limit, not ours.
+    outer: list[tuple[Iterator[tuple[str, object]], int]] = []
+    active: set[int] = set()
+    siblings: Iterator[tuple[str, object]] = iter([(root, value)])
+    while True:
+        for path, node in siblings:
+            kind = CONTAINER_TYPES.get(type(node))
+            children = None if kind is None else _child_paths(path, node)
+            if children is None:
+                paths.append(path)
+                values.append(node)
+                continue
+            assert kind is not None
+            assert isinstance(node, dict | list | tuple)
+            metadata = getattr(node, "_metadata", None) if kind == "ordered_dict" else None
+            if kind != "dict" or not children:
+                paths.append(path)
+                values.append(Container(kind, metadata))
+            if not children:
+                continue
+            if id(node) in active:
+                raise UsageError(
+                    f"the {kind} at {_shown(path)} contains itself; a snapshot holds trees. "
+                    "Break the cycle, or leave it out of the state dict"
+                )
+            if len(outer) >= MAX_NESTING:
+                raise UsageError(
+                    f"containers nest deeper than {MAX_NESTING} at {_shown(path)}; "
+                    "use fewer levels, or leave this out of the state dict"
+                )
+            outer.append((siblings, id(node)))
+            active.add(id(node))
+            # zip reuses its tuple: a list of pairs would be work for the garbage collector.
+            siblings = zip(
+                children, node.values() if isinstance(node, dict) else node, strict=True
+            )
+            break
+        else:
+            if not outer:
+                return paths, values
+            siblings, done = outer.pop()
+            active.discard(done)
+
+
+# Building -----------------------------------------------------------------------------------
+
+
+class _Branch:
+    """A container in the making: its type, and its children in order of appearance."""
+
+    __slots__ = ("keys", "kind", "metadata", "path", "paths")
+
+    def __init__(self, path: str, kind: str) -> None:
+        self.path = path
+        self.kind = kind
+        self.metadata: object = None
+        self.keys: list[Key] = []
+        self.paths: list[str] = []
+
+
+class Skeleton:
+    """The containers that a set of paths spans, checked; filled with values at the end.
+
+    Containers must be added before their children, as traversal order has it.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._branches: dict[str, _Branch] = {}
+        self._leaves: set[str] = set()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._leaves or path in self._branches
+
+    def add_leaf(self, path: str) -> None:
+        """Adds a leaf, and the plain dicts that lead to it.
+
+        Raises:
+            FormatError: The path cannot be decoded, stands there already, or does not fit
+                the containers that lead to it.
+        """
+        if path in self._leaves or path in self._branches:
+            raise FormatError(key=path, detail="two entries have this path")
+        if path != self._root:
+            self._attach(path)
+        elif self._branches:
+            raise FormatError(key=path, detail="a leaf has children")
+        self._leaves.add(path)
+
+    def add_container(self, path: str, kind: str, metadata: object = None) -> None:
+        """Adds a container of type ``kind``.
+
+        Raises:
+            FormatError: As ``add_leaf``; or the type is unknown.
+        """
+        if path in self._leaves or path in self._branches:
+            raise FormatError(key=path, detail="two entries have this path")
+        if kind not in _BUILDERS:
+            raise FormatError(key=path, detail=f"unknown container type {kind!r}")
+        self._open(path, kind).metadata = metadata
+
+    def _attach(self, path: str) -> None:
+        parent, _, token = path.rpartition("/")
+        branch = self._branches.get(parent)
+        if branch is None:
+            branch = self._open(parent, "dict")
+        key = token if _ORDINARY(token) else self._decode(path, token)
+        if branch.kind in ("list", "tuple") and (type(key) is not int or key < 0):
+            raise FormatError(key=path, detail=f"a {branch.kind} has no item {token!r}")
+        branch.keys.append(key)
+        branch.paths.append(path)
+
+    def _open(self, path: str, kind: str) -> _Branch:
+        missing = []
+        at = path
+        while at not in self._branches:
+            missing.append(at)
+            if at in self._leaves:
+                raise FormatError(key=path, detail=f"{_shown(at)} is a leaf and has children")
+            if at == self._root:
+                break
+            # Every prefix becomes a string: without a limit a long path takes its square.
+            if len(missing) > MAX_NESTING or "/" not in at:
+                raise FormatError(
+                    key=path, detail=f"does not lie below {_shown(self._root)}, or too deep"
+                )
+            at = at.rpartition("/")[0]
+        for at in reversed(missing):
+            branch = _Branch(at, kind if at == path else "dict")
+            if at != self._root:
+                self._attach(at)
+            self._branches[at] = branch
+        return self._branches[path]
+
+    @staticmethod
+    def _decode(path: str, token: str) -> Key:
+        try:
+            return unescape(token)
+        except FormatError as error:
+            raise FormatError(key=path, detail=f"{token!r} is no token of any key") from error
+
+    def build(self, values: Mapping[str, object]) -> object:
+        """Returns the containers, filled.
+
+        Args:
+            values: Leaves by path. A leaf without a value is left out, and so is a container
+                all of whose children are.
+        """
+        built: dict[str, object] = {}
+        # Containers are added before the containers in them, so the last come first.
+        for branch in reversed(self._branches.values()):
+            keys: list[Key] = []
+            children: list[object] = []
+            for key, path in zip(branch.keys, branch.paths, strict=True):
+                if path in values:
+                    children.append(values[path])
+                elif path in built:
+                    children.append(built.pop(path))
+                else:
+                    continue
+                keys.append(key)
+            if keys or not branch.keys or branch.path == self._root:
+                built[branch.path] = _BUILDERS[branch.kind](keys, children, branch.metadata)
+        if self._root in built:
+            return built[self._root]
+        return values[self._root]
+
+
+def _build_ordered(keys: list[Key], children: list[object], metadata: object) -> object:
+    result: OrderedDict[Key, object] = OrderedDict(zip(keys, children, strict=True))
+    if metadata is not None:
+        result._metadata = metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _in_order(keys: list[Key], children: list[object]) -> list[object]:
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # type: ignore[arg-type]
+    return [children[i] for i in order]
+
+
+_BUILDERS = {
+    "dict": lambda keys, children, _: dict(zip(keys, children, strict=True)),
+    "ordered_dict": _build_ordered,
+    "list": lambda keys, children, _: _in_order(keys, children),
+    "tuple": lambda keys, children, _: tuple(_in_order(keys, children)),
+}
+
+
+def unflatten(root: str, items: Iterable[tuple[str, object]]) -> object:
+    """Builds what ``flatten`` took apart.
+
+    Raises:
+        FormatError: The paths do not make a tree.
+    """
+    skeleton = Skeleton(root)
+    values: dict[str, object] = {}
+    for path, value in items:
+        if isinstance(value, Container):
+            skeleton.add_container(path, value.type, value.metadata)
+        else:
+            skeleton.add_leaf(path)
+            values[path] = value
+    return skeleton.build(values)

@@ -1,0 +1,239 @@
+"""The storage seam: what a backend must do, and how strictly.
+
+A storage is a flat, object-store shaped space under one URL (the snapshot's). Keys are
+relative, ``/``-separated, free of empty, ``.`` and ``..`` components (``check_key``). Verbs
+are stateless, except for ``writer``. All are safe to call concurrently from tasks of one
+event loop. This module knows nothing of snapshots, tensors, retries or budgets; those are
+policies (``wrappers.py``) or callers.
+
+Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``.
+A backend never returns partial data as success. ``actorsnap.testing.StorageConformance`` is
+this docstring as a test suite; every backend, also a stranger's, must pass it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from actorsnap.errors import UsageError
+
+__all__ = [
+    "Capabilities",
+    "ObjectInfo",
+    "ObjectWriter",
+    "RunBlocking",
+    "Storage",
+    "StorageContext",
+    "StorageFactory",
+    "check_key",
+]
+
+T = TypeVar("T")
+
+
+class RunBlocking(Protocol):
+    """Runs a blocking function on a worker thread and awaits its result.
+
+    Cancellation: the await is cancelled only after the function has returned, because the
+    function may hold memory of the caller.
+    """
+
+    async def __call__(self, fn: Callable[..., T], /, *args: Any) -> T: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageContext:
+    """What a backend is opened with.
+
+    Attributes:
+        options: The caller's ``storage_options``; unknown names are refused by the backend.
+        run_blocking: Where blocking calls go; the loop is never blocked.
+        durable: False lets a backend skip fsync (scratch tiers).
+    """
+
+    run_blocking: RunBlocking
+    options: Mapping[str, Any] = field(default_factory=dict)
+    durable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the planner and the actors may rely on.
+
+    Attributes:
+        has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking``
+            may be called from any thread. Spares a thread hop per chunk; the async verbs
+            must work all the same.
+        part_bytes: Granularity of ``write_at`` offsets (1: any offset).
+        has_conditional_put: ``put_if_absent`` is atomic against every other writer.
+        preferred_parallel_objects: How many objects written at once use the backend well.
+    """
+
+    has_blocking_io: bool = False
+    part_bytes: int = 1
+    has_conditional_put: bool = True
+    preferred_parallel_objects: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """Key, size in bytes and modification time (seconds since the epoch, 0.0 if unknown)."""
+
+    key: str
+    size: int
+    modified_s: float = 0.0
+
+
+def check_key(key: str) -> str:
+    """Returns ``key`` if it is well-formed.
+
+    Raises:
+        UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL
+            or a backslash.
+    """
+    if not key or "\0" in key or "\\" in key or any(c in ("", ".", "..") for c in key.split("/")):
+        raise UsageError(f"not a storage key: {key[:200]!r}")
+    return key
+
+
+class ObjectWriter(ABC):
+    """Positional writes to one new object of known size.
+
+    Life: ``Storage.writer`` -> any number of ``write_at`` in any order and concurrently, of
+    disjoint ranges that together cover the object -> ``complete`` or ``abort`` (once).
+
+    Attributes:
+        key: The object key.
+        size: Bytes of the finished object.
+        token: Opaque bytes by which ``Storage.join_writer``, in another process or on
+            another rank, writes to the same object. Only the opener completes or aborts.
+    """
+
+    key: str
+    size: int
+    token: bytes
+
+    @abstractmethod
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Writes ``views`` back to back at byte ``offset``.
+
+        The views are read before this returns and not kept. Cancellation: the range may
+        hold any mixture of old and new bytes; the object can only be aborted.
+        """
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        """``write_at`` for worker threads; only where ``has_blocking_io``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def complete(self) -> None:
+        """Makes the object durable and readable under its key.
+
+        When it returns, the object survives a crash of this process and, if the storage was
+        opened ``durable``, of the machine. Atomicity: on object stores the key appears here,
+        whole; on file systems a partial file may be seen before, which is why nothing refers
+        to an object before it is complete.
+        """
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Frees what was written, as far as the storage allows. Never raises StorageError."""
+
+
+class Storage(ABC):
+    """One place under one URL. See the module's docstring for the rules.
+
+    Attributes:
+        url: For messages; never has credentials in it.
+        capabilities: Fixed for the life of the instance.
+    """
+
+    url: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        """Writes a whole small object, replacing an older one.
+
+        Atomicity: a reader sees the older object or the new one, never a mixture, also after
+        a crash. Durable when it returns.
+        """
+
+    @abstractmethod
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        """Creates a whole small object unless the key exists.
+
+        Atomicity: of any number of concurrent callers, in any processes, exactly one
+        succeeds, and a reader sees nothing or the whole object. Durable when it returns.
+
+        Raises:
+            ObjectExists: the key exists; it is unchanged.
+        """
+
+    @abstractmethod
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        """Opens a new object of ``size`` bytes for positional writes.
+
+        Raises:
+            ObjectExists: where the backend can tell cheaply that the key exists.
+        """
+
+    @abstractmethod
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        """A writer to an object that another party opened. It must not complete or abort."""
+
+    @abstractmethod
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes ``[start, stop)`` of an object; to its end where ``stop`` is None.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before ``stop``.
+        """
+
+    @abstractmethod
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fills all ``views``, back to back, from byte ``offset`` on.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before the views are full. The views' content
+                is then unspecified.
+        """
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        """``read_into`` for worker threads; only where ``has_blocking_io``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix`` (a string prefix, ``""`` for all), in
+        key order. Objects of writers that are not complete may or may not appear. A place
+        that does not exist lists as empty. Read-after-write: completed objects appear."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects. Keys that do not exist are passed over. Folders that become empty
+        vanish with their last object."""
+
+    @abstractmethod
+    async def stat(self, key: str) -> ObjectInfo:
+        """Size and time of one object.
+
+        Raises:
+            ObjectNotFound: no such object.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Releases clients, connections and descriptors. Idempotent; other calls may not
+        follow."""
+
+
+class StorageFactory(Protocol):
+    """What the entry-point group ``actorsnap.storage`` names, per scheme."""
+
+    def __call__(self, url: str, context: StorageContext) -> Storage: ...

@@ -1,0 +1,320 @@
+"""Storage in this process's memory: ``memory://name/some/prefix``.
+
+Decides nothing that outlives the process. Spaces are process-wide and shared by all instances
+with the same name, from any thread and any event loop: a test or a scratch tier may write on
+one loop and read on another. It has no blocking I/O on purpose, so that callers' purely async
+path is used.
+
+It is stricter than it has to be where that finds mistakes of callers: ``complete`` refuses an
+object of which some bytes were never written.
+
+Must not know: threads' pools, files, snapshots.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from anyio.lowlevel import checkpoint
+
+from actorsnap.errors import (
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    UsageError,
+)
+from actorsnap.storage.base import (
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    Storage,
+    StorageContext,
+    check_key,
+)
+from actorsnap.storage.vectored import copy_into, flat, num_bytes
+
+__all__ = ["MemoryStorage", "forget_space", "open_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    data: bytes | bytearray
+    modified_s: float
+
+
+@dataclass(slots=True)
+class _Upload:
+    """An object that a writer has not completed; invisible to readers."""
+
+    key: str
+    buffer: bytearray
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Space:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    objects: dict[str, _Object] = field(default_factory=dict)
+    uploads: dict[bytes, _Upload] = field(default_factory=dict)
+
+
+_spaces: dict[str, _Space] = {}
+_spaces_lock = threading.Lock()
+
+
+def _space(name: str) -> _Space:
+    with _spaces_lock:
+        return _spaces.setdefault(name, _Space())
+
+
+def forget_space(name: str) -> None:
+    """Frees all objects of ``memory://name``. Instances opened before keep what they see."""
+    with _spaces_lock:
+        _spaces.pop(name, None)
+
+
+def open_memory(url: str, context: StorageContext) -> MemoryStorage:
+    """Opens ``memory://name`` or ``memory://name/some/prefix``.
+
+    Raises:
+        UsageError: the URL has no name or a malformed prefix, or options were given.
+    """
+    if context.options:
+        names = ", ".join(sorted(map(str, context.options)))
+        raise UsageError(f"memory:// storage takes no storage_options, but got: {names}")
+    place = url.removeprefix("memory://").rstrip("/")
+    if not place:
+        raise UsageError("memory:// needs a name: memory://name or memory://name/prefix")
+    name, _, prefix = check_key(place).partition("/")
+    return MemoryStorage(name, prefix)
+
+
+class MemoryStorage(Storage):
+    """Objects in a dict, under a prefix of a named space.
+
+    All effects are atomic under a lock and come after the only checkpoint of a call: a
+    cancelled call has done nothing.
+    """
+
+    def __init__(self, name: str, prefix: str = "") -> None:
+        self.url = f"memory://{name}/{prefix}".rstrip("/")
+        self.capabilities = Capabilities(has_blocking_io=False)
+        self._space = _space(name)
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        """Writes a whole object. Atomicity: replaced under the lock."""
+        full = self._prefix + check_key(key)
+        await checkpoint()
+        data = b"".join(flat(views))
+        with self._space.lock:
+            self._space.objects[full] = _Object(data, time.time())
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        """Creates a whole object. Atomicity: looked up and inserted under the lock.
+
+        Raises:
+            ObjectExists: the key exists.
+        """
+        full = self._prefix + check_key(key)
+        await checkpoint()
+        value = _Object(bytes(data), time.time())
+        with self._space.lock:
+            if self._space.objects.setdefault(full, value) is not value:
+                self._raise_exists("put_if_absent", key)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        """Opens a new object.
+
+        Raises:
+            ObjectExists: the key exists.
+        """
+        full = self._prefix + check_key(key)
+        if size < 0:
+            raise UsageError(f"an object cannot have {size} bytes")
+        await checkpoint()
+        token = secrets.token_bytes(16)
+        upload = _Upload(key, bytearray(size))
+        with self._space.lock:
+            if full in self._space.objects:
+                self._raise_exists("writer", key)
+            self._space.uploads[token] = upload
+        return _MemoryWriter(self, full, upload, token, is_opener=True)
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        """A writer to an object opened in this process.
+
+        Raises:
+            ObjectNotFound: the token's object was completed or aborted, or never opened.
+        """
+        await checkpoint()
+        with self._space.lock:
+            upload = self._space.uploads.get(token)
+        if upload is None:
+            raise ObjectNotFound(
+                op="join_writer", key="", backend=self.url, detail="no such writer is open"
+            )
+        return _MemoryWriter(self, self._prefix + upload.key, upload, token, is_opener=False)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes ``[start, stop)``.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
+        """
+        if start < 0 or (stop is not None and stop < start):
+            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        data = (await self._find("get", key)).data
+        end = len(data) if stop is None else stop
+        if max(start, end) > len(data):
+            raise _truncated(key, max(start, end), len(data))
+        return bytes(memoryview(data)[start:end])
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fills ``views`` from byte ``offset`` on.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before the views are full.
+        """
+        if offset < 0:
+            raise UsageError(f"not an offset: {offset}")
+        data = (await self._find("read_into", key)).data
+        wanted = num_bytes(views)
+        if offset + wanted > len(data):
+            raise _truncated(key, offset + wanted, len(data))
+        copy_into(memoryview(data)[offset : offset + wanted], views)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Objects in key order, as they were when the iteration began."""
+        await checkpoint()
+        skip = len(self._prefix)
+        with self._space.lock:
+            found = [
+                ObjectInfo(key=key[skip:], size=len(value.data), modified_s=value.modified_s)
+                for key, value in self._space.objects.items()
+                if key.startswith(self._prefix + prefix)
+            ]
+        for info in sorted(found, key=lambda info: info.key):
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects, all at once. Missing keys are passed over."""
+        full = [self._prefix + check_key(key) for key in keys]
+        await checkpoint()
+        with self._space.lock:
+            for key in full:
+                self._space.objects.pop(key, None)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        """Size and time of one object.
+
+        Raises:
+            ObjectNotFound: no such object.
+        """
+        value = await self._find("stat", key)
+        return ObjectInfo(key=key, size=len(value.data), modified_s=value.modified_s)
+
+    async def aclose(self) -> None:
+        """Does nothing: the space outlives its instances."""
+
+    async def _find(self, op: str, key: str) -> _Object:
+        full = self._prefix + check_key(key)
+        await checkpoint()
+        with self._space.lock:
+            value = self._space.objects.get(full)
+        if value is None:
+            raise ObjectNotFound(op=op, key=key, backend=self.url, detail="no such object")
+        return value
+
+    def _raise_exists(self, op: str, key: str) -> NoReturn:
+        raise ObjectExists(op=op, key=key, backend=self.url, detail="the object exists already")
+
+
+class _MemoryWriter(ObjectWriter):
+    def __init__(
+        self,
+        storage: MemoryStorage,
+        full: str,
+        upload: _Upload,
+        token: bytes,
+        *,
+        is_opener: bool,
+    ) -> None:
+        self.key = upload.key
+        self.size = len(upload.buffer)
+        self.token = token
+        self._url = storage.url
+        self._space = storage._space
+        self._full = full
+        self._upload = upload
+        self._is_opener = is_opener
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        stop = offset + num_bytes(views)
+        if offset < 0 or stop > self.size:
+            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        await checkpoint()
+        with self._space.lock:
+            self._require_open("write_at")
+            self._upload.ranges.append((offset, stop))
+        # Outside the lock: ranges are disjoint by contract, and a copy may be long.
+        for view in flat(views):
+            self._upload.buffer[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    async def complete(self) -> None:
+        if not self._is_opener:
+            raise UsageError(f"{self.key!r}: only the opener of an object completes it")
+        await checkpoint()
+        with self._space.lock:
+            self._require_open("complete")
+            position = 0
+            for start, stop in sorted(self._upload.ranges):
+                if start > position:
+                    break
+                position = max(position, stop)
+            if position < self.size:
+                raise StorageError(
+                    op="complete",
+                    key=self.key,
+                    backend=self._url,
+                    detail=f"byte {position} of {self.size} was never written",
+                )
+            value = _Object(self._upload.buffer, time.time())
+            if self._space.objects.setdefault(self._full, value) is not value:
+                raise ObjectExists(
+                    op="complete",
+                    key=self.key,
+                    backend=self._url,
+                    detail="the object was created by another party meanwhile",
+                )
+            del self._space.uploads[self.token]
+
+    async def abort(self) -> None:
+        # No checkpoint: an abort is mostly called under cancellation and must have its effect.
+        if self._is_opener:
+            with self._space.lock:
+                self._space.uploads.pop(self.token, None)
+
+    def _require_open(self, op: str) -> None:
+        if self._space.uploads.get(self.token) is not self._upload:
+            raise StorageError(
+                op=op,
+                key=self.key,
+                backend=self._url,
+                detail="the writer was completed or aborted",
+            )
+
+
+def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
+    )

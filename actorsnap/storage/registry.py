@@ -1,0 +1,151 @@
+"""From a URL to a storage.
+
+Decides which backend a URL names, and loads it only then. Built-in backends and third
+parties' register in the same form, ``scheme = "module:factory"`` with a ``StorageFactory``:
+built-ins in the table below, so that a source tree works without being installed, others by
+the entry-point group ``actorsnap.storage`` or, in tests and scripts, by ``register``.
+
+Entry points are read only when a scheme is asked for that nothing else knows, so a broken
+third-party package cannot break those who do not use it. The module must not know what a
+backend does with its URL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from importlib import import_module, metadata
+
+from actorsnap.errors import UsageError
+from actorsnap.storage.base import Storage, StorageContext, StorageFactory
+
+__all__ = ["ENTRY_POINT_GROUP", "known_schemes", "open_storage", "register"]
+
+ENTRY_POINT_GROUP = "actorsnap.storage"
+
+_BUILT_IN = {
+    "file": "actorsnap.storage.fs:open_fs",
+    "fs": "actorsnap.storage.fs:open_fs",
+    "memory": "actorsnap.storage.memory:open_memory",
+}
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COLLAPSED_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+_registered: dict[str, StorageFactory] = {}
+_lock = threading.Lock()
+
+
+def register(scheme: str, factory: StorageFactory) -> None:
+    """Makes ``scheme://`` URLs open with ``factory`` in this process.
+
+    Repeating a registration with the same factory has no effect.
+
+    Raises:
+        UsageError: the scheme is malformed, built in, or taken by another factory.
+    """
+    if not _SCHEME.fullmatch(f"{scheme}://"):
+        raise UsageError(f"not a URL scheme: {scheme!r}")
+    scheme = scheme.lower()
+    with _lock:
+        if scheme in _BUILT_IN or _registered.get(scheme, factory) is not factory:
+            raise UsageError(f"the storage scheme {scheme!r} is taken")
+        _registered[scheme] = factory
+
+
+def known_schemes() -> tuple[str, ...]:
+    """All schemes that ``open_storage`` can find, sorted. Loads no backend."""
+    found = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    with _lock:
+        return tuple(sorted({*_BUILT_IN, *_registered, *found}))
+
+
+def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storage:
+    """Opens the storage that a URL or a local path names. Does no I/O but imports.
+
+    A string without ``scheme://`` and every ``os.PathLike`` is a path of the local file
+    system.
+
+    Raises:
+        UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
+            refuses the options.
+    """
+    text = _text(url)
+    match = _SCHEME.match(text)
+    if match is None or not isinstance(url, str):
+        return _checked("fs", _load("fs", _BUILT_IN["fs"])(text, context))
+    scheme = match[1].lower()
+    text = f"{scheme}://{text[match.end() :]}"
+    return _checked(scheme, _factory(scheme)(text, context))
+
+
+def _text(url: object) -> str:
+    if isinstance(url, str):
+        text = url
+    elif isinstance(url, os.PathLike):
+        text = os.fsdecode(url)
+        if _COLLAPSED_SCHEME.match(text):
+            raise UsageError(
+                f"the path {text!r} looks like a URL that lost a slash in pathlib; "
+                "pass the URL as a string"
+            )
+    else:
+        raise UsageError(f"a URL or a path is needed, not {type(url).__name__}")
+    if not text or "\0" in text:
+        raise UsageError("a URL or a path must not be empty or contain NUL")
+    return text
+
+
+def _factory(scheme: str) -> StorageFactory:
+    with _lock:
+        registered = _registered.get(scheme)
+    if registered is not None:
+        return registered
+    if scheme in _BUILT_IN:
+        return _load(scheme, _BUILT_IN[scheme])
+    points = [
+        point
+        for point in metadata.entry_points(group=ENTRY_POINT_GROUP)
+        if point.name.lower() == scheme
+    ]
+    # The same distribution may be seen twice on sys.path; only different factories conflict.
+    values = sorted({point.value for point in points})
+    if not values:
+        raise UsageError(
+            f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. "
+            f"Other backends come with packages that name a {ENTRY_POINT_GROUP!r} entry point."
+        )
+    if len(values) > 1:
+        raise UsageError(
+            f"several packages provide the storage scheme {scheme!r}: {', '.join(values)}. "
+            "Uninstall all but one."
+        )
+    package = points[0].dist.name if points[0].dist is not None else ""
+    return _load(scheme, values[0], package=package)
+
+
+def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
+    owner = f" of the package {package!r}" if package else ""
+    what = f"the entry point {value!r}{owner} for the storage scheme {scheme!r}"
+    module, _, attribute = value.partition(":")
+    try:
+        loaded: object = import_module(module.strip())
+        for name in attribute.strip().split("."):
+            loaded = getattr(loaded, name)
+    # A third party's import may raise anything at all; whatever it is, its owner is named.
+    except Exception as error:
+        raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
+    if not callable(loaded):
+        raise UsageError(f"{what} is no factory but {type(loaded).__name__}")
+    factory: StorageFactory = loaded
+    return factory
+
+
+def _checked(scheme: str, storage: object) -> Storage:
+    if not isinstance(storage, Storage):
+        raise UsageError(
+            f"the factory for the storage scheme {scheme!r} returned {type(storage).__name__}, "
+            "which is no actorsnap.storage.Storage"
+        )
+    return storage

@@ -1,0 +1,93 @@
+"""Byte views, and vectored positional I/O on descriptors.
+
+Decides how a sequence of views becomes system calls: flat bytes, at most ``IOV_MAX`` views a
+call, again after a short transfer. It must not know keys, errors of the package, or an event
+loop; all functions block and are for worker threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+
+__all__ = ["IOV_MAX", "copy_into", "flat", "num_bytes", "pread_into", "pwrite_from"]
+
+# The kernel's limit on views per call. 1024 on every Linux and macOS; POSIX asks for 16 only.
+IOV_MAX = 1024
+
+
+def flat(views: Sequence[memoryview]) -> list[memoryview]:
+    """The same bytes as one-dimensional views of unsigned bytes, without empty ones.
+
+    Raises:
+        TypeError: a view is not C-contiguous.
+    """
+    # An empty view cannot be cast, and a call of empty views only cannot be told from the
+    # end of the file: both reasons to drop them.
+    return [
+        view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+        for view in views
+        if view.nbytes
+    ]
+
+
+def num_bytes(views: Sequence[memoryview]) -> int:
+    """Bytes of all views together."""
+    return sum(view.nbytes for view in views)
+
+
+def copy_into(data: memoryview, views: Sequence[memoryview]) -> int:
+    """Fills ``views`` from ``data``, back to back, and returns the number of bytes copied."""
+    position = 0
+    for view in flat(views):
+        part = data[position : position + view.nbytes]
+        view[: part.nbytes] = part
+        position += part.nbytes
+    return position
+
+
+def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    """Reads from byte ``offset`` until ``views`` are full or the file ends.
+
+    Returns:
+        The number of bytes read; less than the views hold only at the file's end.
+
+    Raises:
+        OSError: as ``preadv`` says. EINTR does not come up: Python repeats the call.
+    """
+    return _transfer(os.preadv, fd, offset, views)
+
+
+def pwrite_from(fd: int, offset: int, views: Sequence[memoryview]) -> None:
+    """Writes all bytes of ``views``, back to back, at byte ``offset``.
+
+    Raises:
+        OSError: as ``pwritev`` says; what was written before stays.
+    """
+    wanted = num_bytes(views)
+    written = _transfer(os.pwritev, fd, offset, views)
+    if written != wanted:
+        raise OSError(errno.EIO, f"the file system took {written} of {wanted} bytes")
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    offset: int,
+    views: Sequence[memoryview],
+) -> int:
+    pending = flat(views)
+    pending.reverse()  # so that the next view is popped from the end
+    done = 0
+    while pending:
+        batch = pending[: -IOV_MAX - 1 : -1]
+        moved = call(fd, batch, offset + done)
+        if moved == 0:
+            break
+        done += moved
+        while pending and moved >= pending[-1].nbytes:
+            moved -= pending.pop().nbytes
+        if moved:
+            pending[-1] = pending[-1][moved:]
+    return done

@@ -1,0 +1,457 @@
+"""Policies around a storage: prefix, limit, retry; and the base that they share.
+
+Each wrapper decides one thing and passes everything else on. They must not know backends,
+snapshots or threads. A wrapper owns what it wraps: its ``aclose`` closes that too.
+
+``Wrapper`` keeps ``has_blocking_io``: a subclass that overrides ``read_into`` or whose writer
+overrides ``write_at`` must either override the blocking twin or switch the capability off
+(``without_blocking_io``); else its policy is passed by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
+
+from actorsnap.errors import FormatError, ObjectExists, ObjectNotFound, StorageError, UsageError
+from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Storage, check_key
+
+__all__ = [
+    "LimitedStorage",
+    "PrefixStorage",
+    "RetryPolicy",
+    "RetryStorage",
+    "Wrapper",
+    "WriterWrapper",
+    "without_blocking_io",
+]
+
+T = TypeVar("T")
+
+
+def without_blocking_io(capabilities: Capabilities) -> Capabilities:
+    """The same capabilities, for a wrapper whose policy exists in the async verbs only."""
+    return dataclasses.replace(capabilities, has_blocking_io=False)
+
+
+class Wrapper(Storage):
+    """Passes every verb on to ``inner``. Errors, cancellation and atomicity are the inner's."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.capabilities = inner.capabilities
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        return await self.inner.writer(key, size)
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        return await self.inner.join_writer(token)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return await self.inner.get(key, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        self.inner.read_into_blocking(key, offset, views)
+
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        return self.inner.list(prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self.inner.delete(keys)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self.inner.stat(key)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+class WriterWrapper(ObjectWriter):
+    """Passes every verb on to ``inner``."""
+
+    def __init__(self, inner: ObjectWriter) -> None:
+        self.inner = inner
+        self.key = inner.key
+        self.size = inner.size
+        self.token = inner.token
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        self.inner.write_at_blocking(offset, views)
+
+    async def complete(self) -> None:
+        await self.inner.complete()
+
+    async def abort(self) -> None:
+        await self.inner.abort()
+
+
+class PrefixStorage(Wrapper):
+    """The objects of ``inner`` below ``prefix/``, under keys relative to it.
+
+    Errors name the relative key and this storage's URL. Tokens are the inner's: they join
+    through any wrapper with the same prefix.
+    """
+
+    def __init__(self, inner: Storage, prefix: str) -> None:
+        super().__init__(inner)
+        self._prefix = f"{check_key(prefix)}/"
+        self.url = f"{inner.url.rstrip('/')}/{prefix}"
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        with self._relative():
+            await self.inner.put(self._full(key), views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        with self._relative():
+            await self.inner.put_if_absent(self._full(key), data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        with self._relative():
+            return _PrefixWriter(self, await self.inner.writer(self._full(key), size))
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        with self._relative():
+            return _PrefixWriter(self, await self.inner.join_writer(token))
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._relative():
+            return await self.inner.get(self._full(key), start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        with self._relative():
+            await self.inner.read_into(self._full(key), offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        with self._relative():
+            self.inner.read_into_blocking(self._full(key), offset, views)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        found = self.inner.list(self._prefix + prefix)
+        while True:
+            # Not around the yield: what the consumer raises there is none of our business.
+            with self._relative():
+                info = await anext(found, None)
+            if info is None:
+                return
+            yield dataclasses.replace(info, key=self._stripped(info.key))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        with self._relative():
+            await self.inner.delete([self._full(key) for key in keys])
+
+    async def stat(self, key: str) -> ObjectInfo:
+        with self._relative():
+            info = await self.inner.stat(self._full(key))
+        return dataclasses.replace(info, key=key)
+
+    def _full(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _stripped(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    @contextmanager
+    def _relative(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            raise type(error)(
+                op=error.op,
+                key=self._stripped(error.key),
+                backend=self.url,
+                detail=error.detail,
+                retryable=error.retryable,
+            ) from error
+        except FormatError as error:
+            raise type(error)(
+                **{**error.fields, "key": self._stripped(error.key)}
+            ) from error
+
+
+class _PrefixWriter(WriterWrapper):
+    def __init__(self, storage: PrefixStorage, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+        self.key = storage._stripped(inner.key)
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        with self._storage._relative():
+            await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        with self._storage._relative():
+            self.inner.write_at_blocking(offset, views)
+
+    async def complete(self) -> None:
+        with self._storage._relative():
+            await self.inner.complete()
+
+
+class LimitedStorage(Wrapper):
+    """At most ``max_operations`` verbs at a time; more wait their turn, first come first served.
+
+    Counts each ``write_at`` and each step of ``list`` as one operation; a writer that is open
+    but idle, and ``abort``, count nothing: cleanup must not wait behind what it cleans up.
+    Blocking I/O is off, for a worker thread cannot wait its turn on the loop. For use on one
+    event loop.
+
+    Cancellation: a waiting call ends without effect; a running one as the inner says.
+    """
+
+    def __init__(self, inner: Storage, *, max_operations: int) -> None:
+        if max_operations < 1:
+            raise UsageError(f"max_operations must be 1 or more, not {max_operations}")
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        # Not a CapacityLimiter: that one knows tasks, and a task that iterates `list` may well
+        # call other verbs of the same storage in between.
+        self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
+
+    def statistics(self) -> anyio.SemaphoreStatistics:
+        """How many calls wait."""
+        return self._turns.statistics()
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        async with self._turns:
+            await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        async with self._turns:
+            await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        async with self._turns:
+            return _LimitedWriter(await self.inner.writer(key, size), self._turns)
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        async with self._turns:
+            return _LimitedWriter(await self.inner.join_writer(token), self._turns)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        async with self._turns:
+            return await self.inner.get(key, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._turns:
+            await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a limited storage has no blocking I/O")
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        found = self.inner.list(prefix)
+        while True:
+            async with self._turns:
+                info = await anext(found, None)
+            if info is None:
+                return
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        async with self._turns:
+            await self.inner.delete(keys)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        async with self._turns:
+            return await self.inner.stat(key)
+
+
+class _LimitedWriter(WriterWrapper):
+    def __init__(self, inner: ObjectWriter, turns: anyio.Semaphore) -> None:
+        super().__init__(inner)
+        self._turns = turns
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._turns:
+            await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a limited storage has no blocking I/O")
+
+    async def complete(self) -> None:
+        async with self._turns:
+            await self.inner.complete()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to try again: exponential backoff with a cap, and jitter.
+
+    Attributes:
+        max_attempts: Tries in all, the first included.
+        first_delay_s: Upper bound of the first wait; it doubles with each failure.
+        max_delay_s: Upper bound of every wait.
+    """
+
+    max_attempts: int
+    first_delay_s: float
+    max_delay_s: float
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise UsageError(f"max_attempts must be 1 or more, not {self.max_attempts}")
+        if not 0 <= self.first_delay_s <= self.max_delay_s:
+            raise UsageError(
+                "0 <= first_delay_s <= max_delay_s must hold, "
+                f"not {self.first_delay_s} and {self.max_delay_s}"
+            )
+
+    def delay_s(self, num_failures: int, fraction: float) -> float | None:
+        """The wait after ``num_failures`` failures (1 or more), or None to give up.
+
+        Args:
+            num_failures: Tries so far; all failed.
+            fraction: Where in the jitter's range to land, in [0, 1). The range is the upper
+                half of the backoff: ranks that failed together must spread, but not hurry.
+        """
+        if num_failures >= self.max_attempts:
+            return None
+        # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
+        backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
+        return backoff * (0.5 + 0.5 * fraction)
+
+
+class RetryStorage(Wrapper):
+    """Tries again what failed with a ``StorageError`` that is ``retryable``.
+
+    Verbs are repeatable as they stand, but for three:
+
+    - ``put_if_absent``: a failed try may have created the object. If a later try finds it, its
+      content is compared, and equal content counts as success. Callers whose data are equal
+      to others' cannot tell who won; a commit object has the attempt in it.
+    - ``list``: goes on after the last key that it has shown.
+    - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
+      the object is garbage of this attempt.
+
+    Blocking I/O is off: waits belong to the loop.
+
+    Cancellation: ends a wait at once.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        policy: RetryPolicy,
+        uniform: Callable[[], float] = random.random,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._policy = policy
+        self._uniform = uniform
+        self._sleep = sleep
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await self._retry(lambda: self.inner.put(key, views))
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        num_failures = 0
+        while True:
+            try:
+                return await self.inner.put_if_absent(key, data)
+            except ObjectExists:
+                if not num_failures or not await self._holds(key, data):
+                    raise
+                return None
+            except StorageError as error:
+                num_failures += 1
+                await self._wait(error, num_failures)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        return _RetryWriter(self, await self._retry(lambda: self.inner.writer(key, size)))
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        return _RetryWriter(self, await self._retry(lambda: self.inner.join_writer(token)))
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return await self._retry(lambda: self.inner.get(key, start, stop))
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        await self._retry(lambda: self.inner.read_into(key, offset, views))
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a retrying storage has no blocking I/O")
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        last = ""
+        num_failures = 0
+        found = self.inner.list(prefix)
+        while True:
+            try:
+                info = await anext(found, None)
+            except StorageError as error:
+                num_failures += 1
+                await self._wait(error, num_failures)
+                found = self.inner.list(prefix)
+                continue
+            if info is None:
+                return
+            if info.key > last:  # else it was shown before the failure
+                last = info.key
+                num_failures = 0
+                yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._retry(lambda: self.inner.delete(keys))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return await self._retry(lambda: self.inner.stat(key))
+
+    async def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return await self.get(key) == data
+        except ObjectNotFound:
+            return False
+
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        num_failures = 0
+        while True:
+            try:
+                return await call()
+            except StorageError as error:
+                num_failures += 1
+                await self._wait(error, num_failures)
+
+    async def _wait(self, error: StorageError, num_failures: int) -> None:
+        """Waits before the next try, or raises ``error`` if there is to be none."""
+        delay_s = self._policy.delay_s(num_failures, self._uniform()) if error.retryable else None
+        if delay_s is None:
+            if num_failures > 1:
+                error.add_note(f"given up after {num_failures} tries")
+            raise error
+        await self._sleep(delay_s)
+
+
+class _RetryWriter(WriterWrapper):
+    def __init__(self, storage: RetryStorage, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        await self._storage._retry(lambda: self.inner.write_at(offset, views))
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a retrying storage has no blocking I/O")
+
+    async def complete(self) -> None:
+        await self._storage._retry(self.inner.complete)

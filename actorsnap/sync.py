@@ -1,0 +1,184 @@
+"""The public calls for ordinary scripts: they block, and are else the same as the async ones.
+
+Holds no logic. Ctrl-C in a call aborts it like a cancellation and is raised when that is
+done. In a thread whose event loop runs, every call raises ``UsageError``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from actorsnap.actors.trace import Progress
+from actorsnap.format.manifest import Entry
+from actorsnap.options import Options
+from actorsnap.runtime import calls
+from actorsnap.runtime.calls import AppState, RestoreReport, Source, VerifyReport
+from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
+from actorsnap.runtime.saving import SaveJob
+
+__all__ = ["PendingSnapshot", "Snapshot"]
+
+
+class Snapshot:
+    """``actorsnap.Snapshot`` for scripts."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self._source = Source(
+            calls.make_place(path, storage_options), calls.resolve_options(options)
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._source.place.url
+
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        *,
+        replicated: Sequence[str] = (),
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> Snapshot:
+        """See ``actorsnap.Snapshot.take``."""
+        job = run_sync(
+            calls.take(
+                path,
+                app_state,
+                is_async=False,
+                replicated=replicated,
+                overwrite=overwrite,
+                metadata=metadata,
+                storage_options=storage_options,
+                options=options,
+            ),
+            name="Snapshot.take",
+        )
+        return cls._of(job)
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        *,
+        replicated: Sequence[str] = (),
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> PendingSnapshot:
+        """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied."""
+        job = run_sync(
+            calls.take(
+                path,
+                app_state,
+                is_async=True,
+                replicated=replicated,
+                overwrite=overwrite,
+                metadata=metadata,
+                storage_options=storage_options,
+                options=options,
+            ),
+            name="Snapshot.async_take",
+        )
+        return PendingSnapshot(job)
+
+    def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
+        """See ``actorsnap.Snapshot.restore``."""
+        return run_sync(
+            calls.restore(self._source, app_state, strict=strict), name="Snapshot.restore"
+        )
+
+    def read_object(
+        self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
+    ) -> Any:
+        """See ``actorsnap.Snapshot.read_object``."""
+        return run_sync(
+            calls.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes),
+            name="Snapshot.read_object",
+        )
+
+    def get_manifest(self) -> dict[str, Entry]:
+        """See ``actorsnap.Snapshot.get_manifest``."""
+        return run_sync(calls.get_manifest(self._source), name="Snapshot.get_manifest")
+
+    def get_state_dict_for_key(self, key: str) -> Any:
+        """See ``actorsnap.Snapshot.get_state_dict_for_key``."""
+        return run_sync(
+            calls.get_state_dict_for_key(self._source, key),
+            name="Snapshot.get_state_dict_for_key",
+        )
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was given to ``take`` as ``metadata``. Reads the commit object once."""
+        commit, _ = run_sync(calls.load_index(self._source), name="Snapshot.metadata")
+        return commit.metadata
+
+    def verify(self, level: str = "quick") -> VerifyReport:
+        """See ``actorsnap.Snapshot.verify``."""
+        return run_sync(calls.verify(self._source, level=level), name="Snapshot.verify")
+
+    def delete(self) -> None:
+        """See ``actorsnap.Snapshot.delete``."""
+        run_sync(calls.delete(self._source), name="Snapshot.delete")
+
+    @classmethod
+    def _of(cls, job: SaveJob) -> Snapshot:
+        snapshot = cls.__new__(cls)
+        snapshot._source = job.source()
+        return snapshot
+
+
+class PendingSnapshot:
+    """``actorsnap.PendingSnapshot`` for scripts."""
+
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path!r}: {self._job.board.latest.phase}>"
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        return self._job.url
+
+    def staged(self) -> None:
+        """Blocks until the trainer may overwrite its tensors. Ctrl-C leaves the save running."""
+        run_sync(calls.await_pending(self._job, self._job.staged), name="PendingSnapshot.staged")
+
+    def done(self) -> bool:
+        """Whether the outcome is known; ``wait`` then returns at once."""
+        return self._job.is_done()
+
+    def wait(self) -> Snapshot:
+        """Blocks until the outcome; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C leaves the
+        save running."""
+        run_sync(calls.await_pending(self._job, self._job.finished), name="PendingSnapshot.wait")
+        return Snapshot._of(self._job)
+
+    def cancel(self) -> None:
+        """See ``actorsnap.PendingSnapshot.cancel``."""
+        self._job.cancel("cancelled by the caller")
+
+    def events(self) -> Iterator[Progress]:
+        """See ``actorsnap.PendingSnapshot.events``; blocks between states."""
+        refuse_running_loop("PendingSnapshot.events")
+        return watch_sync(self._job.watched())

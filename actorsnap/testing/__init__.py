@@ -1,0 +1,66 @@
+"""Tools for tests of actorsnap and of code that plugs into it. Public and kept stable.
+
+``StorageConformance`` needs pytest and hypothesis and is imported on first use, so that the
+rest works without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
+
+if TYPE_CHECKING:
+    from actorsnap.testing.conformance import StorageConformance
+
+__all__ = [
+    "FaultyStorage",
+    "StorageConformance",
+    "ThrottledStorage",
+    "bounded",
+    "run_blocking_in_thread",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def run_blocking_in_thread(fn: Callable[..., T], /, *args: Any) -> T:
+    """A ``RunBlocking`` on anyio's worker threads.
+
+    Cancellation: before ``fn`` has begun, or not at all.
+    """
+    return await anyio.to_thread.run_sync(functools.partial(fn, *args))
+
+
+def bounded(
+    limit_s: float,
+) -> Callable[[Callable[P, Awaitable[None]]], Callable[P, Awaitable[None]]]:
+    """Makes an async test fail with ``TimeoutError`` when it takes longer than ``limit_s``."""
+
+    def decorate(test: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
+        @functools.wraps(test)
+        async def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            with anyio.fail_after(limit_s):
+                await test(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StorageConformance":
+        import pytest
+
+        # Before the import: else failures of the suite show no values.
+        pytest.register_assert_rewrite("actorsnap.testing.conformance")
+        from actorsnap.testing.conformance import StorageConformance
+
+        return StorageConformance
+    raise AttributeError(name)

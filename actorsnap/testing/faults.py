@@ -1,0 +1,353 @@
+"""Storages that fail, stall, slow down or kill the process on purpose.
+
+Decides when a fault happens, by counting operations; never what is stored. A test with a
+fault must assert ``was_hit``, or it may pass because nothing happened. Must not know:
+backends, snapshots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from enum import StrEnum
+
+import anyio
+import anyio.lowlevel
+
+from actorsnap.errors import StorageError, UsageError
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
+from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+
+__all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]
+
+
+class Verb(StrEnum):
+    """The verbs of a storage and of its writers."""
+
+    PUT = "put"
+    PUT_IF_ABSENT = "put_if_absent"
+    WRITER = "writer"
+    JOIN_WRITER = "join_writer"
+    WRITE_AT = "write_at"
+    COMPLETE = "complete"
+    ABORT = "abort"
+    GET = "get"
+    READ_INTO = "read_into"
+    LIST = "list"
+    DELETE = "delete"
+    STAT = "stat"
+
+
+class When(StrEnum):
+    """Whether a fault comes before the operation has its effect, or after it."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
+_WRITING = frozenset({Verb.PUT, Verb.PUT_IF_ABSENT, Verb.WRITE_AT, Verb.COMPLETE, Verb.DELETE})
+# `abort` never raises StorageError by contract, so no fault may make it.
+_FAILING = frozenset(Verb) - {Verb.ABORT}
+
+
+class FaultyStorage(Wrapper):
+    """Passes everything on to ``inner``, but for the faults that are asked for.
+
+    Operations count from 1 in the order in which they begin, on any thread. A ``list`` counts
+    once. The usual loop::
+
+        for k in itertools.count(1):
+            storage = FaultyStorage(inner, fail_at=k)
+            try:
+                await work(storage)
+            except SnapshotAborted:
+                assert storage.was_hit
+            if not storage.was_hit:
+                break
+
+    A fault at the k-th operation can also be swallowed by the code under test (a retry, a
+    cleanup): ``was_hit`` is true then, too.
+
+    Attributes:
+        counts: Operations begun, by verb; also the blocking ones.
+        was_hit: Whether the scripted failure or stall has happened.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        fail_at: int | None = None,
+        fail_verbs: Collection[Verb | str] = _FAILING,
+        fail_when: When | str = When.BEFORE,
+        error: Exception | None = None,
+        is_lasting: bool = False,
+        kill_after: int | None = None,
+        kill_when: When | str = When.AFTER,
+        latency_s: Mapping[Verb | str, float] | None = None,
+        stall: Collection[Verb | str] = (),
+        has_blocking_io: bool = True,
+    ) -> None:
+        """Wraps ``inner``.
+
+        Args:
+            inner: What really stores.
+            fail_at: The operation, counted over ``fail_verbs``, that raises.
+            fail_verbs: The verbs that count for ``fail_at``; all but ``abort``.
+            fail_when: ``after`` makes the failure ambiguous: the effect is there.
+            error: What is raised; a ``StorageError`` that is not retryable if None.
+            is_lasting: All operations from ``fail_at`` on fail: the store is gone.
+            kill_after: SIGKILL this process at that operation, counted over the verbs that
+                write: put, put_if_absent, write_at, complete, delete.
+            kill_when: ``before`` or ``after`` that operation had its effect.
+            latency_s: Seconds by which a verb begins later.
+            stall: Verbs that wait for ever, until they are cancelled.
+            has_blocking_io: False forces callers on the async path. Also off where
+                ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
+
+        Raises:
+            UsageError: a count is below 1, or a verb is unknown.
+        """
+        super().__init__(inner)
+        for name, count in (("fail_at", fail_at), ("kill_after", kill_after)):
+            if count is not None and count < 1:
+                raise UsageError(f"{name} counts from 1, not {count}")
+        self.counts: Counter[Verb] = Counter()
+        self.was_hit = False
+        self._fail_at = fail_at
+        self._fail_verbs = _verbs(fail_verbs) - {Verb.ABORT}
+        self._fail_when = When(fail_when)
+        self._error = error
+        self._is_lasting = is_lasting
+        self._kill_after = kill_after
+        self._kill_when = When(kill_when)
+        latency_s = latency_s or {}
+        _verbs(latency_s)
+        self._latency_s = {Verb(verb): seconds for verb, seconds in latency_s.items()}
+        self._stall = _verbs(stall)
+        self._stalled = anyio.Event()
+        self._lock = threading.Lock()
+        self._num_failing = 0
+        self._num_writing = 0
+        if not has_blocking_io or self._stall & {Verb.WRITE_AT, Verb.READ_INTO}:
+            self.capabilities = without_blocking_io(inner.capabilities)
+
+    @property
+    def num_operations(self) -> int:
+        """Operations begun, of all verbs."""
+        with self._lock:
+            return self.counts.total()
+
+    async def wait_stalled(self) -> None:
+        """Returns when an operation has stalled."""
+        await self._stalled.wait()
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        async with self._operation(Verb.PUT, key):
+            await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        async with self._operation(Verb.PUT_IF_ABSENT, key):
+            await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        inner: ObjectWriter | None = None
+        try:
+            async with self._operation(Verb.WRITER, key):
+                inner = await self.inner.writer(key, size)
+        except BaseException:
+            # A fault after the effect: the object stays as after a lost answer, but the test
+            # must not lose a descriptor over it. Aborting would undo the effect, so only the
+            # reference goes.
+            inner = None
+            raise
+        return _FaultyWriter(self, inner)
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        async with self._operation(Verb.JOIN_WRITER, ""):
+            inner = await self.inner.join_writer(token)
+        return _FaultyWriter(self, inner)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        async with self._operation(Verb.GET, key):
+            return await self.inner.get(key, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._operation(Verb.READ_INTO, key):
+            await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        with self._blocking_operation(Verb.READ_INTO, key):
+            self.inner.read_into_blocking(key, offset, views)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        # Fails before its first item, or after its last one.
+        async with self._operation(Verb.LIST, prefix):
+            found = [info async for info in self.inner.list(prefix)]
+        for info in found:
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        async with self._operation(Verb.DELETE, keys[0] if keys else ""):
+            await self.inner.delete(keys)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        async with self._operation(Verb.STAT, key):
+            return await self.inner.stat(key)
+
+    @asynccontextmanager
+    async def _operation(self, verb: Verb, key: str) -> AsyncIterator[None]:
+        faults = self._begin(verb)
+        if verb in self._latency_s:
+            await anyio.sleep(self._latency_s[verb])
+        if verb in self._stall:
+            self.was_hit = True
+            self._stalled.set()
+            await anyio.sleep_forever()
+        self._strike(faults, When.BEFORE, verb, key)
+        yield
+        self._strike(faults, When.AFTER, verb, key)
+
+    @contextmanager
+    def _blocking_operation(self, verb: Verb, key: str) -> Iterator[None]:
+        faults = self._begin(verb)
+        if verb in self._latency_s:
+            time.sleep(self._latency_s[verb])
+        self._strike(faults, When.BEFORE, verb, key)
+        yield
+        self._strike(faults, When.AFTER, verb, key)
+
+    def _begin(self, verb: Verb) -> _Faults:
+        fails = kills = False
+        with self._lock:
+            self.counts[verb] += 1
+            if verb in self._fail_verbs:
+                self._num_failing += 1
+                fails = self._num_failing == self._fail_at or (
+                    self._is_lasting
+                    and self._fail_at is not None
+                    and self._num_failing > self._fail_at
+                )
+            if verb in _WRITING:
+                self._num_writing += 1
+                kills = self._num_writing == self._kill_after
+        return _Faults(fails, kills)
+
+    def _strike(self, faults: _Faults, when: When, verb: Verb, key: str) -> None:
+        if faults.kills and when is self._kill_when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if faults.fails and when is self._fail_when:
+            self.was_hit = True
+            raise self._error or StorageError(
+                op=verb, key=key, backend=self.url, detail="a scripted fault"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Faults:
+    fails: bool
+    kills: bool
+
+
+class _FaultyWriter(WriterWrapper):
+    def __init__(self, storage: FaultyStorage, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._storage._operation(Verb.WRITE_AT, self.key):
+            await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        with self._storage._blocking_operation(Verb.WRITE_AT, self.key):
+            self.inner.write_at_blocking(offset, views)
+
+    async def complete(self) -> None:
+        async with self._storage._operation(Verb.COMPLETE, self.key):
+            await self.inner.complete()
+
+    async def abort(self) -> None:
+        async with self._storage._operation(Verb.ABORT, self.key):
+            await self.inner.abort()
+
+
+class ThrottledStorage(Wrapper):
+    """Lets ``bytes_per_s`` through, reads and writes together, in the order of the calls.
+
+    The first call passes at once and each call pays for its own bytes before the next one may
+    start. Blocking I/O is off. For use on one event loop.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        bytes_per_s: float,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        if bytes_per_s <= 0:
+            raise UsageError(f"bytes_per_s must be positive, not {bytes_per_s}")
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at_s = 0.0
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await self._pay(num_bytes(views))
+        await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        await self._pay(len(data))
+        await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        return _ThrottledWriter(self, await self.inner.writer(key, size))
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        return _ThrottledWriter(self, await self.inner.join_writer(token))
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = await self.inner.get(key, start, stop)
+        await self._pay(len(data))
+        return data
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        await self._pay(num_bytes(views))
+        await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a throttled storage has no blocking I/O")
+
+    async def _pay(self, count: int) -> None:
+        now_s = self._clock()
+        # Booked before the wait: concurrent callers queue up behind each other.
+        self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
+        await anyio.sleep(self._free_at_s - now_s)
+
+
+class _ThrottledWriter(WriterWrapper):
+    def __init__(self, storage: ThrottledStorage, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        await self._storage._pay(num_bytes(views))
+        await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("a throttled storage has no blocking I/O")
+
+
+def _verbs(names: Collection[Verb | str]) -> frozenset[Verb]:
+    try:
+        return frozenset(Verb(name) for name in names)
+    except ValueError as error:
+        raise UsageError(f"{error}; verbs are {', '.join(Verb)}") from error

@@ -1,0 +1,1 @@
+"""The control plane between ranks: messages of ``protocol.messages``, never bulk bytes."""

@@ -1,0 +1,95 @@
+"""What every test gets: one loop backend, blockbuster, hypothesis profiles, a leak check.
+
+``async def test_...`` runs on asyncio through anyio's plugin; a test that wants trio says
+``@pytest.mark.parametrize("anyio_backend", ["trio"])``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
+
+# Seconds mean nothing on a shared machine with two cores: no deadlines. In CI the examples are
+# the same in every run, so that a red run can be repeated; new ones are found at the desk.
+settings.register_profile("default", deadline=None)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _blockbuster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a call of the package that blocks an event loop, in whichever thread that runs.
+
+    Only frames of ``actorsnap`` count: what a test does between two awaits is its own affair.
+    """
+    if request.node.get_closest_marker("blocking") is not None:
+        yield
+        return
+    with blockbuster_ctx("actorsnap"):
+        yield
+
+
+class LeakCheck:
+    """Threads and file descriptors of this process, now and at an earlier moment."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts from here: for a test that first warms up what lives as long as the process."""
+        self._threads = set(threading.enumerate())
+        self._fds = self._open_fds()
+
+    @staticmethod
+    def _open_fds() -> dict[int, str]:
+        found: dict[int, str] = {}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            except FileNotFoundError:  # the descriptor of this very listing
+                continue
+        return found
+
+    def leaked(self) -> list[str]:
+        """One line per thread or descriptor that is new and still there."""
+        threads = [t for t in threading.enumerate() if t not in self._threads]
+        fds = self._open_fds()
+        return [
+            *(f"thread {t.name}" for t in threads),
+            *(f"fd {n}: {to}" for n, to in fds.items() if self._fds.get(n) != to),
+        ]
+
+    def assert_none(self, within_s: float = 5.0) -> None:
+        """Waits until nothing is left over; fails after ``within_s``. Blocks: not for a loop."""
+        deadline = time.monotonic() + within_s
+        while left := self.leaked():
+            if time.monotonic() > deadline:
+                pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+            gc.collect()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[LeakCheck]:
+    """Fails the test if it leaves a thread or a file descriptor behind."""
+    check = LeakCheck()
+    yield check
+    check.assert_none()

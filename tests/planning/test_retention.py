@@ -1,0 +1,49 @@
+"""Only attempts that can no longer commit are garbage."""
+
+from __future__ import annotations
+
+from actorsnap.format.layout import Attempt
+from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable
+
+NOW = 1_800_000_000.0
+
+
+def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
+    return str(Attempt(created_s=int(NOW) - age_s, host=host, pid=pid, nonce="00000000"))
+
+
+def collect(*attempts: str, committed: str | None = None, superseded: str | None = None) -> list[str]:
+    return collectable(
+        attempts,
+        committed=committed,
+        now_s=NOW,
+        host="aaaaaaaa",
+        is_alive=lambda pid: pid == 1,
+        superseded=superseded,
+    )
+
+
+def test_a_running_attempt_is_kept() -> None:
+    assert collect(name(pid=1)) == []
+
+
+def test_a_dead_process_of_this_host_is_garbage() -> None:
+    assert collect(name(pid=2)) == [name(pid=2)]
+
+
+def test_another_hosts_process_is_kept_until_it_cannot_commit_any_more() -> None:
+    young, old = name(host="b" * 8, pid=2), name(host="b" * 8, age_s=MAX_ATTEMPT_S + 1)
+    assert collect(young, old) == [old]
+
+
+def test_the_committed_attempt_is_never_garbage() -> None:
+    old = name(age_s=10 * MAX_ATTEMPT_S, pid=2)
+    assert collect(old, committed=old) == []
+
+
+def test_a_replaced_attempt_is_garbage_although_its_process_runs() -> None:
+    assert collect(name(pid=1), superseded=name(pid=1)) == [name(pid=1)]
+
+
+def test_what_is_no_attempt_is_never_touched() -> None:
+    assert collect("my-files", "", "data") == []

@@ -1,0 +1,62 @@
+"""The examples that README shows, run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *args: str, cwd: Path, timeout_s: float = 120.0) -> str:
+    """Output of an example that must end well, without a warning."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *args],
+        cwd=cwd,
+        env={**os.environ, "TMPDIR": str(cwd)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_quickstart_async(tmp_path: Path) -> None:
+    assert run("quickstart_async.py", cwd=tmp_path).splitlines() == [
+        "saved: step-30",
+        "restored: step 30",
+        "one object: (256, 256) True",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quickstart_sync(tmp_path: Path) -> None:
+    assert run("quickstart_sync.py", cwd=tmp_path).splitlines() == [
+        "saved: step-1",
+        "saved, while training went on: step-1-pending",
+        "restored: step 1",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quickstart_leaves_snapshots_where_it_is_told(tmp_path: Path) -> None:
+    run("quickstart_async.py", str(tmp_path / "run"), cwd=tmp_path)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-10", "step-20", "step-30"]
+    for path in (tmp_path / "run").iterdir():
+        assert (path / ".actorsnap").is_file()
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("demo", marks=pytest.mark.slow)])
+def test_train_resume(tmp_path: Path, size: str) -> None:
+    output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=300.0)
+    assert "nothing committed: SIGKILL" in output
+    assert "is passed over, it is unfinished" in output
+    assert "losses and the final weights are equal" in output
+    assert list(tmp_path.iterdir()) == [], "the demo left something behind"
