@@ -1,1 +1,58 @@
-"""actorsnap (being assembled)."""
+"""actorsnap: an asyncio-native, actor-based checkpoint runtime for PyTorch.
+
+Public names only. The same calls for ordinary scripts are in ``actorsnap.sync``.
+"""
+
+from actorsnap.actors.trace import Phase, Progress
+from actorsnap.errors import (
+    AccessDenied,
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    IncompatibleState,
+    NotASnapshot,
+    ObjectExists,
+    ObjectNotFound,
+    SnapshotAborted,
+    StorageError,
+    StorageFull,
+    Throttled,
+    UnsupportedFormat,
+    UsageError,
+)
+from actorsnap.options import Options, from_env
+from actorsnap.release import RELEASE as __version__
+from actorsnap.runtime.calls import RestoreReport, VerifyReport
+from actorsnap.runtime.host import shutdown
+from actorsnap.snapshot import PendingSnapshot, Snapshot
+from actorsnap.state.stateful import RNGState, StateDict, Stateful
+
+__all__ = [
+    "AccessDenied",
+    "ActorSnapError",
+    "ChecksumMismatch",
+    "FormatError",
+    "IncompatibleState",
+    "NotASnapshot",
+    "ObjectExists",
+    "ObjectNotFound",
+    "Options",
+    "PendingSnapshot",
+    "Phase",
+    "Progress",
+    "RNGState",
+    "RestoreReport",
+    "Snapshot",
+    "SnapshotAborted",
+    "StateDict",
+    "Stateful",
+    "StorageError",
+    "StorageFull",
+    "Throttled",
+    "UnsupportedFormat",
+    "UsageError",
+    "VerifyReport",
+    "__version__",
+    "from_env",
+    "shutdown",
+]

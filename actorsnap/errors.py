@@ -22,7 +22,7 @@ package, so that every layer can raise from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-def _rebuild(cls: type[ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
+def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
     return cls(**fields)
 
 

@@ -175,8 +175,9 @@ class Snapshot:
             ``out``, or the value: tensors fresh on the CPU.
 
         Raises:
-            UsageError, NotASnapshot, FormatError, StorageError: see ``restore``.
-            IncompatibleState: no such path, or ``out`` does not fit.
+            UsageError: no such path; names those near it.
+            IncompatibleState: ``out`` is of another kind, dtype or shape.
+            NotASnapshot, FormatError, StorageError: see ``restore``.
         """
         return await run_async(
             calls.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
@@ -194,7 +195,7 @@ class Snapshot:
         """The state dict saved under the top-level ``key``, with fresh CPU tensors.
 
         Raises:
-            IncompatibleState: no such key.
+            UsageError: no such key; names those there are.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
         return await run_async(calls.get_state_dict_for_key(self._source, key))

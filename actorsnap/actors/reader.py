@@ -18,9 +18,11 @@ from actorsnap.format.foreign import recognize
 from actorsnap.format.manifest import (
     BLOCK_BYTES,
     COMMIT_KEY,
+    BytesEntry,
     Commit,
     RankManifest,
     Stored,
+    TensorEntry,
     decode_commit,
     decode_rank_manifest,
 )
@@ -98,13 +100,20 @@ class SnapshotReader:
 class Request:
     """One stored leaf and where its bytes go."""
 
-    __slots__ = ("key", "path", "sink", "stored")
+    __slots__ = ("_manifest", "key", "sink", "stored")
 
-    def __init__(self, path: str, key: str, stored: Stored, sink: ByteSink) -> None:
-        self.path = path
-        self.key = key
+    def __init__(self, manifest: RankManifest, stored: Stored, sink: ByteSink) -> None:
+        self._manifest = manifest
+        self.key = manifest.objects[stored.object].key
         self.stored = stored
         self.sink = sink
+
+    def path(self) -> str:
+        """The leaf's path; looked up for messages only."""
+        for entry in self._manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry) and entry.data is self.stored:
+                return entry.path
+        return "?"
 
 
 class FetcherPool:
@@ -255,7 +264,7 @@ def _verify(request: Request, start: int, view: memoryview) -> None:
         if crc32c(view[low : low + BLOCK_BYTES]) != expected[number]:
             raise ChecksumMismatch(
                 key=request.key,
-                detail=f"block {number} of {request.path!r} (bytes from "
+                detail=f"block {number} of {request.path()!r} (bytes from "
                 f"{request.stored.start + number * BLOCK_BYTES}) differs from what was saved",
             )
         number += 1

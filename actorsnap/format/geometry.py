@@ -160,10 +160,8 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 def _any_overlap(boxes: Sequence[Box]) -> bool:
     """Whether two of several non-empty boxes share an element. Sweeps the dim with most starts."""
-    ndim = boxes[0].ndim
-    if ndim == 0:
-        return True
-    dim = max(range(ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
+    # Boxes of no dims never come here: two of them have more volume than any whole.
+    dim = max(range(boxes[0].ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
         start = box.offsets[dim]

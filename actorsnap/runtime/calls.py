@@ -38,14 +38,21 @@ from actorsnap.format.manifest import (
     RankManifest,
     Stored,
     TensorEntry,
+    decode_commit,
 )
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.place import Place, Source, collect_garbage, open_place
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.state.capture import capture
-from actorsnap.state.restore import KeyRestore, ObjectRead, is_module, load_state, read_one
-from actorsnap.state.stateful import RNGState, Stateful, validate_app_state
+from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
+from actorsnap.state.stateful import (
+    RNGState,
+    Stateful,
+    is_module,
+    load_state,
+    validate_app_state,
+)
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import Storage
 
@@ -297,17 +304,17 @@ def verify(
             problems: list[ActorSnapError] = []
             num_objects = done = 0
             total = 0
-            work: list[tuple[RankManifest, int, list[tuple[str, Stored]]]] = []
+            work: list[tuple[RankManifest, int, list[Stored]]] = []
             for rank in range(commit.world_size):
                 try:
                     manifest = await reader.manifest(rank)
                 except ActorSnapError as error:
                     problems.append(error)
                     continue
-                leaves: list[list[tuple[str, Stored]]] = [[] for _ in manifest.objects]
+                leaves: list[list[Stored]] = [[] for _ in manifest.objects]
                 for entry in manifest.entries:
                     if isinstance(entry, TensorEntry | BytesEntry):
-                        leaves[entry.data.object].append((entry.path, entry.data))
+                        leaves[entry.data.object].append(entry.data)
                 work.extend((manifest, number, held) for number, held in enumerate(leaves))
                 total += sum(record.size for record in manifest.objects)
             for manifest, number, held in work:
@@ -328,8 +335,7 @@ def verify(
                             )
                         pool = source.fetcher(host, storage, verify=True)
                         requests = [
-                            Request(path, record.key, at, _NullSink(at.stop - at.start))
-                            for path, at in held
+                            Request(manifest, at, _NullSink(at.stop - at.start)) for at in held
                         ]
                         await pool.fetch(requests)
                         done += record.size
@@ -368,25 +374,20 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
     """Compares everything, then reads everything, then hands over key by key."""
     validate_app_state(app_state)
     _, manifests = yield from load_index(source)
-    by_key = _entries_by_key(manifests)
-    # The global order of state_dict calls; generators last, as later loads may draw numbers.
+    by_key = entries_by_key(manifests[0].entries)
+    # The global order of state_dict calls; generators last, as other loads may draw numbers.
     keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
-    missing = [
-        f"{escape(key)} (the snapshot has the keys: {', '.join(sorted(by_key))})"
-        for key in keys
-        if escape(key) not in by_key
-    ]
+    missing = [escape(key) for key in keys if key not in by_key]
     unexpected: list[str] = []
     mismatched: list[str] = []
-    restores: list[tuple[str, KeyRestore]] = []
+    restores: list[tuple[Stateful, KeyRestore]] = []
     for key in keys:
-        entries = by_key.get(escape(key))
-        if entries is None:
+        if key not in by_key:
             continue
         stateful = app_state[key]
         part = KeyRestore(
             key,
-            entries,
+            by_key[key],
             # A generator that only this process has is no reason to refuse the others.
             target=None if isinstance(stateful, RNGState) else stateful.state_dict(),
             allow_pickle=source.options.allow_pickle,
@@ -396,12 +397,13 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
         if is_module(stateful):
             unexpected.extend(part.unexpected)
         mismatched.extend(part.mismatched)
-        restores.append((key, part))
+        restores.append((stateful, part))
     if strict and (missing or unexpected or mismatched):
         raise IncompatibleState(missing=missing, unexpected=unexpected, mismatched=mismatched)
-    nbytes = yield lambda host: _fetch(host, source, manifests[0], [p for _, p in restores])
-    for key, part in restores:
-        load_state(app_state[key], part.build(), strict=strict)
+    parts = [part for _, part in restores]
+    nbytes: int = yield lambda host: _fetch(host, source, manifests[0], parts)
+    for stateful, part in restores:
+        load_state(stateful, part.build(), strict=strict)
     return RestoreReport(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
@@ -413,13 +415,14 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
 def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     """One stateful's state dict, built fresh on the CPU."""
     _, manifests = yield from load_index(source)
-    by_key = _entries_by_key(manifests)
-    entries = by_key.get(escape(key))
-    if entries is None:
-        raise IncompatibleState(
-            missing=[f"{key} (the snapshot has the keys: {', '.join(sorted(by_key))})"]
+    by_key = entries_by_key(manifests[0].entries)
+    if key not in by_key:
+        raise UsageError(
+            f"the snapshot has no key {key!r}; it has {', '.join(map(repr, sorted(by_key)))}"
         )
-    part = KeyRestore(key, entries, target=None, allow_pickle=source.options.allow_pickle)
+    part = KeyRestore(
+        key, by_key[key], target=None, allow_pickle=source.options.allow_pickle
+    )
     yield lambda host: _fetch(host, source, manifests[0], [part])
     return part.build()
 
@@ -431,12 +434,16 @@ def read_object(
     if memory_budget_bytes is not None and memory_budget_bytes < BLOCK_BYTES:
         raise UsageError(f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block)")
     _, manifests = yield from load_index(source)
-    part = read_one(
-        manifests[0].entries, path, out=out, allow_pickle=source.options.allow_pickle
-    )
-    yield lambda host: _fetch(
-        host, source, manifests[0], [part], memory_budget_bytes=memory_budget_bytes
-    )
+    rank, _, rest = path.partition("/")
+    if rank.isascii() and rank.isdecimal() and rest:
+        # A top-level key that reads like a number is escaped, so this is a rank.
+        if int(rank) not in manifests:
+            raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
+        manifest, path = manifests[int(rank)], rest
+    else:
+        manifest = manifests[0]
+    part = read_one(manifest.entries, path, out, source.options.allow_pickle)
+    yield lambda host: _fetch(host, source, manifest, [part], memory_budget_bytes)
     return part.build()
 
 
@@ -444,14 +451,12 @@ async def _fetch(
     host: Host,
     source: Source,
     manifest: RankManifest,
-    parts: Sequence[KeyRestore | ObjectRead],
+    parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
 ) -> int:
     """Reads what the parts want; returns the number of bytes."""
     requests = [
-        Request(path, manifest.objects[stored.object].key, stored, sink)
-        for part in parts
-        for path, stored, sink in part.reads
+        Request(manifest, stored, sink) for part in parts for stored, sink in part.reads
     ]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
@@ -460,14 +465,26 @@ async def _fetch(
             "chunk_bytes": min(memory_budget_bytes, source.options.chunk_bytes),
             "num_fetchers": 1,
         }
-    async with source.opened(host) as (storage, _):
-        await source.fetcher(host, storage, **changes).fetch(requests)
+    if requests:
+        async with source.opened(host) as (storage, _):
+            await source.fetcher(host, storage, **changes).fetch(requests)
     return sum(request.stored.stop - request.stored.start for request in requests)
 
 
-def _entries_by_key(manifests: Mapping[int, RankManifest]) -> dict[str, list[Entry]]:
-    by_key: dict[str, list[Entry]] = {}
-    for entry in manifests[0].entries:
-        token = entry.path.partition("/")[0].partition("@")[0]
-        by_key.setdefault(token, []).append(entry)
-    return by_key
+def find_snapshots(source: Source) -> Script[list[tuple[str, Commit]]]:
+    """The snapshots one level below the URL, by name; damaged ones are left out."""
+
+    async def step(host: Host) -> list[tuple[str, Commit]]:
+        found = []
+        async with source.opened(host) as (storage, _):
+            async for info in storage.list(""):
+                name, _, key = info.key.partition("/")
+                if key == COMMIT_KEY:
+                    try:
+                        found.append((name, decode_commit(await storage.get(info.key))))
+                    except FormatError as error:
+                        logger.warning("%s: %s", info.key, error)
+        return found
+
+    found: list[tuple[str, Commit]] = yield step
+    return found

@@ -133,7 +133,8 @@ class Call(Generic[T]):
     def __init__(self, host: Host, coroutine: Coroutine[Any, Any, T]) -> None:
         self._host = host
         self._coroutine = coroutine
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
+        self._is_cancelled = False
         self._task: asyncio.Task[None] | None = None
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -141,6 +142,10 @@ class Call(Generic[T]):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
+        # Scopes can be made on a loop only.
+        self._scope = anyio.CancelScope()
+        if self._is_cancelled:
+            self._scope.cancel()
         try:
             with self._scope:
                 result = await self._coroutine
@@ -156,7 +161,13 @@ class Call(Generic[T]):
 
     def cancel(self) -> None:
         """Asks the coroutine to end; from any thread."""
-        self._host.call_soon(self._scope.cancel)
+
+        def request() -> None:
+            self._is_cancelled = True
+            if self._scope is not None:
+                self._scope.cancel()
+
+        self._host.call_soon(request)
 
 
 class CallCancelled(Exception):

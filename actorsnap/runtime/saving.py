@@ -76,9 +76,9 @@ class SaveJob:
 
     def start(self) -> None:
         """Begins; returns at once."""
-        self._host.track_save(self.finished, self.label)
         self._host.set_budget(self._options.memory_budget_bytes)
         self._host.submit(self._run())
+        self._host.track_save(self.finished, self.label)
 
     def cancel(self, reason: str) -> None:
         """Asks for an abort, from any thread. The commit may win nevertheless."""
@@ -113,8 +113,11 @@ class SaveJob:
             self.board.enter(Phase.ABORTED)
             if isinstance(error, Exception):
                 shown: BaseException = error
-                # A failure must not vanish with a handle that nobody waits for.
-                logger.error("%s: %s", self.label, error)
+                # Until staged the caller waits and gets the error; later nobody may ask.
+                is_watched = not (self._copies and self.staged.done())
+                logger.log(
+                    logging.DEBUG if is_watched else logging.ERROR, "%s: %s", self.label, error
+                )
             else:
                 shown = SnapshotAborted(reason="the runtime was stopped", rank=0, stage="cancel")
             if not self.staged.done():

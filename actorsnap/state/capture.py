@@ -25,6 +25,7 @@ from actorsnap.format.manifest import (
     Entry,
     Stored,
     TensorEntry,
+    TensorType,
     ValueEntry,
     ViewEntry,
 )
@@ -267,9 +268,7 @@ class _Collector:
         else:
             self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
 
-    def _add_bytes(
-        self, path: str, kind: str, data: bytes | bytearray, replicated: bool
-    ) -> None:
+    def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
         item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated)
         self._parts.append(Leaf(item, source_of_array(raw), kind, ""))
@@ -286,7 +285,7 @@ class _Collector:
 
     def _add_array(self, path: str, value: Any, replicated: bool) -> None:
         array = np.asarray(value)
-        kind = "numpy" if type(value) is np.ndarray else "numpy_scalar"
+        kind: TensorType = "numpy" if type(value) is np.ndarray else "numpy_scalar"
         name = objects.numpy_name(array.dtype)
         if name is not None:
             item = Item(
@@ -348,12 +347,7 @@ class _Collector:
             if why is not None:
                 self._refused.append(f"{path!r} {why}")
                 return
-        kind = "tensor"
-        if type(tensor) is torch.nn.Parameter:
-            kind = "parameter"
-        elif getattr(tensor, "_is_buffer", False):
-            kind = "buffer"
-        self._add_dense(path, tensor, kind, tensor.requires_grad, replicated)
+        self._add_dense(path, tensor, _tensor_type(tensor), tensor.requires_grad, replicated)
 
     def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> str | None:
         """Returns why it cannot be done, or None."""
@@ -361,9 +355,6 @@ class _Collector:
         if isinstance(found, str):
             return found
         layout, parameters, parts = found
-        kind = "parameter" if type(tensor) is torch.nn.Parameter else "tensor"
-        if getattr(tensor, "_is_buffer", False):
-            kind = "buffer"
         self._parts.append(
             CompositeEntry(
                 path=path,
@@ -372,7 +363,7 @@ class _Collector:
                 shape=tuple(tensor.shape),
                 parts=tuple([name for name, _ in parts]),
                 parameters={k: objects.encode_inline(v, path) for k, v in parameters.items()},
-                type=kind,
+                type=_tensor_type(tensor),
                 requires_grad=tensor.requires_grad,
                 replicated=replicated,
             )
@@ -382,7 +373,12 @@ class _Collector:
         return None
 
     def _add_dense(
-        self, path: str, tensor: torch.Tensor, kind: str, requires_grad: bool, replicated: bool
+        self,
+        path: str,
+        tensor: torch.Tensor,
+        kind: TensorType,
+        requires_grad: bool,
+        replicated: bool,
     ) -> None:
         name, itemsize = DTYPE_NAMES[tensor.dtype]
         nbytes = tensor.nbytes
@@ -473,6 +469,13 @@ class _Collector:
             replaced.setdefault(number, []).append(view)
 
 
+def _tensor_type(tensor: torch.Tensor) -> TensorType:
+    if type(tensor) is torch.nn.Parameter:
+        return "parameter"
+    # torch.nn.Buffer(x) is a plain tensor with this attribute.
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
+
+
 def _region(owner: torch.Tensor | np.ndarray[Any, Any]) -> Region:
     if isinstance(owner, torch.Tensor):
         return Region(owner.data_ptr(), owner.itemsize, tuple(owner.shape), owner.stride())
@@ -492,7 +495,6 @@ def _span(group: sharing.Group, members: Sequence[Leaf]) -> ByteSource | None:
         offset = group.start - storage.data_ptr()
         if offset >= 0 and offset + size <= storage.nbytes():
             raw = torch.empty(0, dtype=torch.uint8, device=source.owner.device)
-            raw.set_(storage, offset, (size,), (1,))  # type: ignore[call-overload]
-            return TensorSource(raw)
+            return TensorSource(raw.set_(storage, offset, (size,), (1,)))
     # Storages laid over each other by other means than torch's: each is stored by itself.
     return None

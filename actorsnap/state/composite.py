@@ -13,17 +13,20 @@ from typing import Any, Final
 
 import torch
 
+from actorsnap.format.manifest import CompositeLayout
 from actorsnap.format.validate import COMPOSITE_PARTS
 from actorsnap.state.tensors import DTYPES, QUANTIZED
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
 
-_COMPRESSED: Final = {
-    "sparse_csr": torch.sparse_csr,
-    "sparse_csc": torch.sparse_csc,
-    "sparse_bsr": torch.sparse_bsr,
-    "sparse_bsc": torch.sparse_bsc,
+_LAYOUTS: Final[dict[torch.layout, CompositeLayout]] = {
+    torch.sparse_coo: "sparse_coo",
+    torch.sparse_csr: "sparse_csr",
+    torch.sparse_csc: "sparse_csc",
+    torch.sparse_bsr: "sparse_bsr",
+    torch.sparse_bsc: "sparse_bsc",
 }
+_COMPRESSED: Final = {name: layout for layout, name in _LAYOUTS.items() if name != "sparse_coo"}
 
 _INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 _PACKED: Final = {"quint4x2": 2, "quint2x4": 4}
@@ -37,7 +40,7 @@ def is_composite(tensor: torch.Tensor) -> bool:
 
 def take_apart(
     tensor: torch.Tensor,
-) -> tuple[str, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
+) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
     """Takes a composite tensor apart, sharing its memory.
 
     Returns:
@@ -46,7 +49,7 @@ def take_apart(
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
         return _take_quantized_apart(tensor)
-    layout = str(tensor.layout).removeprefix("torch.")
+    layout: CompositeLayout = _LAYOUTS[tensor.layout]
     parameters: dict[str, Any] = {}
     if layout == "sparse_coo":
         parameters["is_coalesced"] = tensor.is_coalesced()
@@ -64,11 +67,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     if name in _PACKED:
         size = _packed_bytes(tensor.shape, name)
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return raw.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload, no-any-return]
+        return raw.set_(storage, 0, (size,), (1,))
     raw = torch.empty(0, dtype=_INT_REPR[name], device=tensor.device)
-    return raw.set_(  # type: ignore[call-overload, no-any-return]
-        storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    )
+    return raw.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def _packed_bytes(shape: Sequence[int], name: str) -> int:
@@ -79,7 +80,7 @@ def _packed_bytes(shape: Sequence[int], name: str) -> int:
 
 def _take_quantized_apart(
     tensor: torch.Tensor,
-) -> tuple[str, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
+) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name in _PACKED and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
         return f"is a view of packed {name} elements; clone the tensor"
@@ -148,9 +149,7 @@ def assemble(
         scale, zero_point = parameters["scale"], parameters["zero_point"]
         if type(scale) is not float or type(zero_point) is not int:
             raise ValueError("scale or zero_point is no number")
-        result = torch._empty_affine_quantized(
-            size, scale=scale, zero_point=zero_point, dtype=kind
-        )
+        result = torch._empty_affine_quantized(size, scale=scale, zero_point=zero_point, dtype=kind)
     else:
         axis = parameters["axis"]
         scales, zero_points = parts["scales"], parts["zero_points"]

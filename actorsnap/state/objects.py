@@ -149,9 +149,7 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
         return [_encode(item, path, depth) for item in value]
     if type(value) is tuple:
         return {"$": "tuple", "v": [_encode(item, path, depth) for item in value]}
-    pairs = [
-        [_encode(key, path, depth), _encode(item, path, depth)] for key, item in value.items()
-    ]
+    pairs = [[_encode(key, path, depth), _encode(item, path, depth)] for key, item in value.items()]
     return {"$": "dict", "v": pairs}
 
 

@@ -166,7 +166,7 @@ def _share(a: Region, b: Region) -> bool:
         return False
     try:
         return bool(
-            np.shares_memory(np.asarray(_Fake(a)), np.asarray(_Fake(b)), max_work=_MAX_WORK)
+            np.shares_memory(np.asarray(_Fake(a)), np.asarray(_Fake(b)), max_work=_MAX_WORK)  # type: ignore[arg-type]
         )
     except np.exceptions.TooHardError:
         return True

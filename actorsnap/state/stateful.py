@@ -10,14 +10,14 @@ import logging
 import random
 import sys
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from actorsnap.errors import UsageError
 
-__all__ = ["RNGState", "StateDict", "Stateful", "validate_app_state"]
+__all__ = ["RNGState", "StateDict", "Stateful", "is_module", "load_state", "validate_app_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RNGState:
             UsageError: A state is not what this Python, NumPy or torch takes. Generators
                 that come after it are left as they are.
         """
-        setters = {
+        setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,
             "torch": torch.set_rng_state,
             "numpy": _set_numpy,
@@ -152,3 +152,19 @@ def validate_app_state(app_state: object) -> None:
             )
     if wrong:
         raise UsageError("app_state cannot be used:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def is_module(stateful: object) -> bool:
+    """Whether ``stateful`` refuses what it has no place for, as an ``nn.Module`` does."""
+    return isinstance(stateful, torch.nn.Module)
+
+
+def load_state(stateful: Stateful, state: Any, *, strict: bool) -> None:
+    """Hands a restored state over.
+
+    ``strict`` reaches modules only; all else takes what it is given.
+    """
+    if isinstance(stateful, torch.nn.Module):
+        stateful.load_state_dict(state, strict=strict)
+    else:
+        stateful.load_state_dict(state)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Protocol
 import msgspec
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from actorsnap.format.geometry import Box, flat_range_boxes
 
@@ -31,6 +32,7 @@ __all__ = [
     "MemorySource",
     "TensorSink",
     "TensorSource",
+    "bytes_of",
     "c_strides",
     "extent_bytes",
     "is_addressable",
@@ -115,8 +117,16 @@ class ByteSink(Protocol):
 
 # Memory -------------------------------------------------------------------------------------
 
-# One ctypes array type per power of two: a type per size would be made, and kept, per size.
-_WINDOWS: Final = [ctypes.c_ubyte * (1 << bits) for bits in range(63)]
+# One ctypes array type per power of two: a type per size would take long to make. A slot for
+# the owner costs the garbage collector less than an instance dict.
+_WINDOWS: Final[list[Any]] = [
+    type(
+        "Window",
+        (ctypes.Array,),
+        {"_type_": ctypes.c_ubyte, "_length_": 1 << bits, "__slots__": ("owner",)},
+    )
+    for bits in range(63)
+]
 
 
 def _memory(address: int, nbytes: int, owner: object) -> memoryview:
@@ -126,7 +136,7 @@ def _memory(address: int, nbytes: int, owner: object) -> memoryview:
     """
     if nbytes == 0:
         return memoryview(bytearray())
-    window: Any = _WINDOWS[nbytes.bit_length()].from_address(address)
+    window = _WINDOWS[nbytes.bit_length()].from_address(address)
     window.owner = owner
     return memoryview(window).cast("B")[:nbytes]
 
@@ -212,9 +222,7 @@ class _Boxes:
     def view(self, start: int, stop: int) -> memoryview:
         raise TypeError("these bytes do not lie in CPU memory in order; use the copy")
 
-    def _pairs(
-        self, start: int, flat: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns views of the tensor, and the parts of ``flat`` that hold their elements."""
         first = start // self._dtype.itemsize
         stop = first + flat.numel()
@@ -349,6 +357,14 @@ def sink_of_array(array: np.ndarray[Any, Any]) -> ByteSink:
 # Layouts ------------------------------------------------------------------------------------
 
 
+def bytes_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytearray:
+    """Returns a copy of a dense tensor's or an array's C-order bytes."""
+    source = source_of_tensor(value) if isinstance(value, torch.Tensor) else source_of_array(value)
+    out = bytearray(source.nbytes)
+    source.copy_into(0, memoryview(out))
+    return out
+
+
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides of a C-contiguous tensor, in elements."""
     strides = [1] * len(shape)
@@ -389,7 +405,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
                 f"is a sharded tensor ({name}), which needs the release that saves from many "
                 "ranks; save its local shard, or x.full_tensor()"
             )
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedTensorMixin):
             return f"is not initialised ({name}); run the module once before saving it"
         return (
             f"is of the tensor subclass {name}; only Tensor, Parameter and Buffer are saved: "

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isnan
 from typing import Final, TypeAlias
 
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.manifest import MAX_NESTING
+from actorsnap.format.manifest import MAX_NESTING, ContainerType
 
 __all__ = [
     "Container",
@@ -36,7 +36,7 @@ __all__ = [
 
 Key: TypeAlias = str | int | bool | float | None
 
-CONTAINER_TYPES: Final[Mapping[type, str]] = {
+CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
     dict: "dict",
     OrderedDict: "ordered_dict",
     list: "list",
@@ -69,7 +69,7 @@ class Container:
 
     __slots__ = ("metadata", "type")
 
-    def __init__(self, type: str, metadata: object = None) -> None:
+    def __init__(self, type: ContainerType, metadata: object = None) -> None:
         self.type = type
         self.metadata = metadata
 
@@ -241,9 +241,7 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
             outer.append((siblings, id(node)))
             active.add(id(node))
             # zip reuses its tuple: a list of pairs would be work for the garbage collector.
-            siblings = zip(
-                children, node.values() if isinstance(node, dict) else node, strict=True
-            )
+            siblings = zip(children, node.values() if isinstance(node, dict) else node, strict=True)
             break
         else:
             if not outer:
@@ -281,6 +279,10 @@ class Skeleton:
 
     def __contains__(self, path: str) -> bool:
         return path in self._leaves or path in self._branches
+
+    def is_leaf(self, path: str) -> bool:
+        """Whether ``path`` was added as a leaf."""
+        return path in self._leaves
 
     def add_leaf(self, path: str) -> None:
         """Adds a leaf, and the plain dicts that lead to it.
@@ -388,7 +390,7 @@ def _in_order(keys: list[Key], children: list[object]) -> list[object]:
     return [children[i] for i in order]
 
 
-_BUILDERS = {
+_BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object]]] = {
     "dict": lambda keys, children, _: dict(zip(keys, children, strict=True)),
     "ordered_dict": _build_ordered,
     "list": lambda keys, children, _: _in_order(keys, children),

@@ -121,7 +121,8 @@ class FsStorage(Storage):
 
     def __init__(self, root: str, context: StorageContext) -> None:
         # Absolute now: the process may change its working folder while a save is running.
-        self.root = os.path.abspath(root)
+        # (getcwd only looks into the kernel's memory; abspath counts as blocking for any path.)
+        self.root = os.path.normpath(root if os.path.isabs(root) else f"{os.getcwd()}/{root}")
         self.url = self.root
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking
@@ -509,7 +510,9 @@ class _FsWriter(ObjectWriter):
             except FileNotFoundError:
                 pass
             except OSError as error:
-                logger.warning("%s: aborted object %s stays: %s", self._storage.url, self.key, error)
+                logger.warning(
+                    "%s: aborted object %s stays: %s", self._storage.url, self.key, error
+                )
         self._descriptor.close_quietly()
         if self._is_opener:
             self._storage._folders.prune(os.path.dirname(self._path))
@@ -714,9 +717,7 @@ def _walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInf
             except FileNotFoundError:
                 continue  # deleted, or a temporary renamed, since the scan
             if stat.S_ISREG(status.st_mode):
-                yield ObjectInfo(
-                    key=prefix + name, size=status.st_size, modified_s=status.st_mtime
-                )
+                yield ObjectInfo(key=prefix + name, size=status.st_size, modified_s=status.st_mtime)
 
 
 @contextmanager

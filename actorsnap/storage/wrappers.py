@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +33,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@asynccontextmanager
+async def _closing(found: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIterator[ObjectInfo]]:
+    """Closes a backend's ``list`` with the wrapper's own, where it can be closed."""
+    try:
+        yield found
+    finally:
+        if isinstance(found, AsyncGenerator):
+            await found.aclose()
 
 
 def without_blocking_io(capabilities: Capabilities) -> Capabilities:
@@ -145,14 +155,14 @@ class PrefixStorage(Wrapper):
             self.inner.read_into_blocking(self._full(key), offset, views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        found = self.inner.list(self._prefix + prefix)
-        while True:
-            # Not around the yield: what the consumer raises there is none of our business.
-            with self._relative():
-                info = await anext(found, None)
-            if info is None:
-                return
-            yield dataclasses.replace(info, key=self._stripped(info.key))
+        async with _closing(self.inner.list(self._prefix + prefix)) as found:
+            while True:
+                # Not around the yield: what the consumer raises there is none of our business.
+                with self._relative():
+                    info = await anext(found, None)
+                if info is None:
+                    return
+                yield dataclasses.replace(info, key=self._stripped(info.key))
 
     async def delete(self, keys: Sequence[str]) -> None:
         with self._relative():
@@ -182,9 +192,7 @@ class PrefixStorage(Wrapper):
                 retryable=error.retryable,
             ) from error
         except FormatError as error:
-            raise type(error)(
-                **{**error.fields, "key": self._stripped(error.key)}
-            ) from error
+            raise type(error)(**{**error.fields, "key": self._stripped(error.key)}) from error
 
 
 class _PrefixWriter(WriterWrapper):
@@ -258,13 +266,13 @@ class LimitedStorage(Wrapper):
         raise NotImplementedError("a limited storage has no blocking I/O")
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        found = self.inner.list(prefix)
-        while True:
-            async with self._turns:
-                info = await anext(found, None)
-            if info is None:
-                return
-            yield info
+        async with _closing(self.inner.list(prefix)) as found:
+            while True:
+                async with self._turns:
+                    info = await anext(found, None)
+                if info is None:
+                    return
+                yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
         async with self._turns:
@@ -395,21 +403,18 @@ class RetryStorage(Wrapper):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         last = ""
         num_failures = 0
-        found = self.inner.list(prefix)
         while True:
             try:
-                info = await anext(found, None)
+                async with _closing(self.inner.list(prefix)) as found:
+                    async for info in found:
+                        if info.key > last:  # else it was shown before the failure
+                            last = info.key
+                            num_failures = 0
+                            yield info
+                return
             except StorageError as error:
                 num_failures += 1
                 await self._wait(error, num_failures)
-                found = self.inner.list(prefix)
-                continue
-            if info is None:
-                return
-            if info.key > last:  # else it was shown before the failure
-                last = info.key
-                num_failures = 0
-                yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._retry(lambda: self.inner.delete(keys))

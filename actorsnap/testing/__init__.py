@@ -7,6 +7,7 @@ rest works without them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -55,12 +56,13 @@ def bounded(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "StorageConformance":
+    if name != "StorageConformance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "actorsnap.testing.conformance" not in sys.modules:
         import pytest
 
-        # Before the import: else failures of the suite show no values.
+        # Before the import: else failures of the suite do not show the values compared.
         pytest.register_assert_rewrite("actorsnap.testing.conformance")
-        from actorsnap.testing.conformance import StorageConformance
+    from actorsnap.testing.conformance import StorageConformance
 
-        return StorageConformance
-    raise AttributeError(name)
+    return StorageConformance

@@ -158,16 +158,9 @@ class FaultyStorage(Wrapper):
             await self.inner.put_if_absent(key, data)
 
     async def writer(self, key: str, size: int) -> ObjectWriter:
-        inner: ObjectWriter | None = None
-        try:
-            async with self._operation(Verb.WRITER, key):
-                inner = await self.inner.writer(key, size)
-        except BaseException:
-            # A fault after the effect: the object stays as after a lost answer, but the test
-            # must not lose a descriptor over it. Aborting would undo the effect, so only the
-            # reference goes.
-            inner = None
-            raise
+        # A fault after the effect drops the writer without aborting it, like a lost answer.
+        async with self._operation(Verb.WRITER, key):
+            inner = await self.inner.writer(key, size)
         return _FaultyWriter(self, inner)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:

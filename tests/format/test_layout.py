@@ -204,6 +204,12 @@ def test_a_header_that_is_too_long_is_refused_and_costs_foresee_it(
     assert len(parse_header(lay_out(slots).header)) == len(slots)
 
 
+@pytest.mark.parametrize("character", ["a", '"', "\\", "\x00", "\x7f", "ü", "𝄞"])
+def test_costs_are_at_least_what_the_header_takes(character: str) -> None:
+    slot = Slot(character * 1000, "float8_e4m3fnuz", (0, 2**62, 2**62), 0)
+    assert header_cost(slot) >= len(lay_out([slot]).header.rstrip()) - 8
+
+
 # Reading headers that nobody should believe
 
 
@@ -220,6 +226,7 @@ def header(text: bytes) -> bytes:
         b"\xff" * 8,
         (64).to_bytes(8, "little") + b"{}".ljust(64),
         (1 << 40).to_bytes(8, "little") + b"{}",
+        (8184).to_bytes(8, "little") + b"{}".ljust(4088),
         header(b"[]"),
         header(b"{"),
         header(b"{\xff:1}"),
@@ -252,6 +259,16 @@ def test_arbitrary_headers_never_raise_anything_else(text: bytes, length: int) -
             parse_header(data)
         except FormatError:
             pass
+
+
+def test_a_header_longer_than_any_writer_makes_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = lay_out([Slot("a" * 10_000, "uint8", (1,), 1)]).header
+    assert parse_header(data)
+    monkeypatch.setattr(layout, "MAX_HEADER_BYTES", 5_000)
+    with pytest.raises(FormatError, match="does not fit"):
+        parse_header(data)
 
 
 def test_a_hostile_shape_costs_no_time() -> None:

@@ -1,0 +1,5 @@
+"""``python -m actorsnap``."""
+
+from actorsnap.cli import main
+
+main()

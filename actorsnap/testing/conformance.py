@@ -1,0 +1,897 @@
+"""The contract of ``actorsnap.storage.base`` as a test suite. Every backend must pass it.
+
+For authors of backends; needs pytest, hypothesis and anyio, whose pytest plugin runs the
+coroutines. A whole test module is::
+
+    import pytest
+    from actorsnap.storage import StorageContext
+    from actorsnap.testing import StorageConformance, run_blocking_in_thread
+
+    @pytest.fixture
+    def anyio_backend():          # without it, anyio's plugin runs on asyncio and on trio
+        return "asyncio"
+
+    class TestMyStorage(StorageConformance):
+        @pytest.fixture
+        def make_storage(self, tmp_path):
+            def make():
+                context = StorageContext(run_blocking=run_blocking_in_thread)
+                return open_mine(f"mine://{tmp_path}", context)
+            return make
+
+``make_storage`` returns a function. Each call of it opens the same place anew; the place is
+empty when a test begins. The fixture may be ``async`` and may clean up after a ``yield``.
+``limit_s`` bounds every test; override it for a slow service. ``num_many`` is how many small
+objects the tests of paging write.
+
+The suite decides what "conforms" means and must not know any backend. It avoids keys of which
+one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and starts
+parts at multiples of ``capabilities.part_bytes``. It cannot see durability: a backend tests
+its own fsyncs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import pickle
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeAlias
+
+import anyio
+import anyio.to_thread
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    UsageError,
+)
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
+
+__all__ = ["MakeStorage", "StorageConformance"]
+
+MakeStorage: TypeAlias = Callable[[], Storage]
+
+P = ParamSpec("P")
+
+_MALFORMED_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b", "a\\b"]
+
+# Whatever check_key lets pass must work, also what is special in URLs, shells and patterns.
+_UNUSUAL_KEYS = [
+    "with space",
+    " leading and trailing ",
+    "percent%20encoded%2F",
+    "plus+equals=and&question?hash#",
+    "colon:semicolon;comma,",
+    "quotes'\"`",
+    "star*brackets[a-z]{x,y}",
+    "$dollar!bang@at^caret|pipe<less>greater~tilde",
+    ".leading-dot",
+    "trailing-dot.",
+    "...",
+    "-dash",
+    "snow-\N{SNOWMAN}-\N{GRINNING FACE}",
+    "e\N{COMBINING ACUTE ACCENT}",
+    "x" * 200,
+    "/".join(["deep"] * 30),
+    ".actorsnap",
+    "20250101T000000-0badcafe-1-0badcafe/data/model=2F/0-0.safetensors",
+]
+
+_MODEL_KEYS = ["a", "b.c", "b-c", "d/x", "d/y", "d.e/x", "d/z/1", "é"]
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """``size`` bytes without a short period, so that misplaced ranges cannot look right."""
+    return random.Random(seed).randbytes(size)
+
+
+def views_of(data: bytes | bytearray, size: int) -> list[memoryview]:
+    """``data`` cut into views of ``size`` bytes, the last one shorter."""
+    view = memoryview(data)
+    return [view[start : start + size] for start in range(0, len(data), size)]
+
+
+async def listed(storage: Storage, prefix: str = "") -> list[ObjectInfo]:
+    """All that ``list`` yields."""
+    return [info async for info in storage.list(prefix)]
+
+
+async def keys_in(storage: Storage, prefix: str = "") -> list[str]:
+    """The keys of all that ``list`` yields."""
+    return [info.key for info in await listed(storage, prefix)]
+
+
+def _bounded(
+    test: Callable[Concatenate[StorageConformance, P], Awaitable[None]],
+) -> Callable[Concatenate[StorageConformance, P], Awaitable[None]]:
+    @functools.wraps(test)
+    async def run(self: StorageConformance, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        with anyio.fail_after(self.limit_s):
+            await test(self, *args, **kwargs)
+
+    return run
+
+
+async def _write(storage: Storage, key: str, data: bytes) -> None:
+    """A whole object through a writer, in one piece."""
+    writer = await storage.writer(key, len(data))
+    if data:
+        await writer.write_at(0, [memoryview(data)])
+    await writer.complete()
+
+
+def _part_bytes(storage: Storage, at_least: int) -> int:
+    unit = storage.capabilities.part_bytes
+    return unit * -(-at_least // unit)
+
+
+class StorageConformance:
+    """Subclass it, name the class ``Test...`` and give the fixture ``make_storage``."""
+
+    limit_s: float = 60.0
+    num_many: int = 1100
+    num_examples: int = 40
+
+    pytestmark = pytest.mark.anyio
+
+    @pytest.fixture
+    def make_storage(self) -> MakeStorage:
+        """Override this. Returns a function that opens the place of this test."""
+        raise NotImplementedError("the subclass must give the fixture make_storage")
+
+    @pytest.fixture
+    async def storage(self, make_storage: MakeStorage) -> AsyncIterator[Storage]:
+        """One open storage, closed in the end."""
+        storage = make_storage()
+        yield storage
+        await storage.aclose()
+
+    # --- put, get ---------------------------------------------------------------------------
+
+    @_bounded
+    async def test_put_then_get(self, storage: Storage) -> None:
+        await storage.put("key", [memoryview(b"some"), memoryview(b" bytes")])
+        data = await storage.get("key")
+        assert data == b"some bytes"
+        assert type(data) is bytes
+
+    @_bounded
+    async def test_another_instance_reads_what_was_put(
+        self, storage: Storage, make_storage: MakeStorage
+    ) -> None:
+        await storage.put("folder/key", [memoryview(b"data")])
+        other = make_storage()
+        assert await other.get("folder/key") == b"data"
+        await other.aclose()
+
+    @pytest.mark.parametrize("size", [0, 1, 5, 100_000])
+    @_bounded
+    async def test_put_replaces_longer_and_shorter_objects(
+        self, storage: Storage, size: int
+    ) -> None:
+        await storage.put("key", [memoryview(b"older bytes")])
+        await storage.put("key", views_of(pattern(size), 1000))
+        assert await storage.get("key") == pattern(size)
+        assert (await storage.stat("key")).size == size
+        assert await keys_in(storage) == ["key"]
+
+    @_bounded
+    async def test_a_reader_sees_the_older_or_the_newer_object(self, storage: Storage) -> None:
+        older, newer = b"o" * 10_000, b"n" * 300_000
+        await storage.put("key", [memoryview(older)])
+        is_done = False
+        num_read = 0
+
+        async def read() -> None:
+            nonlocal num_read
+            while not is_done:
+                data = await storage.get("key")
+                assert data in (older, newer), f"a mixture of {len(data)} bytes"
+                num_read += 1
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(read)
+            for _ in range(15):
+                await storage.put("key", views_of(newer, 7_000))
+                await storage.put("key", [memoryview(older)])
+            is_done = True
+        assert num_read
+
+    @_bounded
+    async def test_concurrent_puts_leave_one_of_them(self, storage: Storage) -> None:
+        data = [bytes([65 + n]) * (1000 + 999 * n) for n in range(10)]
+        async with anyio.create_task_group() as tasks:
+            for one in data:
+                tasks.start_soon(storage.put, "key", [memoryview(one)])
+        assert await storage.get("key") in data
+        assert await keys_in(storage) == ["key"]
+
+    @_bounded
+    async def test_views_are_not_kept(self, storage: Storage) -> None:
+        data = bytearray(b"before")
+        await storage.put("put", [memoryview(data)])
+        writer = await storage.writer("written", len(data))
+        await writer.write_at(0, [memoryview(data)])
+        data[:] = b"after!"
+        await writer.complete()
+        assert await storage.get("put") == b"before"
+        assert await storage.get("written") == b"before"
+        data.extend(b"a view that is kept would make this raise BufferError")
+
+    @_bounded
+    async def test_readonly_views(self, storage: Storage) -> None:
+        await storage.put("key", [memoryview(b"constant").toreadonly()])
+        assert await storage.get("key") == b"constant"
+
+    # --- put_if_absent ----------------------------------------------------------------------
+
+    @_bounded
+    async def test_put_if_absent_creates_once(self, storage: Storage) -> None:
+        await storage.put_if_absent(".actorsnap", b"first")
+        with pytest.raises(ObjectExists) as raised:
+            await storage.put_if_absent(".actorsnap", b"second")
+        assert raised.value.key == ".actorsnap"
+        assert await storage.get(".actorsnap") == b"first"
+        assert await keys_in(storage) == [".actorsnap"]
+
+    @pytest.mark.parametrize("how", ["put", "writer"])
+    @_bounded
+    async def test_put_if_absent_keeps_objects_of_other_verbs(
+        self, storage: Storage, how: str
+    ) -> None:
+        if how == "put":
+            await storage.put("key", [memoryview(b"first")])
+        else:
+            await _write(storage, "key", b"first")
+        with pytest.raises(ObjectExists):
+            await storage.put_if_absent("key", b"second")
+        assert await storage.get("key") == b"first"
+
+    @_bounded
+    async def test_put_if_absent_again_after_delete(self, storage: Storage) -> None:
+        await storage.put_if_absent("key", b"first")
+        await storage.delete(["key"])
+        await storage.put_if_absent("key", b"second")
+        assert await storage.get("key") == b"second"
+
+    @_bounded
+    async def test_exactly_one_of_many_put_if_absent_wins(
+        self, storage: Storage, make_storage: MakeStorage
+    ) -> None:
+        if not storage.capabilities.has_conditional_put:
+            pytest.skip("the backend says that put_if_absent is not atomic")
+        storages = [make_storage() for _ in range(4)]
+        for number in range(10):
+            key = f"round-{number}/.actorsnap"
+            won: list[bytes] = []
+            lost: list[bytes] = []
+
+            async def race(
+                storage: Storage, key: str, data: bytes, won: list[bytes], lost: list[bytes]
+            ) -> None:
+                try:
+                    await storage.put_if_absent(key, data)
+                except ObjectExists:
+                    lost.append(data)
+                else:
+                    won.append(data)
+
+            async with anyio.create_task_group() as tasks:
+                for n in range(12):
+                    data = b"%d" % n * (1 + 500 * n)
+                    tasks.start_soon(race, storages[n % 4], key, data, won, lost)
+            assert len(won) == 1
+            assert len(lost) == 11
+            assert await storage.get(key) == won[0]
+        assert len(await keys_in(storage)) == 10
+        for other in storages:
+            await other.aclose()
+
+    # --- writer -----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("seed", range(3))
+    @_bounded
+    async def test_parts_in_random_order_and_at_once(self, storage: Storage, seed: int) -> None:
+        part = _part_bytes(storage, 40_000)
+        data = pattern(7 * part + 12_345, seed)
+        starts = list(range(0, len(data), part))
+        random.Random(seed).shuffle(starts)
+        writer = await storage.writer("folder/key", len(data))
+        assert writer.key == "folder/key"
+        assert writer.size == len(data)
+        async with anyio.create_task_group() as tasks:
+            for start in starts:
+                views = views_of(data[start : start + part], 1 + 997 * (seed + 1))
+                tasks.start_soon(writer.write_at, start, views)
+        await writer.complete()
+        assert await storage.get("folder/key") == data
+        assert (await storage.stat("folder/key")).size == len(data)
+        assert await keys_in(storage) == ["folder/key"]
+
+    @_bounded
+    async def test_parts_from_joined_writers(
+        self, storage: Storage, make_storage: MakeStorage
+    ) -> None:
+        part = _part_bytes(storage, 10_000)
+        data = pattern(6 * part)
+        opener = await storage.writer("key", len(data))
+        # Tokens travel in messages between ranks.
+        assert type(opener.token) is bytes
+        other = make_storage()
+        writers = [opener, await other.join_writer(opener.token)]
+        writers.append(await storage.join_writer(opener.token))
+        assert [writer.size for writer in writers] == [len(data)] * 3
+        assert [writer.key for writer in writers] == ["key"] * 3
+        async with anyio.create_task_group() as tasks:
+            for n in range(6):
+                views = [memoryview(data)[n * part : (n + 1) * part]]
+                tasks.start_soon(writers[n % 3].write_at, n * part, views)
+        await opener.complete()
+        assert await storage.get("key") == data
+        assert await other.get("key") == data
+        await other.aclose()
+
+    @_bounded
+    async def test_join_after_abort_fails(self, storage: Storage) -> None:
+        writer = await storage.writer("key", 3)
+        await writer.abort()
+
+        async def join_and_write() -> None:
+            joined = await storage.join_writer(writer.token)
+            # Where joining is no call to the backend, writing must tell.
+            await joined.write_at(0, [memoryview(b"abc")])
+
+        with pytest.raises(StorageError):
+            await join_and_write()
+
+    @_bounded
+    async def test_abort_leaves_nothing_readable(self, storage: Storage) -> None:
+        writer = await storage.writer("folder/key", 6)
+        await writer.write_at(0, [memoryview(b"abcdef")])
+        await writer.abort()
+        with pytest.raises(ObjectNotFound):
+            await storage.get("folder/key")
+        with pytest.raises(ObjectNotFound):
+            await storage.stat("folder/key")
+        assert await keys_in(storage) == []
+        await _write(storage, "folder/key", b"second try")
+        assert await storage.get("folder/key") == b"second try"
+
+    @_bounded
+    async def test_abort_of_an_untouched_writer(self, storage: Storage) -> None:
+        writer = await storage.writer("key", 1000)
+        await writer.abort()
+        assert await keys_in(storage) == []
+
+    @_bounded
+    async def test_a_cancelled_writer_can_be_aborted(self, storage: Storage) -> None:
+        part = _part_bytes(storage, 1_000_000)
+        data = pattern(4 * part)
+        writer = await storage.writer("key", len(data))
+        async with anyio.create_task_group() as tasks:
+            for n in range(4):
+                views = [memoryview(data)[n * part : (n + 1) * part]]
+                tasks.start_soon(writer.write_at, n * part, views)
+            tasks.cancel_scope.cancel()
+        await writer.abort()
+        with pytest.raises(ObjectNotFound):
+            await storage.get("key")
+
+    @_bounded
+    async def test_a_cancelled_put_is_done_or_not_done(self, storage: Storage) -> None:
+        await storage.put("key", [memoryview(b"older")])
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await storage.put("key", [memoryview(b"newer")])
+        assert await storage.get("key") in (b"older", b"newer")
+        assert await keys_in(storage) == ["key"]
+
+    @_bounded
+    async def test_a_writer_does_not_harm_an_object_that_exists(self, storage: Storage) -> None:
+        await storage.put("key", [memoryview(b"first")])
+        # Not every backend can tell cheaply; those that cannot must still let it be aborted.
+        try:
+            writer = await storage.writer("key", 6)
+        except ObjectExists:
+            pass
+        else:
+            await writer.abort()
+        assert await storage.get("key") == b"first"
+
+    @_bounded
+    async def test_two_writers_of_different_keys(self, storage: Storage) -> None:
+        one = await storage.writer("folder/one", 3)
+        two = await storage.writer("folder/two", 3)
+        await two.write_at(0, [memoryview(b"two")])
+        await one.write_at(0, [memoryview(b"one")])
+        await one.abort()
+        await two.complete()
+        assert await storage.get("folder/two") == b"two"
+        assert await keys_in(storage) == ["folder/two"]
+
+    @_bounded
+    async def test_an_object_of_8_mib(self, storage: Storage) -> None:
+        part = _part_bytes(storage, 1 << 20)
+        data = pattern(max(8 << 20, part))
+        writer = await storage.writer("big", len(data))
+        async with anyio.create_task_group() as tasks:
+            for start in range(0, len(data), part):
+                views = [memoryview(data)[start : start + part]]
+                tasks.start_soon(writer.write_at, start, views)
+        await writer.complete()
+        target = bytearray(len(data))
+        async with anyio.create_task_group() as tasks:
+            for start in range(0, len(data), 3_000_001):
+                views = [memoryview(target)[start : start + 3_000_001]]
+                tasks.start_soon(storage.read_into, "big", start, views)
+        assert hashlib.sha256(target).digest() == hashlib.sha256(data).digest()
+
+    @_bounded
+    async def test_empty_objects(self, storage: Storage) -> None:
+        await storage.put("put", [])
+        await storage.put("put-empty-view", [memoryview(b"")])
+        await storage.put_if_absent("absent", b"")
+        await (await storage.writer("written", 0)).complete()
+        joined = await storage.writer("written-nothing", 0)
+        await joined.write_at(0, [])
+        await joined.complete()
+        expected = ["absent", "put", "put-empty-view", "written", "written-nothing"]
+        assert [(i.key, i.size) for i in await listed(storage)] == [(k, 0) for k in expected]
+        for key in expected:
+            assert await storage.get(key) == b""
+            assert await storage.get(key, 0, 0) == b""
+            await storage.read_into(key, 0, [])
+
+    @_bounded
+    async def test_many_views_per_call(self, storage: Storage) -> None:
+        data = pattern(9_000)
+        views = [*views_of(data, 3), memoryview(b"")]
+        assert len(views) > 2 * 1024
+        await storage.put("put", views)
+        writer = await storage.writer("written", len(data))
+        await writer.write_at(0, views)
+        await writer.complete()
+        for key in ("put", "written"):
+            target = bytearray(len(data))
+            await storage.read_into(key, 0, views_of(target, 2))
+            assert target == data
+
+    # --- reading ----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("start", "stop"), [(0, None), (0, 10), (3, 7), (9, 10), (4, 4), (10, 10), (10, None)]
+    )
+    @_bounded
+    async def test_ranges(self, storage: Storage, start: int, stop: int | None) -> None:
+        await storage.put("key", [memoryview(b"0123456789")])
+        assert await storage.get("key", start, stop) == b"0123456789"[start:stop]
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 11), (9, 11), (10, 11), (20, 30)])
+    @_bounded
+    async def test_a_range_beyond_the_end_raises(
+        self, storage: Storage, start: int, stop: int
+    ) -> None:
+        await storage.put("key", [memoryview(b"0123456789")])
+        with pytest.raises(ChecksumMismatch) as raised:
+            await storage.get("key", start, stop)
+        assert raised.value.key == "key"
+
+    @_bounded
+    async def test_read_into_fills_all_views(self, storage: Storage) -> None:
+        await storage.put("key", [memoryview(b"0123456789")])
+        target = bytearray(b"........")
+        view = memoryview(target)
+        await storage.read_into("key", 2, [view[4:7], view[:0], view[0:2]])
+        assert bytes(target) == b"56..234."
+
+    @pytest.mark.parametrize(("offset", "size"), [(0, 11), (9, 2), (10, 1), (50, 1)])
+    @_bounded
+    async def test_a_short_read_into_raises(self, storage: Storage, offset: int, size: int) -> None:
+        await storage.put("key", [memoryview(b"0123456789")])
+        target = memoryview(bytearray(size))
+        with pytest.raises(ChecksumMismatch) as raised:
+            await storage.read_into("key", offset, [target[:1], target[1:]])
+        assert raised.value.key == "key"
+
+    @_bounded
+    async def test_concurrent_reads(self, storage: Storage) -> None:
+        data = pattern(200_000)
+        await storage.put("key", [memoryview(data)])
+
+        async def read(start: int) -> None:
+            assert await storage.get("key", start, start + 999) == data[start : start + 999]
+            target = bytearray(500)
+            await storage.read_into("key", start, [memoryview(target)])
+            assert target == data[start : start + 500]
+
+        async with anyio.create_task_group() as tasks:
+            for start in range(0, 190_000, 10_000):
+                tasks.start_soon(read, start)
+
+    @_bounded
+    async def test_stat(self, storage: Storage) -> None:
+        await storage.put("a/b", [memoryview(b"123")])
+        info = await storage.stat("a/b")
+        assert (info.key, info.size) == ("a/b", 3)
+        assert info.modified_s >= 0.0
+
+    @pytest.mark.parametrize("place", ["empty", "beside", "below-a-folder"])
+    @_bounded
+    async def test_missing_objects(self, storage: Storage, place: str) -> None:
+        key = {"empty": "key", "beside": "folder/key", "below-a-folder": "folder"}[place]
+        if place != "empty":
+            await storage.put("folder/other", [memoryview(b"x")])
+        target = [memoryview(bytearray(1))]
+        for call, op in (
+            (storage.get(key), "get"),
+            (storage.get(key, 0, 0), "get"),
+            (storage.read_into(key, 0, target), "read_into"),
+            (storage.stat(key), "stat"),
+        ):
+            with pytest.raises(ObjectNotFound) as raised:
+                await call
+            error = raised.value
+            assert isinstance(error, FileNotFoundError)
+            assert (error.op, error.key, error.backend) == (op, key, storage.url)
+            assert not error.retryable
+            copied = pickle.loads(pickle.dumps(error))
+            assert copied.fields == error.fields
+        await storage.delete([key])
+
+    # --- list, delete -----------------------------------------------------------------------
+
+    @_bounded
+    async def test_a_place_that_does_not_exist_lists_as_empty(self, storage: Storage) -> None:
+        assert await listed(storage) == []
+        assert await listed(storage, "folder/") == []
+        assert await listed(storage, "folder/key") == []
+
+    @_bounded
+    async def test_list_is_in_key_order(self, storage: Storage) -> None:
+        # "/" sorts between "." and "0": an order by folders is not the order of keys.
+        keys = ["b/x", "a", "b-x", "b.x", "b0x", "b/x.y", "c/d/e", "c-d/e", "é", "Z", "10", "9"]
+        async with anyio.create_task_group() as tasks:
+            for key in keys:
+                tasks.start_soon(storage.put, key, [memoryview(key.encode())])
+        found = await listed(storage)
+        assert [info.key for info in found] == sorted(keys)
+        assert [info.size for info in found] == [len(key.encode()) for key in sorted(keys)]
+
+    @pytest.mark.parametrize(
+        ("prefix", "expected"),
+        [
+            ("", ["a/b/1", "a/b/2", "a/bc", "ab", "b"]),
+            ("a", ["a/b/1", "a/b/2", "a/bc", "ab"]),
+            ("a/", ["a/b/1", "a/b/2", "a/bc"]),
+            ("a/b", ["a/b/1", "a/b/2", "a/bc"]),
+            ("a/b/", ["a/b/1", "a/b/2"]),
+            ("a/b/2", ["a/b/2"]),
+            ("a/b/2/", []),
+            ("b/", []),
+            ("b/c/d", []),
+            ("c", []),
+            ("/", []),
+            ("/a", []),
+            ("a//", []),
+            ("a/../", []),
+            ("../", []),
+            ("./a", []),
+            (".", []),
+            ("A", []),
+        ],
+    )
+    @_bounded
+    async def test_list_takes_string_prefixes(
+        self, storage: Storage, prefix: str, expected: list[str]
+    ) -> None:
+        for key in ("a/b/1", "a/b/2", "a/bc", "ab", "b"):
+            await storage.put(key, [memoryview(b"x")])
+        assert await keys_in(storage, prefix) == expected
+
+    @_bounded
+    async def test_list_may_be_left_early(self, storage: Storage) -> None:
+        for n in range(5):
+            await storage.put(f"{n}", [memoryview(b"x")])
+        found = storage.list("")
+        assert (await anext(found)).key == "0"
+        # Trio wants generators that are not exhausted to be closed; other iterators need not.
+        if isinstance(found, AsyncGenerator):
+            await found.aclose()
+        assert len(await keys_in(storage)) == 5
+
+    @_bounded
+    async def test_other_verbs_while_listing(self, storage: Storage) -> None:
+        for n in range(5):
+            await storage.put(f"{n}", [memoryview(b"x")])
+        seen = []
+        async for info in storage.list(""):
+            seen.append(info.key)
+            assert await storage.get(info.key) == b"x"
+            await storage.delete([info.key])
+        assert seen == ["0", "1", "2", "3", "4"]
+        assert await keys_in(storage) == []
+
+    @_bounded
+    async def test_list_and_delete_many(self, storage: Storage) -> None:
+        keys = [f"{n % 3}/{n:06d}" for n in range(self.num_many)]
+        # In batches: a backend may well be opened by a process with few descriptors.
+        for start in range(0, len(keys), 50):
+            async with anyio.create_task_group() as tasks:
+                for key in keys[start : start + 50]:
+                    tasks.start_soon(storage.put, key, [memoryview(b"x")])
+        assert await keys_in(storage) == sorted(keys)
+        assert await keys_in(storage, "1/") == sorted(key for key in keys if key[0] == "1")
+        await storage.delete(keys[1:])
+        assert await keys_in(storage) == keys[:1]
+
+    @_bounded
+    async def test_delete(self, storage: Storage) -> None:
+        for key in ("a/1", "a/2", "a/b/3", "c"):
+            await storage.put(key, [memoryview(b"x")])
+        await storage.delete(["a/1", "missing", "a/missing", "missing/too", "a/b/3", "a/1"])
+        assert await keys_in(storage) == ["a/2", "c"]
+        with pytest.raises(ObjectNotFound):
+            await storage.get("a/1")
+        await storage.delete(["a/1", "a/b/3"])
+        await storage.delete([])
+        assert await keys_in(storage) == ["a/2", "c"]
+        await storage.delete(["a/2", "c"])
+        assert await keys_in(storage) == []
+
+    @_bounded
+    async def test_folders_vanish_with_their_last_object(self, storage: Storage) -> None:
+        await storage.put("name/deep/er", [memoryview(b"x")])
+        await storage.delete(["name/deep/er"])
+        # Where folders are real, one that stays would be in the way.
+        await storage.put("name", [memoryview(b"y")])
+        assert await storage.get("name") == b"y"
+
+    @_bounded
+    async def test_creating_while_folders_vanish(self, storage: Storage) -> None:
+        async def churn(n: int) -> None:
+            for _ in range(10):
+                key = f"shared/folder/{n}"
+                if n % 3 == 0:
+                    await storage.put(key, [memoryview(b"x")])
+                elif n % 3 == 1:
+                    await storage.put_if_absent(key, b"x")
+                else:
+                    await _write(storage, key, b"x")
+                assert await storage.get(key) == b"x"
+                await storage.delete([key])
+
+        async with anyio.create_task_group() as tasks:
+            for n in range(9):
+                tasks.start_soon(churn, n)
+        assert await keys_in(storage) == []
+
+    # --- keys, life -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("key", _MALFORMED_KEYS)
+    @_bounded
+    async def test_malformed_keys_are_refused(self, storage: Storage, key: str) -> None:
+        target = [memoryview(bytearray(1))]
+        for call in (
+            storage.put(key, [memoryview(b"x")]),
+            storage.put_if_absent(key, b"x"),
+            storage.writer(key, 1),
+            storage.get(key),
+            storage.read_into(key, 0, target),
+            storage.delete([key]),
+            storage.stat(key),
+        ):
+            with pytest.raises(UsageError):
+                await call
+        assert await keys_in(storage) == []
+
+    @_bounded
+    async def test_unusual_keys(self, storage: Storage) -> None:
+        for n, key in enumerate(_UNUSUAL_KEYS):
+            data = key.encode() + pattern(10, n)
+            if n % 3 == 0:
+                await storage.put(key, [memoryview(data)])
+            elif n % 3 == 1:
+                await storage.put_if_absent(key, data)
+            else:
+                await _write(storage, key, data)
+        assert await keys_in(storage) == sorted(_UNUSUAL_KEYS)
+        for n, key in enumerate(_UNUSUAL_KEYS):
+            assert await storage.get(key) == key.encode() + pattern(10, n)
+            assert (await storage.stat(key)).key == key
+            assert await keys_in(storage, key) == [key]
+        await storage.delete(_UNUSUAL_KEYS)
+        assert await keys_in(storage) == []
+
+    @_bounded
+    async def test_capabilities(self, storage: Storage) -> None:
+        capabilities = storage.capabilities
+        assert capabilities == storage.capabilities
+        assert capabilities.part_bytes >= 1
+        assert capabilities.preferred_parallel_objects >= 1
+        assert storage.url
+
+    @_bounded
+    async def test_aclose_is_idempotent(self, make_storage: MakeStorage) -> None:
+        unused = make_storage()
+        await unused.aclose()
+        await unused.aclose()
+        used = make_storage()
+        await used.put("key", [memoryview(b"x")])
+        await used.aclose()
+        await used.aclose()
+
+    @_bounded
+    async def test_aclose_with_an_open_writer(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        writer = await storage.writer("key", 1)
+        assert writer.key == "key"
+        await storage.aclose()
+        await storage.aclose()
+
+    # --- blocking I/O -----------------------------------------------------------------------
+
+    @_bounded
+    async def test_blocking_io_from_threads(self, storage: Storage) -> None:
+        if not storage.capabilities.has_blocking_io:
+            pytest.skip("the backend has no blocking I/O")
+        part = _part_bytes(storage, 50_000)
+        data = pattern(8 * part)
+        target = bytearray(len(data))
+        writer: ObjectWriter = await storage.writer("key", len(data))
+        joined = await storage.join_writer(writer.token)
+
+        def write(n: int) -> None:
+            chosen = writer if n % 2 else joined
+            chosen.write_at_blocking(
+                n * part, views_of(data[n * part : (n + 1) * part], 1 + part // 2000)
+            )
+
+        def read(n: int) -> None:
+            view = memoryview(target)[n * part : (n + 1) * part]
+            storage.read_into_blocking("key", n * part, [view[:7], view[7:]])
+
+        def run_all(function: Callable[[int], None]) -> None:
+            with ThreadPoolExecutor(4) as pool:
+                for future in [pool.submit(function, n) for n in range(8)]:
+                    future.result()
+
+        await anyio.to_thread.run_sync(run_all, write)
+        await writer.complete()
+        await anyio.to_thread.run_sync(run_all, read)
+        assert target == data
+
+    @_bounded
+    async def test_blocking_io_raises_as_the_async_verbs_do(self, storage: Storage) -> None:
+        if not storage.capabilities.has_blocking_io:
+            pytest.skip("the backend has no blocking I/O")
+        await storage.put("key", [memoryview(b"0123456789")])
+
+        def read(key: str, offset: int, size: int) -> None:
+            storage.read_into_blocking(key, offset, [memoryview(bytearray(size))])
+
+        expected: list[tuple[type[ActorSnapError], str, int, int]] = [
+            (ChecksumMismatch, "key", 5, 6),
+            (ObjectNotFound, "missing", 0, 1),
+            (UsageError, "../key", 0, 1),
+        ]
+        for kind, key, offset, size in expected:
+            with pytest.raises(kind):
+                await anyio.to_thread.run_sync(read, key, offset, size)
+
+    # --- model ------------------------------------------------------------------------------
+
+    def test_agrees_with_a_dict(
+        self,
+        make_storage: MakeStorage,
+        anyio_backend_name: str,
+        anyio_backend_options: dict[str, Any],
+    ) -> None:
+        """Random sequences of verbs, against a dict. Not a coroutine: hypothesis runs it."""
+
+        @settings(
+            max_examples=self.num_examples,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        @given(steps=st.lists(_STEPS, max_size=25))
+        def agree(steps: list[_Step]) -> None:
+            anyio.run(
+                self._compare,
+                make_storage,
+                steps,
+                backend=anyio_backend_name,
+                backend_options=anyio_backend_options,
+            )
+
+        agree()
+
+    async def _compare(self, make_storage: MakeStorage, steps: Sequence[_Step]) -> None:
+        with anyio.fail_after(self.limit_s):
+            storage = make_storage()
+            await storage.delete(await keys_in(storage))
+            model: dict[str, bytes] = {}
+            for verb, key, data in steps:
+                await _step(storage, model, verb, key, data)
+            found = [(info.key, info.size) for info in await listed(storage)]
+            assert found == [(key, len(model[key])) for key in sorted(model)]
+            for key, value in model.items():
+                assert await storage.get(key) == value
+            await storage.delete(list(model))
+            assert await keys_in(storage) == []
+            await storage.aclose()
+
+
+_Step: TypeAlias = tuple[str, str, bytes]
+
+_VERBS = ["put", "put_if_absent", "write", "abort", "delete", "get", "list", "stat", "read_into"]
+
+_STEPS: st.SearchStrategy[_Step] = st.tuples(
+    st.sampled_from(_VERBS), st.sampled_from(_MODEL_KEYS), st.binary(max_size=40)
+)
+
+
+async def _step(
+    storage: Storage, model: dict[str, bytes], verb: str, key: str, data: bytes
+) -> None:
+    """Does one thing to both, and compares what they say."""
+    is_there = key in model
+    missing: contextlib.AbstractContextManager[Any] = (
+        contextlib.nullcontext() if is_there else pytest.raises(ObjectNotFound)
+    )
+    match verb:
+        case "put":
+            await storage.put(key, [memoryview(data)])
+            model[key] = data
+        case "put_if_absent":
+            with pytest.raises(ObjectExists) if is_there else contextlib.nullcontext():
+                await storage.put_if_absent(key, data)
+            model.setdefault(key, data)
+        case "write" | "abort":
+            await _step_writer(storage, model, verb, key, data)
+        case "delete":
+            await storage.delete([key])
+            model.pop(key, None)
+        case "get":
+            start = len(data) % (len(model.get(key, b"")) + 1)
+            with missing:
+                assert await storage.get(key, start) == model[key][start:]
+        case "list":
+            prefix = key[: len(data) % (len(key) + 1)]
+            assert await keys_in(storage, prefix) == sorted(
+                known for known in model if known.startswith(prefix)
+            )
+        case "stat":
+            with missing:
+                assert (await storage.stat(key)).size == len(model[key])
+        case _:
+            target = bytearray(len(model.get(key, b"")))
+            with missing:
+                await storage.read_into(key, 0, [memoryview(target)])
+                assert target == model[key]
+
+
+async def _step_writer(
+    storage: Storage, model: dict[str, bytes], verb: str, key: str, data: bytes
+) -> None:
+    try:
+        writer = await storage.writer(key, len(data))
+    except ObjectExists:
+        assert key in model
+        return
+    await writer.write_at(0, [memoryview(data)])
+    if verb == "abort" or key in model:
+        await writer.abort()
+    else:
+        await writer.complete()
+        model[key] = data

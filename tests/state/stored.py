@@ -1,0 +1,118 @@
+"""A snapshot in one bytearray: stores what was captured, through the encoded manifest, and back.
+
+Copies go in uneven steps, so that ranges begin and end inside of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.manifest import (
+    BLOCK_BYTES,
+    Entry,
+    ManifestRecord,
+    ObjectRecord,
+    RankManifest,
+    Stored,
+    decode_rank_manifest,
+    encode_rank_manifest,
+)
+from actorsnap.state.capture import Captured, Leaf, capture
+from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.stateful import StateDict
+from actorsnap.state.tensors import ByteSink
+
+_HEADER = 4096
+_ATTEMPT = "20260101T000000-00000000-1-00000000"
+
+
+class Memory:
+    """What one rank stored."""
+
+    def __init__(self, captured: Captured, step: int = 48) -> None:
+        self.data = bytearray(_HEADER)
+        entries: list[Entry] = []
+        for part in captured.parts:
+            entries.append(part if not isinstance(part, Leaf) else self._store(part, step))
+        manifest = RankManifest(
+            attempt=_ATTEMPT,
+            rank=0,
+            objects=(
+                ObjectRecord(
+                    key=f"{_ATTEMPT}/data/x/0-0.safetensors",
+                    size=len(self.data),
+                    header_bytes=_HEADER,
+                    header_crc32c=0,
+                ),
+            ),
+            entries=tuple(entries),
+        )
+        encoded = encode_rank_manifest(manifest)
+        key = f"{_ATTEMPT}/manifest/0.json"
+        record = ManifestRecord(key=key, size=len(encoded), crc32c=crc32c(encoded))
+        self.entries: Sequence[Entry] = decode_rank_manifest(encoded, record).entries
+
+    def _store(self, leaf: Leaf, step: int) -> Entry:
+        source, item = leaf.source, leaf.item
+        assert source.nbytes == item.nbytes
+        data = bytearray(item.nbytes)
+        step = max(1, step // item.itemsize) * item.itemsize
+        for start in range(0, item.nbytes, step):
+            stop = min(start + step, item.nbytes)
+            source.copy_into(start, memoryview(data)[start:stop])
+            if source.is_addressable:
+                assert source.view(start, stop) == data[start:stop]
+        begin = len(self.data)
+        self.data += data
+        blocks = [crc32c(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+        return leaf.entry(Stored(0, begin, begin + len(data), tuple(blocks)))
+
+    def fill(self, reads: Iterable[tuple[Stored, ByteSink]], step: int = 80) -> int:
+        """Performs reads; returns their bytes."""
+        total = 0
+        for stored, sink in reads:
+            data = self.data[stored.start : stored.stop]
+            assert sink.nbytes == len(data) > 0
+            total += len(data)
+            if sink.is_addressable and len(data) % 3:
+                sink.view(0, len(data))[:] = data
+                continue
+            whole = step // 16 * 16
+            for start in range(0, len(data), whole):
+                chunk = bytes(data[start : start + whole])
+                sink.copy_from(start, memoryview(chunk))
+        return total
+
+    def key(self, key: str) -> list[Entry]:
+        return entries_by_key(self.entries)[key]
+
+    def restore(
+        self,
+        key: str,
+        target: object | None = None,
+        *,
+        allow_pickle: bool = False,
+        check: Callable[[KeyRestore], None] | None = None,
+    ) -> Any:
+        """Restores a key that must fit its target."""
+        restore = KeyRestore(key, self.key(key), target=target, allow_pickle=allow_pickle)
+        if check is None:
+            assert not restore.missing
+            assert not restore.unexpected
+            assert not restore.mismatched
+        else:
+            check(restore)
+        self.fill(restore.reads)
+        return restore.build()
+
+
+def store(state: Mapping[str, Any], **options: Any) -> Memory:
+    """Captures and stores ``state`` under the key ``s``."""
+    return Memory(capture({"s": StateDict(state)}, **options))
+
+
+def round_trip(value: object, **options: Any) -> Any:
+    """Returns ``value`` as it comes back, built fresh."""
+    return store({"v": value}, **options).restore("s", **options)["v"]

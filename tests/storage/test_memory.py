@@ -1,0 +1,158 @@
+"""Storage in memory: the contract, and what only this backend promises."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from actorsnap.errors import ObjectExists, StorageError, UsageError
+from actorsnap.storage import StorageContext, open_storage
+from actorsnap.storage.memory import MemoryStorage, forget_space
+from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
+from actorsnap.testing.conformance import MakeStorage, keys_in
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-memory-{next(_numbers)}"
+    yield name
+    forget_space(name)
+
+
+class TestMemory(StorageConformance):
+    @pytest.fixture
+    def make_storage(self, name: str) -> MakeStorage:
+        context = StorageContext(run_blocking=run_blocking_in_thread)
+        return lambda: open_storage(f"memory://{name}", context)
+
+
+class TestMemoryPrefix(StorageConformance):
+    num_many = 50
+    num_examples = 10
+
+    @pytest.fixture
+    def make_storage(self, name: str) -> MakeStorage:
+        context = StorageContext(run_blocking=run_blocking_in_thread)
+        return lambda: open_storage(f"memory://{name}/some/prefix/", context)
+
+
+@bounded(10)
+async def test_prefixes_are_places_of_one_space(name: str) -> None:
+    space = MemoryStorage(name)
+    await MemoryStorage(name, "a/b").put("key", [memoryview(b"x")])
+    await MemoryStorage(name, "a/bc").put("key", [memoryview(b"y")])
+    assert await keys_in(space) == ["a/b/key", "a/bc/key"]
+    assert await keys_in(MemoryStorage(name, "a")) == ["b/key", "bc/key"]
+    assert await keys_in(MemoryStorage(name, "a/b")) == ["key"]
+
+
+@bounded(10)
+async def test_spaces_are_apart_and_can_be_forgotten(name: str) -> None:
+    await MemoryStorage(name).put("key", [memoryview(b"x")])
+    assert await keys_in(MemoryStorage(f"{name}-other")) == []
+    forget_space(name)
+    forget_space(name)
+    forget_space(f"{name}-other")
+    assert await keys_in(MemoryStorage(name)) == []
+
+
+@bounded(10)
+async def test_an_unfinished_object_is_invisible(name: str) -> None:
+    storage = MemoryStorage(name)
+    writer = await storage.writer("key", 3)
+    await writer.write_at(0, [memoryview(b"abc")])
+    assert await keys_in(storage) == []
+    await writer.complete()
+    assert await keys_in(storage) == ["key"]
+
+
+@bounded(10)
+async def test_complete_refuses_an_object_with_holes(name: str) -> None:
+    storage = MemoryStorage(name)
+    writer = await storage.writer("key", 10)
+    await writer.write_at(6, [memoryview(b"6789")])
+    await writer.write_at(0, [memoryview(b"0123")])
+    with pytest.raises(StorageError, match="byte 4 of 10 was never written"):
+        await writer.complete()
+    await writer.write_at(4, [memoryview(b"45")])
+    await writer.complete()
+    assert await storage.get("key") == b"0123456789"
+
+
+@bounded(10)
+async def test_the_first_of_two_writers_of_a_key_wins(name: str) -> None:
+    storage = MemoryStorage(name)
+    writers = [await storage.writer("key", 1) for _ in range(2)]
+    for n, writer in enumerate(writers):
+        await writer.write_at(0, [memoryview(b"%d" % n)])
+    await writers[1].complete()
+    with pytest.raises(ObjectExists):
+        await writers[0].complete()
+    assert await storage.get("key") == b"1"
+
+
+@bounded(10)
+async def test_misuse_of_a_writer(name: str) -> None:
+    storage = MemoryStorage(name)
+    writer = await storage.writer("key", 3)
+    joined = await storage.join_writer(writer.token)
+    for offset, data in ((-1, b"a"), (1, b"abc"), (4, b"")):
+        with pytest.raises(UsageError):
+            await writer.write_at(offset, [memoryview(data)])
+    with pytest.raises(UsageError, match="only the opener"):
+        await joined.complete()
+    await joined.abort()
+    await writer.write_at(0, [memoryview(b"abc")])
+    await writer.complete()
+    await writer.abort()
+    assert await storage.get("key") == b"abc"
+    for call in (writer.complete(), joined.write_at(0, [memoryview(b"x")])):
+        with pytest.raises(StorageError, match="completed or aborted"):
+            await call
+    assert await storage.get("key") == b"abc"
+
+
+def test_one_space_from_many_threads_and_loops(name: str) -> None:
+    """Each thread has a loop of its own; exactly one of them wins each key."""
+    won: list[tuple[int, int]] = []
+
+    async def compete(thread: int) -> None:
+        storage = MemoryStorage(name)
+        for n in range(50):
+            try:
+                await storage.put_if_absent(f"{n}", b"%d" % thread)
+            except ObjectExists:
+                continue
+            won.append((thread, n))
+
+    threads = [threading.Thread(target=anyio.run, args=(compete, n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert sorted(n for _, n in won) == list(range(50))
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory://a//b", "memory://a/../b"])
+def test_malformed_urls(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_storage(url, StorageContext(run_blocking=run_blocking_in_thread))
+
+
+def test_options_are_refused_by_name() -> None:
+    context = StorageContext(run_blocking=run_blocking_in_thread, options={"region": "x"})
+    with pytest.raises(UsageError, match="region"):
+        open_storage("memory://name", context)
