@@ -39,7 +39,8 @@ from actorsnap.errors import NotASnapshot
 # Small chunks, one at a time: a snapshot of tens of MiB then passes through enough states to be
 # killed in. A real run keeps the defaults.
 OPTIONS = Options(chunk_bytes=2 << 20, num_uploaders=1)
-CLOCK = "ACTORSNAP_DEMO_STARTED"  # so that all processes print times of one clock
+# All processes of the demo print times of one clock.
+STARTED = float(os.environ.get("DEMO_STARTED", time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,8 @@ async def resume(who: str, training: Training, folder: Path) -> None:
         try:
             await Snapshot(str(path)).restore(training.app_state)
         except NotASnapshot as error:
-            say(who, f"{path.name} is passed over, it is {error.found}: {error.detail[:110]}...")
+            why = error.detail.partition(":")[0]
+            say(who, f"{path.name} is passed over, it is {error.found}: {why}")
             continue
         elapsed = time.perf_counter() - begin
         say(who, f"{path.name} is committed: restored in {elapsed * 1e3:.0f} ms")
@@ -261,7 +263,9 @@ def start(who: str, size: str, folder: Path, losses: Path, *, kill: bool = False
     folder.mkdir(exist_ok=True)
     command = [sys.executable, __file__, "--size", size, "--as", who]
     command += ["--folder", str(folder), "--losses", str(losses)] + ["--kill"] * kill
-    return subprocess.run(command, check=False, timeout=300).returncode
+    # Threads that wait sleep instead of spinning: there may be fewer cores than threads.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "DEMO_STARTED": str(STARTED)}
+    return subprocess.run(command, env=environment, check=False, timeout=300).returncode
 
 
 def read(losses: Path) -> dict[str, str]:

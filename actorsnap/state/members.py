@@ -18,7 +18,7 @@ import torch
 from actorsnap.state import targets
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.sharing import Region, touched_without_gaps
-from actorsnap.state.tensors import DTYPES, ByteSink, MemorySink, extent_bytes
+from actorsnap.state.tensors import DTYPES, ByteSink, MemorySink, empty_tensor, extent_bytes
 
 __all__ = ["Member", "place"]
 
@@ -162,7 +162,7 @@ def _place_fresh(
     if len(members) == 1 and not first.is_numpy and first.region(0).nbytes == nbytes:
         # The usual case by far, without the detour over raw memory.
         if first.offset == 0 and first.region(0).is_contiguous:
-            tensor = torch.empty(first.shape, dtype=DTYPES[first.dtype])
+            tensor = empty_tensor(first.shape, DTYPES[first.dtype])
             sinks.append(MemorySink(tensor.data_ptr(), nbytes, tensor))
             return sinks, _settle(first, tensor, values)
     memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -192,7 +192,7 @@ def _laid_over(memory: torch.Tensor, member: Member) -> Any:
         strides = tuple([stride * dtype.itemsize for stride in member.strides])
         return np.ndarray(member.shape, dtype, memory.numpy(), member.offset, strides)
     dtype_ = DTYPES[member.dtype]
-    tensor = torch.empty(0, dtype=dtype_)
+    tensor = empty_tensor((0,), dtype_)
     offset = member.offset // member.itemsize
     return tensor.set_(memory.untyped_storage(), offset, member.shape, member.strides)
 

@@ -37,6 +37,7 @@ from actorsnap.state.tensors import (
     ByteSink,
     MemorySink,
     c_strides,
+    empty_tensor,
     extent_bytes,
     refusal,
 )
@@ -299,7 +300,7 @@ class KeyRestore:
 
     def _fresh(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         try:
-            tensor = torch.empty(entry.shape, dtype=dtype)
+            tensor = empty_tensor(entry.shape, dtype)
         except (RuntimeError, TypeError, OverflowError) as error:
             raise FormatError(key=entry.path, detail=f"no such tensor: {error}") from error
         nbytes = tensor.nbytes

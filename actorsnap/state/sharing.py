@@ -65,16 +65,16 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         """Whether elements surely share memory with each other (expanded tensors)."""
         return self.stop - self.start < self.nbytes
 
-    def touched(self) -> Region:
-        """The same memory without the dims that only repeat it."""
-        dims = [
-            (size, stride)
-            for size, stride in zip(self.shape, self.strides, strict=True)
-            if size != 1 and stride != 0
-        ]
-        return Region(
-            self.start, self.itemsize, tuple([s for s, _ in dims]), tuple([t for _, t in dims])
-        )
+    @property
+    def has_no_gaps(self) -> bool:
+        """Whether every byte from the first element to the last is an element's."""
+        run = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1:
+                if stride > run:
+                    return False
+                run += stride * (size - 1)
+        return True
 
     def same_layout(self, other: Region) -> bool:
         """Whether element i of both is the same memory, for every i."""
@@ -255,10 +255,10 @@ def group(
 def touched_without_gaps(regions: Iterable[Region], start: int, stop: int) -> bool:
     """Whether the regions surely touch every byte of ``[start, stop)``.
 
-    A region with gaps counts for nothing, so a no may be wrong, and a yes never is.
+    A region with gaps counts for nothing, so a no may be wrong; a yes never is.
     """
     reach = start
-    for region in sorted((region.touched() for region in regions), key=lambda r: r.start):
-        if region.start <= reach and region.stop - region.start == region.nbytes:
+    for region in sorted(regions, key=lambda region: region.start):
+        if region.start <= reach and region.has_no_gaps:
             reach = max(reach, region.stop)
     return reach >= stop

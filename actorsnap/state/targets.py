@@ -151,13 +151,17 @@ def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    # An inference tensor may be written in inference mode only.
-    with torch.no_grad(), torch.inference_mode(target.is_inference()):
+    # An inference tensor may be written in inference mode only; leaving it turns gradients on.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.detach().copy_(value)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
+    flat = [
+        # A clone has regular strides also where a dim of one element has odd ones.
+        x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for x in (a, b)
+    ]
     return torch.equal(*flat)
 
 
@@ -197,7 +201,7 @@ def assign_array(target: Any, value: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 def assign_composite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copies a sparse or quantized ``value`` into ``target`` where torch can; else returns it."""
     try:
-        with torch.no_grad(), torch.inference_mode(target.is_inference()):
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):
         # Another number of elements, another quantization scheme, packed elements.

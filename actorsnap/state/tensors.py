@@ -34,6 +34,7 @@ __all__ = [
     "TensorSource",
     "bytes_of",
     "c_strides",
+    "empty_tensor",
     "extent_bytes",
     "is_addressable",
     "refusal",
@@ -176,6 +177,13 @@ class MemorySink(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def copy_from(self, start: int, data: memoryview) -> None:
         _copy(self.view(start, start + len(data)), data)
+
+
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns an uninitialised tensor on the CPU."""
+    if dtype is torch.complex32:  # torch.empty warns that it is experimental
+        return torch.empty(shape, dtype=torch.int32).view(dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
 # Tensors ------------------------------------------------------------------------------------

@@ -679,14 +679,14 @@ class _Folders:
     def prune(self, folder: str) -> None:
         """Removes ``folder`` and its parents, up to the root, while they are empty."""
         while True:
-            with self._lock:
-                self._seen.discard(folder)
             try:
                 os.rmdir(folder)
             except FileNotFoundError:
                 pass  # its parent may have been left empty by a crash
             except OSError:
                 return  # not empty, or not ours to remove: no object is concerned
+            with self._lock:
+                self._seen.discard(folder)
             if folder == self._root:
                 return
             folder = os.path.dirname(folder)

@@ -306,7 +306,9 @@ def test_safe_names(key: str, name: str) -> None:
     assert safe_name(key) == name
 
 
-long_or_short = st.text(max_size=20) | st.text("aä.", min_size=90, max_size=130)
+long_or_short = st.text(max_size=10) | st.builds(
+    lambda middle, n: "a" * n + middle + "a" * n, st.text("aä.", max_size=2), st.integers(50, 62)
+)
 
 
 @given(st.lists(long_or_short, min_size=2, max_size=4, unique=True))

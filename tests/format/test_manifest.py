@@ -518,10 +518,10 @@ OBJECT = VALID_MANIFEST["objects"][0]
         {"obj": True, "key": f"{ATTEMPT}"},
         {"obj": True, "size": -1},
         {"obj": True, "size": 4191},
-        {"obj": True, "header_bytes": 0},
-        {"obj": True, "header_bytes": 4095},
-        {"obj": True, "header_bytes": 8192},
-        {"obj": True, "header_bytes": 1 << 30, "size": 1 << 40},
+        *[
+            {"entries": [], "objects": [OBJECT | {"header_bytes": header, "size": size}]}
+            for header, size in [(0, 4192), (4097, 4192), (8192, 4192), (1 << 30, 1 << 40)]
+        ],
         {"obj": True, "header_crc32c": -1},
         {"entry": 0, "kind": "surprise"},
         {"entry": 0, "kind": ...},
@@ -567,6 +567,7 @@ OBJECT = VALID_MANIFEST["objects"][0]
         {"entry": 4, "layout": "sparse_dok"},
         {"entry": 4, "layout": "sparse_csr"},
         {"entry": 4, "shape": [2**62, 2**62]},
+        {"entry": 5, "shape": [2**62, 2**62], "dtype": "unheard_of"},
         {"drop": 5},
         {"drop": 1},
         {"entry": 9, "data": [0, 4168, 4193, [14]]},
@@ -672,7 +673,7 @@ def test_metadata_that_is_not_json_is_the_callers_mistake(
 def test_metadata_that_never_ends_is_the_callers_mistake() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
-    with pytest.raises(UsageError, match="deeper than 500"):
+    with pytest.raises(UsageError, match="deeper than 500$"):
         encode_commit(msgspec.structs.replace(COMMIT, metadata=endless))
 
 
@@ -682,6 +683,8 @@ def test_metadata_as_deep_as_allowed_comes_back() -> None:
         deep = [deep]
     commit = msgspec.structs.replace(COMMIT, metadata={"deep": deep})
     assert decode_commit(encode_commit(commit)) == commit
+    with pytest.raises(UsageError, match="deeper than 500$"):
+        encode_commit(msgspec.structs.replace(commit, metadata={"deep": [deep]}))
 
 
 def test_a_value_that_cannot_be_encoded_is_named_by_its_path() -> None:

@@ -52,7 +52,7 @@ class Memory:
         encoded = encode_rank_manifest(manifest)
         key = f"{_ATTEMPT}/manifest/0.json"
         record = ManifestRecord(key=key, size=len(encoded), crc32c=crc32c(encoded))
-        self.entries: Sequence[Entry] = decode_rank_manifest(encoded, record).entries
+        self.entries: Sequence[Entry] = decode_rank_manifest(encoded, record, key).entries
 
     def _store(self, leaf: Leaf, step: int) -> Entry:
         source, item = leaf.source, leaf.item

@@ -153,7 +153,7 @@ def test_a_cycle_is_named() -> None:
 def test_the_same_container_twice_is_no_cycle() -> None:
     shared = [1]
     paths, _ = flatten("k", {"a": shared, "b": [shared, shared]})
-    assert len(paths) == 8
+    assert len(paths) == 7
 
 
 def nested(depth: int) -> Any:
@@ -165,7 +165,10 @@ def nested(depth: int) -> Any:
 
 def test_nesting_has_a_limit_and_no_recursion() -> None:
     paths, values = flatten("k", nested(900))
-    assert same(unflatten("k", zip(paths, values, strict=True)), nested(900))
+    back: Any = unflatten("k", zip(paths, values, strict=True))
+    for _ in range(900):
+        (back,) = back
+    assert back == 1
     with pytest.raises(UsageError, match="deeper than 900 at 'k/0/0"):
         flatten("k", nested(901))
 

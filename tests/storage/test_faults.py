@@ -1,0 +1,308 @@
+"""Storages that fail on purpose: do they, and exactly when they should?"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+
+from actorsnap.errors import ObjectNotFound, StorageError, Throttled, UsageError
+from actorsnap.storage import Storage, StorageContext, open_storage
+from actorsnap.storage.memory import MemoryStorage, forget_space
+from actorsnap.testing import (
+    FaultyStorage,
+    StorageConformance,
+    ThrottledStorage,
+    bounded,
+    run_blocking_in_thread,
+)
+from actorsnap.testing.conformance import MakeStorage, keys_in
+from actorsnap.testing.faults import Verb
+
+_numbers = itertools.count()
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-faults-{next(_numbers)}"
+    yield name
+    forget_space(name)
+
+
+@pytest.fixture
+def fs(tmp_path: Path) -> Storage:
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    return open_storage(tmp_path / "root", context)
+
+
+class TestFaultyWithoutFaults(StorageConformance):
+    num_many = 100
+    num_examples = 10
+
+    @pytest.fixture(params=[True, False], ids=["blocking", "async"])
+    def make_storage(self, tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
+        context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+        return lambda: FaultyStorage(
+            open_storage(tmp_path / "root", context), has_blocking_io=request.param
+        )
+
+
+class TestThrottled(StorageConformance):
+    num_many = 100
+    num_examples = 10
+
+    @pytest.fixture
+    def make_storage(self, name: str) -> MakeStorage:
+        return lambda: ThrottledStorage(MemoryStorage(name), bytes_per_s=1e12)
+
+
+async def work(storage: Storage) -> None:
+    """One operation of each verb, aborts apart, in a fixed order."""
+    await storage.put("put", [memoryview(b"put")])
+    await storage.put_if_absent("absent", b"x")
+    writer = await storage.writer("written", 2)
+    try:
+        joined = await storage.join_writer(writer.token)
+        if storage.capabilities.has_blocking_io:
+            await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"ab")])
+        else:
+            await writer.write_at(0, [memoryview(b"ab")])
+        await joined.abort()
+        await writer.complete()
+    except BaseException:
+        await writer.abort()
+        raise
+    await storage.get("put")
+    views = [memoryview(bytearray(2))]
+    if storage.capabilities.has_blocking_io:
+        await anyio.to_thread.run_sync(storage.read_into_blocking, "written", 0, views)
+    else:
+        await storage.read_into("written", 0, views)
+    assert len(await keys_in(storage)) == 3
+    await storage.stat("put")
+    await storage.delete(["put", "absent", "written"])
+
+
+ORDER = [
+    "put",
+    "put_if_absent",
+    "writer",
+    "join_writer",
+    "write_at",
+    "complete",
+    "get",
+    "read_into",
+    "list",
+    "stat",
+    "delete",
+]
+
+
+@pytest.mark.parametrize("has_blocking_io", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+@bounded(20)
+async def test_the_kth_operation_fails_for_each_k(
+    fs: Storage, has_blocking_io: bool, when: str
+) -> None:
+    failed = []
+    for k in itertools.count(1):
+        faulty = FaultyStorage(fs, fail_at=k, fail_when=when, has_blocking_io=has_blocking_io)
+        assert faulty.capabilities.has_blocking_io is has_blocking_io
+        try:
+            await work(faulty)
+        except StorageError as error:
+            assert faulty.was_hit
+            assert error.detail == "a scripted fault"
+            failed.append(error.op)
+        if not faulty.was_hit:
+            assert faulty.num_operations == len(ORDER) + 1  # and one abort
+            break
+        # A writer that failed after its effect stays, so that all is clean for the next k.
+        await fs.delete(["put", "absent", "written"])
+    assert failed == ORDER
+
+
+@bounded(10)
+async def test_failures_before_and_after_the_effect(name: str) -> None:
+    inner = MemoryStorage(name)
+    for when, effect in (("before", []), ("after", ["key"])):
+        faulty = FaultyStorage(inner, fail_at=1, fail_when=when)
+        with pytest.raises(StorageError):
+            await faulty.put_if_absent("key", b"x")
+        assert await keys_in(inner) == effect
+
+
+@bounded(10)
+async def test_chosen_verbs_and_errors(name: str) -> None:
+    error = Throttled(op="get", key="x", backend="test")
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=2, fail_verbs=["get"], error=error)
+    await faulty.put("key", [memoryview(b"x")])
+    await faulty.get("key")
+    await faulty.stat("key")
+    assert not faulty.was_hit
+    with pytest.raises(Throttled) as raised:
+        await faulty.get("key")
+    assert raised.value is error
+    assert faulty.was_hit
+    await faulty.get("key")
+    assert faulty.counts == {Verb.PUT: 1, Verb.GET: 3, Verb.STAT: 1}
+
+
+@bounded(10)
+async def test_a_store_that_is_gone(name: str) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=2, is_lasting=True)
+    writer = await faulty.writer("key", 1)
+    for call in (writer.write_at(0, [memoryview(b"x")]), faulty.get("x"), keys_in(faulty)):
+        with pytest.raises(StorageError, match="scripted"):
+            await call
+    await writer.abort()
+
+
+@bounded(10)
+async def test_errors_of_the_inner_storage_are_no_hits(name: str) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, fail_when="after")
+    with pytest.raises(ObjectNotFound):
+        await faulty.get("missing")
+    assert not faulty.was_hit
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+@bounded(20)
+async def test_a_stall_lasts_until_it_is_cancelled(fs: Storage, verb: Verb) -> None:
+    faulty = FaultyStorage(fs, stall=[verb])
+    assert faulty.capabilities.has_blocking_io is (verb not in ("write_at", "read_into"))
+    is_finished = False
+
+    async def run() -> None:
+        nonlocal is_finished
+        await work(faulty)
+        is_finished = True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await faulty.wait_stalled()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert faulty.was_hit
+    assert not is_finished
+
+
+@bounded(10)
+async def test_latency(name: str) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), latency_s={"put": 0.05})
+    start_s = anyio.current_time()
+    await faulty.put("key", [memoryview(b"x")])
+    assert anyio.current_time() - start_s >= 0.05
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@bounded(10)
+async def test_latency_on_trio(name: str) -> None:
+    await test_latency.__wrapped__(name)  # type: ignore[attr-defined]
+
+
+def test_scripts_that_make_no_sense(name: str) -> None:
+    inner = MemoryStorage(name)
+    with pytest.raises(UsageError, match="fail_at counts from 1"):
+        FaultyStorage(inner, fail_at=0)
+    with pytest.raises(UsageError, match="kill_after counts from 1"):
+        FaultyStorage(inner, kill_after=0)
+    with pytest.raises(UsageError, match="'upload'.*verbs are put, "):
+        FaultyStorage(inner, stall=["upload"])
+    with pytest.raises(UsageError, match="bytes_per_s"):
+        ThrottledStorage(inner, bytes_per_s=0)
+
+
+# --- kill ------------------------------------------------------------------------------------
+
+KILLED = """
+import sys
+import anyio
+from actorsnap.storage import StorageContext, open_storage
+from actorsnap.testing import FaultyStorage, run_blocking_in_thread
+
+async def main():
+    inner = open_storage(sys.argv[1], StorageContext(run_blocking=run_blocking_in_thread))
+    storage = FaultyStorage(inner, kill_after=int(sys.argv[2]), kill_when=sys.argv[3])
+    await storage.put("1", [memoryview(b"x")])
+    await storage.get("1")
+    await storage.put_if_absent("2", b"x")
+    writer = await storage.writer("3", 1)
+    if sys.argv[4] == "blocking":
+        await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"x")])
+    else:
+        await writer.write_at(0, [memoryview(b"x")])
+    await writer.complete()
+    await storage.delete(["1"])
+
+anyio.run(main)
+"""
+
+# What lies there after the k-th write, k = 0 to 5; the writer's file appears before its bytes.
+STATES = [{}, {"1": b"x"}, {"1": b"x", "2": b"x"}, {"1": b"x", "2": b"x", "3": b"x"}]
+STATES += [STATES[3], {"2": b"x", "3": b"x"}]
+
+
+@pytest.mark.parametrize("how", ["blocking", "async"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("k", range(1, 7))
+def test_the_process_dies_at_the_kth_write(k: int, when: str, how: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root), str(k), when, how],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    found = {path.name: path.read_bytes() for path in root.glob("*")}
+    if k == 6:
+        assert done.returncode == 0, done.stderr
+        assert found == STATES[-1]
+        return
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    expected = dict(STATES[k - 1] if when == "before" else STATES[k])
+    if (k, when) == (3, "before"):
+        expected["3"] = b"\0"
+    assert found == expected
+
+
+# --- throttle --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@bounded(10)
+async def test_bytes_pay_in_turn(name: str) -> None:
+    clock_s = 100.0
+    storage = ThrottledStorage(MemoryStorage(name), bytes_per_s=1e6, clock=lambda: clock_s)
+    await storage.put("a", [memoryview(bytes(10_000))])
+    assert storage._free_at_s == pytest.approx(100.01)
+    async with anyio.create_task_group() as tasks:
+        for n in range(3):
+            tasks.start_soon(storage.put_if_absent, f"{n}", bytes(10_000))
+    assert storage._free_at_s == pytest.approx(100.04)
+    clock_s = 200.0
+    await storage.get("a")
+    assert storage._free_at_s == pytest.approx(200.01)
+
+
+@bounded(10)
+async def test_throttling_takes_time(name: str) -> None:
+    storage = ThrottledStorage(MemoryStorage(name), bytes_per_s=1e6)
+    start_s = anyio.current_time()
+    writer = await storage.writer("key", 50_000)
+    await writer.write_at(0, [memoryview(bytes(50_000))])
+    await writer.complete()
+    assert anyio.current_time() - start_s >= 0.05

@@ -1,0 +1,229 @@
+"""From a URL to a storage."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from actorsnap.errors import UsageError
+from actorsnap.storage import Storage, StorageContext, known_schemes, open_storage, register
+from actorsnap.storage import registry as registry_module
+from actorsnap.storage.fs import FsStorage
+from actorsnap.storage.memory import MemoryStorage
+from actorsnap.testing import run_blocking_in_thread
+
+CONTEXT = StorageContext(run_blocking=run_blocking_in_thread)
+_numbers = itertools.count()
+
+
+class MineStorage(MemoryStorage):
+    """A third party's storage."""
+
+    def __init__(self, url: str, context: StorageContext) -> None:
+        super().__init__("mine")
+        self.url = url
+        self.context = context
+
+
+def returns_nonsense(url: str, context: StorageContext) -> object:
+    return url
+
+
+no_factory = 1
+
+PointsOf = Callable[..., None]
+
+
+@pytest.fixture
+def entry_points(monkeypatch: pytest.MonkeyPatch) -> PointsOf:
+    """Installs entry points of the group, for this process."""
+
+    def install(**points: str) -> None:
+        given = [
+            metadata.EntryPoint(name, value, registry_module.ENTRY_POINT_GROUP)
+            for name, value in points.items()
+        ]
+
+        def find(*, group: str) -> metadata.EntryPoints:
+            assert group == "actorsnap.storage"
+            return metadata.EntryPoints(given)
+
+        monkeypatch.setattr(metadata, "entry_points", find)
+
+    return install
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that can be imported, with this module's contents."""
+    name = f"storage_of_a_third_party_{next(_numbers)}"
+    monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+    return name
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("/a/b", "/a/b"),
+        ("/a/b/", "/a/b"),
+        (PurePosixPath("/a/b"), "/a/b"),
+        ("fs:///a/b", "/a/b"),
+        ("FS:///a/b", "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("file://localhost/a/b", "/a/b"),
+        ("fs://a/b", f"{Path.cwd()}/a/b"),
+        ("a/b", f"{Path.cwd()}/a/b"),
+        ("step:10", f"{Path.cwd()}/step:10"),
+        ("/a%20b/c?d#e", "/a%20b/c?d#e"),
+        ("file:///a%20b", "/a%20b"),
+        ("/a://b", "/a:/b"),
+    ],
+)
+def test_local_paths(url: str, root: str) -> None:
+    storage = open_storage(url, CONTEXT)
+    assert isinstance(storage, FsStorage)
+    assert storage.root == storage.url == root
+    # A URL in a message can be used again.
+    assert open_storage(storage.url, CONTEXT).url == root
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("memory://name", "memory://name"),
+        ("memory://name/a/b/", "memory://name/a/b"),
+        ("MEMORY://Name", "memory://Name"),
+    ],
+)
+def test_memory(url: str, shown: str) -> None:
+    storage = open_storage(url, CONTEXT)
+    assert isinstance(storage, MemoryStorage)
+    assert storage.url == shown
+
+
+@pytest.mark.parametrize("url", ["", "fs://", "file://", "file://host/a", "a\0b", "memory://"])
+def test_malformed_urls(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_storage(url, CONTEXT)
+
+
+@pytest.mark.parametrize("url", [None, 3, b"/a"])
+def test_what_is_no_url(url: object) -> None:
+    with pytest.raises(UsageError, match=type(url).__name__):
+        open_storage(url, CONTEXT)  # type: ignore[arg-type]
+
+
+def test_a_url_that_went_through_pathlib() -> None:
+    with pytest.raises(UsageError, match="lost a slash in pathlib"):
+        open_storage(PurePosixPath("mine://bucket/step-1"), CONTEXT)
+
+
+def test_known_schemes() -> None:
+    assert {"file", "fs", "memory"} <= set(known_schemes())
+    assert list(known_schemes()) == sorted(known_schemes())
+
+
+def test_an_unknown_scheme_lists_the_known_ones_and_shows_no_secret(
+    entry_points: PointsOf,
+) -> None:
+    entry_points(mine="m:f")
+    with pytest.raises(UsageError) as raised:
+        open_storage("nosuch://user:secret@host/x", CONTEXT)
+    assert "unknown storage scheme 'nosuch'; known are: file, fs, memory, mine." in str(
+        raised.value
+    )
+    assert "secret" not in str(raised.value)
+
+
+def test_built_in_schemes_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*, group: str) -> metadata.EntryPoints:
+        raise AssertionError("entry points were read")
+
+    monkeypatch.setattr(metadata, "entry_points", fail)
+    for url in ("/a", "fs:///a", "file:///a", "memory://a"):
+        open_storage(url, CONTEXT)
+
+
+def test_backends_are_imported_only_when_asked_for() -> None:
+    code = (
+        "import sys, actorsnap.storage; "
+        "print(sorted(m for m in sys.modules if m.startswith('actorsnap.storage.')))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert "registry" in shown
+    assert "fs'" not in shown
+    assert "memory" not in shown
+
+
+# --- third parties ---------------------------------------------------------------------------
+
+
+def test_an_entry_point(entry_points: PointsOf, mine: str) -> None:
+    entry_points(mine=f"{mine}:MineStorage")
+    storage = open_storage("Mine://host/a", CONTEXT)
+    assert isinstance(storage, MineStorage)
+    assert storage.url == "mine://host/a"
+    assert storage.context is CONTEXT
+
+
+def test_a_broken_entry_point_harms_only_its_own_scheme(entry_points: PointsOf, mine: str) -> None:
+    entry_points(broken="no_such_module_at_all:f", mine=f"{mine}:MineStorage")
+    assert isinstance(open_storage("mine://x", CONTEXT), Storage)
+    assert "broken" in known_schemes()
+    with pytest.raises(UsageError, match="'no_such_module_at_all:f'.*'broken'.*cannot be loaded"):
+        open_storage("broken://x", CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        ("no_such_name", "cannot be loaded"),
+        ("no_factory", "is no factory but int"),
+        ("returns_nonsense", "returned str"),
+    ],
+)
+def test_entry_points_that_are_wrong(
+    entry_points: PointsOf, mine: str, attribute: str, words: str
+) -> None:
+    entry_points(wrong=f"{mine}:{attribute}")
+    with pytest.raises(UsageError, match=words) as raised:
+        open_storage("wrong://x", CONTEXT)
+    assert "'wrong'" in str(raised.value)
+
+
+def test_two_packages_for_one_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = registry_module.ENTRY_POINT_GROUP
+    points = metadata.EntryPoints(
+        metadata.EntryPoint("two", value, group) for value in ("a:f", "b:f")
+    )
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: points)
+    with pytest.raises(UsageError, match="several packages.*a:f, b:f"):
+        open_storage("two://x", CONTEXT)
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_registered", {})
+    register("Mine", MineStorage)
+    register("mine", MineStorage)
+    assert isinstance(open_storage("mine://x", CONTEXT), MineStorage)
+    assert "mine" in known_schemes()
+
+    def other(url: str, context: StorageContext) -> Storage:
+        return MineStorage(url, context)
+
+    for scheme, words in (("mine", "taken"), ("fs", "taken"), ("no scheme", "not a URL scheme")):
+        with pytest.raises(UsageError, match=words):
+            register(scheme, other)

@@ -1,0 +1,419 @@
+"""Policies around a storage."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorsnap.errors import (
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    Throttled,
+    UsageError,
+)
+from actorsnap.storage import (
+    LimitedStorage,
+    ObjectInfo,
+    ObjectWriter,
+    PrefixStorage,
+    RetryPolicy,
+    RetryStorage,
+    Storage,
+    StorageContext,
+    Wrapper,
+    open_storage,
+)
+from actorsnap.storage.memory import MemoryStorage, forget_space
+from actorsnap.testing import (
+    FaultyStorage,
+    StorageConformance,
+    bounded,
+    run_blocking_in_thread,
+)
+from actorsnap.testing.conformance import MakeStorage, keys_in
+from actorsnap.testing.faults import Verb
+
+_numbers = itertools.count()
+
+POLICY = RetryPolicy(max_attempts=4, first_delay_s=1.0, max_delay_s=3.0)
+BUSY = Throttled(op="any", key="any", backend="test")
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-wrappers-{next(_numbers)}"
+    yield name
+    forget_space(name)
+
+
+class Sleeps:
+    """Takes the place of sleep; remembers, and lets others run."""
+
+    def __init__(self) -> None:
+        self.delays_s: list[float] = []
+
+    async def __call__(self, delay_s: float) -> None:
+        self.delays_s.append(delay_s)
+        await anyio.lowlevel.checkpoint()
+
+
+def retrying(inner: Storage, sleep: Callable[[float], Awaitable[None]]) -> RetryStorage:
+    return RetryStorage(inner, policy=POLICY, uniform=lambda: 0.0, sleep=sleep)
+
+
+# --- the contract holds through each wrapper -------------------------------------------------
+
+
+class WrappedConformance(StorageConformance):
+    num_many = 300
+    num_examples = 10
+
+    def wrap(self, inner: Storage) -> Storage:
+        raise NotImplementedError
+
+    @pytest.fixture(params=["memory", "fs"])
+    def make_storage(
+        self, name: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    ) -> MakeStorage:
+        urls = {"memory": f"memory://{name}", "fs": f"fs://{tmp_path_factory.mktemp('root')}/x"}
+        url = urls[request.param]
+        context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+        return lambda: self.wrap(open_storage(url, context))
+
+
+class TestWrapper(WrappedConformance):
+    def wrap(self, inner: Storage) -> Storage:
+        return Wrapper(inner)
+
+
+class TestPrefix(WrappedConformance):
+    def wrap(self, inner: Storage) -> Storage:
+        return PrefixStorage(inner, "some/prefix")
+
+
+class TestLimited(WrappedConformance):
+    def wrap(self, inner: Storage) -> Storage:
+        return LimitedStorage(inner, max_operations=2)
+
+
+class TestRetry(WrappedConformance):
+    def wrap(self, inner: Storage) -> Storage:
+        return retrying(inner, Sleeps())
+
+
+class TestRetryOfFailures(WrappedConformance):
+    """The contract holds although every other operation fails, also after its effect."""
+
+    # Of a writer that was opened although it failed, a file system keeps the file; the retry
+    # rightly says that it exists. Only the memory forgets it.
+    @pytest.fixture
+    def make_storage(self, name: str) -> MakeStorage:
+        return lambda: retrying(EveryOther(MemoryStorage(name)), Sleeps())
+
+
+class EveryOther(Wrapper):
+    """Fails each first try, in turn before and after its effect."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self._calls = itertools.count()
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await self._flaky(lambda: self.inner.put(key, views))
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        await self._flaky(lambda: self.inner.put_if_absent(key, data))
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        if next(self._calls) % 2 == 0:
+            raise BUSY
+        return await self.inner.writer(key, size)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if next(self._calls) % 2 == 0:
+            raise BUSY
+        return await self.inner.get(key, start, stop)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._flaky(lambda: self.inner.delete(keys))
+
+    async def _flaky(self, call: Callable[[], Awaitable[None]]) -> None:
+        number = next(self._calls) % 4
+        if number == 0:
+            raise BUSY
+        await call()
+        if number == 2:
+            raise BUSY
+
+
+# --- prefix ----------------------------------------------------------------------------------
+
+
+@bounded(10)
+async def test_a_prefix_is_not_seen_from_inside(name: str) -> None:
+    inner = MemoryStorage(name)
+    outer = PrefixStorage(inner, "a/b")
+    assert outer.url == f"memory://{name}/a/b"
+    await outer.put("key", [memoryview(b"x")])
+    await inner.put("a/bc", [memoryview(b"not mine")])
+    assert await keys_in(inner) == ["a/b/key", "a/bc"]
+    assert await keys_in(outer) == ["key"]
+    with pytest.raises(ObjectNotFound) as raised:
+        await outer.get("missing")
+    assert (raised.value.key, raised.value.backend) == ("missing", outer.url)
+    assert isinstance(raised.value.__cause__, ObjectNotFound)
+    assert pickle.loads(pickle.dumps(raised.value)).fields == raised.value.fields
+    with pytest.raises(ChecksumMismatch) as short:
+        await outer.get("key", 0, 2)
+    assert short.value.key == "key"
+    writer = await outer.writer("written", 1)
+    joined = await inner.join_writer(writer.token)
+    assert (writer.key, joined.key) == ("written", "a/b/written")
+    await writer.abort()
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "a/", "../a"])
+def test_malformed_prefixes(prefix: str, name: str) -> None:
+    with pytest.raises(UsageError):
+        PrefixStorage(MemoryStorage(name), prefix)
+
+
+# --- limit -----------------------------------------------------------------------------------
+
+
+class Gauge(Wrapper):
+    """Counts the operations that run at once, and holds each until told."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.num_running = 0
+        self.max_running = 0
+        self.go = anyio.Event()
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            await self.go.wait()
+            await self.inner.put(key, views)
+        finally:
+            self.num_running -= 1
+
+
+@bounded(10)
+async def test_no_more_operations_than_allowed(name: str) -> None:
+    gauge = Gauge(MemoryStorage(name))
+    storage = LimitedStorage(gauge, max_operations=3)
+    async with anyio.create_task_group() as tasks:
+        for n in range(10):
+            tasks.start_soon(storage.put, f"{n}", [memoryview(b"x")])
+        await anyio.wait_all_tasks_blocked()
+        assert gauge.num_running == 3
+        assert storage.statistics().tasks_waiting == 7
+        gauge.go.set()
+    assert gauge.max_running == 3
+    assert len(await keys_in(storage)) == 10
+
+
+@bounded(10)
+async def test_cancelled_operations_give_their_turn_back(name: str) -> None:
+    gauge = Gauge(MemoryStorage(name))
+    storage = LimitedStorage(gauge, max_operations=1)
+    async with anyio.create_task_group() as tasks:
+        for n in range(3):
+            tasks.start_soon(storage.put, f"{n}", [memoryview(b"x")])
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    gauge.go.set()
+    await storage.put("after", [memoryview(b"x")])
+    assert await keys_in(storage) == ["after"]
+
+
+@bounded(10)
+async def test_abort_does_not_wait_for_a_turn(name: str) -> None:
+    gauge = Gauge(MemoryStorage(name))
+    storage = LimitedStorage(gauge, max_operations=1)
+    writer = await storage.writer("key", 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(storage.put, "held", [memoryview(b"x")])
+        await anyio.wait_all_tasks_blocked()
+        await writer.abort()
+        gauge.go.set()
+
+
+def test_a_limit_of_nothing(name: str) -> None:
+    with pytest.raises(UsageError, match="max_operations"):
+        LimitedStorage(MemoryStorage(name), max_operations=0)
+
+
+# --- retry -----------------------------------------------------------------------------------
+
+
+@given(
+    max_attempts=st.integers(1, 2000),
+    delays_s=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)).map(sorted),
+    num_failures=st.integers(1, 3000),
+    fraction=st.floats(0, 1, exclude_max=True),
+)
+def test_a_policy_stays_in_its_bounds(
+    max_attempts: int, delays_s: list[float], num_failures: int, fraction: float
+) -> None:
+    policy = RetryPolicy(
+        max_attempts=max_attempts, first_delay_s=delays_s[0], max_delay_s=delays_s[1]
+    )
+    delay_s = policy.delay_s(num_failures, fraction)
+    assert (delay_s is None) == (num_failures >= max_attempts)
+    if delay_s is not None:
+        backoff_s = min(delays_s[0] * 2.0 ** min(num_failures - 1, 64), delays_s[1])
+        assert backoff_s / 2 <= delay_s <= backoff_s
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_attempts": 0}, {"first_delay_s": -1.0}, {"max_delay_s": 0.5}]
+)
+def test_policies_that_make_no_sense(wrong: dict[str, float]) -> None:
+    fields = {"max_attempts": 1, "first_delay_s": 1.0, "max_delay_s": 1.0, **wrong}
+    with pytest.raises(UsageError):
+        RetryPolicy(**fields)  # type: ignore[arg-type]
+
+
+@bounded(10)
+async def test_waits_grow_to_the_cap_and_then_the_error_comes(name: str) -> None:
+    sleeps = Sleeps()
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, is_lasting=True, error=BUSY)
+    with pytest.raises(Throttled) as raised:
+        await retrying(faulty, sleeps).get("key")
+    assert raised.value is BUSY
+    assert faulty.counts == {Verb.GET: 4}
+    # Uniform is 0.0, so each wait is half of the backoff: 1, 2, and 4 capped to 3.
+    assert sleeps.delays_s == [0.5, 1.0, 1.5]
+
+
+@bounded(10)
+async def test_only_retryable_errors_are_retried(name: str) -> None:
+    sleeps = Sleeps()
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1)
+    storage = retrying(faulty, sleeps)
+    with pytest.raises(StorageError, match="scripted fault"):
+        await storage.put("key", [memoryview(b"x")])
+    with pytest.raises(ObjectNotFound):
+        await storage.get("key")
+    assert faulty.was_hit
+    assert faulty.counts == {Verb.PUT: 1, Verb.GET: 1}
+    assert sleeps.delays_s == []
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+@bounded(10)
+async def test_each_verb_gets_over_one_failure(name: str, verb: Verb) -> None:
+    if verb is Verb.ABORT:
+        pytest.skip("abort does not fail by contract")
+    sleeps = Sleeps()
+    inner = MemoryStorage(name)
+    await inner.put("older", [memoryview(b"older")])
+    faulty = FaultyStorage(inner, fail_at=1, fail_verbs=[verb], error=BUSY)
+    storage = retrying(faulty, sleeps)
+    assert await keys_in(storage) == ["older"]
+    await storage.put("put", [memoryview(b"put")])
+    await storage.put_if_absent("absent", b"absent")
+    writer = await storage.writer("written", 2)
+    joined = await storage.join_writer(writer.token)
+    await writer.write_at(0, [memoryview(b"w")])
+    await joined.write_at(1, [memoryview(b"j")])
+    await writer.complete()
+    assert await storage.get("written") == b"wj"
+    target = bytearray(3)
+    await storage.read_into("put", 0, [memoryview(target)])
+    assert target == b"put"
+    assert (await storage.stat("absent")).size == 6
+    await storage.delete(["older"])
+    assert await keys_in(storage) == ["absent", "put", "written"]
+    assert faulty.was_hit
+    assert sleeps.delays_s == [0.5]
+
+
+@bounded(10)
+async def test_put_if_absent_whose_answer_was_lost_is_a_success(name: str) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, fail_when="after", error=BUSY)
+    await retrying(faulty, Sleeps()).put_if_absent("key", b"mine")
+    assert faulty.counts == {Verb.PUT_IF_ABSENT: 2, Verb.GET: 1}
+    assert await faulty.get("key") == b"mine"
+
+
+@bounded(10)
+async def test_put_if_absent_that_lost_after_a_failure(name: str) -> None:
+    inner = MemoryStorage(name)
+    await inner.put("key", [memoryview(b"theirs")])
+    faulty = FaultyStorage(inner, fail_at=1, error=BUSY)
+    with pytest.raises(ObjectExists):
+        await retrying(faulty, Sleeps()).put_if_absent("key", b"mine")
+    assert faulty.was_hit
+    assert await inner.get("key") == b"theirs"
+
+
+@bounded(10)
+async def test_put_if_absent_of_equal_content_without_a_failure_loses(name: str) -> None:
+    storage = retrying(MemoryStorage(name), Sleeps())
+    await storage.put_if_absent("key", b"same")
+    with pytest.raises(ObjectExists):
+        await storage.put_if_absent("key", b"same")
+
+
+class FailingList(Wrapper):
+    """Its ``list`` fails after two items, then after four, and so on."""
+
+    num_lists = 0
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        self.num_lists += 1
+        left = 2 * self.num_lists
+        async for info in self.inner.list(prefix):
+            if not left:
+                raise BUSY
+            left -= 1
+            yield info
+
+
+@bounded(10)
+async def test_list_goes_on_where_it_failed(name: str) -> None:
+    inner = MemoryStorage(name)
+    keys = [f"{n}" for n in range(9)]
+    for key in keys:
+        await inner.put(key, [memoryview(b"x")])
+    sleeps = Sleeps()
+    failing = FailingList(inner)
+    assert await keys_in(retrying(failing, sleeps)) == keys
+    assert failing.num_lists == 5
+    # Each failure came after progress, so the waits did not grow.
+    assert sleeps.delays_s == [0.5] * 4
+
+
+@bounded(10)
+async def test_cancellation_ends_a_wait(name: str) -> None:
+    waits = anyio.Event()
+
+    async def sleep(delay_s: float) -> None:
+        waits.set()
+        await anyio.sleep_forever()
+
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, error=BUSY)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(retrying(faulty, sleep).put, "key", [memoryview(b"x")])
+        await waits.wait()
+        tasks.cancel_scope.cancel()
+    assert faulty.counts == {Verb.PUT: 1}
