@@ -109,7 +109,9 @@ def inspect(
         objects = [record for m in manifests.values() for record in m.objects]
         total = sum(record.size for record in objects)
         root = Tree(f"[bold]{quote(path)}[/]  {_size(total)} in {len(objects)} data object(s)")
-        root.add(f"created {commit.created}, world size {commit.world_size}, format {commit.version}")
+        root.add(
+            f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
+        )
         if not commit.fsync:
             root.add("[yellow]written with fsync=False: may not have survived a power loss[/]")
         if commit.metadata:
@@ -131,9 +133,7 @@ def verify(
     with _errors(damaged=1):
         with _progress("verifying") as update:
             report: VerifyReport = _run(
-                calls.verify(
-                    _source(path), level="full" if full else "quick", progress=update
-                )
+                calls.verify(_source(path), level="full" if full else "quick", progress=update)
             )
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(str(problem))}")

@@ -77,9 +77,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
         UsageError: a variable cannot be read as its option, or no option has that name.
     """
     source = os.environ if environ is None else environ
-    types: dict[str, Any] = {
-        field.name: field.type for field in msgspec.structs.fields(Options)
-    }
+    types: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Options)}
     values: dict[str, Any] = {}
     for variable, text in source.items():
         if not variable.startswith("ACTORSNAP_"):

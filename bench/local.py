@@ -46,6 +46,7 @@ class Setting:
     tmpfs: Path
     disk: Path
     places: tuple[str, ...]
+    peers: tuple[str, ...]
 
     def root(self, place: str) -> Path:
         return self.tmpfs if place == "tmpfs" else self.disk
@@ -172,8 +173,8 @@ def prepared(contest: Contest, *adapters: Adapter) -> list[Adapter]:
     return ready
 
 
-def all_adapters() -> list[Adapter]:
-    return [Actorsnap(), *(peer() for peer in PEERS)]
+def peers_of(setting: Setting) -> list[Adapter]:
+    return [peer() for peer in PEERS if peer.name in setting.peers]
 
 
 def facts_of(state: State, seconds: dict[str, list[float]], place: str) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def row_take(setting: Setting) -> None:
             contest.add(
                 RAW, timed_save(RawFiles(state), state, target, setting.root(place), fsync=fsync)
             )
-            adapters = prepared(contest, *all_adapters())
+            adapters = prepared(contest, Actorsnap(), *peers_of(setting))
             for adapter in adapters:
                 if fsync and adapter.fsync == "never":
                     contest.out(adapter.name, "offers no fsync")
@@ -291,7 +292,7 @@ def restore(setting: Setting, *, verify: bool) -> None:
             raw.load(path, target, verify=verify)
 
         contest.add(RAW, timed_load(raw_load, state, target, path))
-        for adapter in prepared(contest, Actorsnap(verify=verify), *(p() for p in PEERS)):
+        for adapter in prepared(contest, Actorsnap(verify=verify), *peers_of(setting)):
             # The peers verify nothing; without checksums only the fastest of them is asked.
             if not verify and not isinstance(adapter, Actorsnap) and adapter.name != "safetensors":
                 continue
@@ -372,7 +373,7 @@ def row_async(setting: Setting) -> None:
 
     contest = Contest()
     contest.add(RAW, copy)
-    adapters = prepared(contest, Actorsnap(), ActorsnapAwait(), *(p() for p in PEERS))
+    adapters = prepared(contest, Actorsnap(), ActorsnapAwait(), *peers_of(setting))
     try:
         for adapter in adapters:
             if not adapter.has_async:
@@ -413,7 +414,7 @@ def child_memory(name: str, gib: float, root: Path) -> None:
 
     Imports are made before; threads, buffers and the rest of a first save count.
     """
-    adapter = next(a for a in all_adapters() if a.name == name)
+    adapter = next(a for a in (Actorsnap(), *(peer() for peer in PEERS)) if a.name == name)
     adapter.prepare()
     state = llama(gib)
     with folder(root) as path:
@@ -447,7 +448,7 @@ def row_memory(setting: Setting) -> None:
     growth: dict[str, float] = {}
     missing: dict[str, str] = {}
     sizes = {OURS: [setting.gib, 2 * setting.gib]}
-    for adapter in all_adapters():
+    for adapter in (Actorsnap(), *peers_of(setting)):
         for gib in sizes.get(adapter.name, [setting.gib]):
             label = f"{adapter.name}, {gib:g} GiB"
             try:
@@ -479,7 +480,7 @@ def row_small(setting: Setting) -> None:
     saves, loads = Contest(), Contest()
     objects: dict[str, int] = {}
     with folder(setting.tmpfs) as root:
-        for adapter in prepared(saves, *all_adapters()):
+        for adapter in prepared(saves, Actorsnap(), *peers_of(setting)):
             if adapter.slow_with_many:
                 saves.out(adapter.name, adapter.slow_with_many)
                 continue
@@ -560,6 +561,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="counted rounds per row")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--dir", nargs="+", choices=["tmpfs", "disk"], default=["tmpfs", "disk"])
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--peers", nargs="*", choices=names, default=names)
     parser.add_argument("--tmpfs-dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--disk-dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--small-count", type=int, default=100_000)
@@ -578,6 +581,7 @@ def main() -> None:
         tmpfs=args.tmpfs_dir,
         disk=args.disk_dir,
         places=tuple(args.dir),
+        peers=tuple(args.peers),
     )
     note(machine())
     for name in args.rows:

@@ -127,9 +127,7 @@ class CoordinatorActor:
                 case WriteCommit():
                     await self._handle(await self._commit(command.manifests))
 
-    async def _commit(
-        self, manifests: tuple[ManifestRecord, ...]
-    ) -> CommitWritten | CommitFailed:
+    async def _commit(self, manifests: tuple[ManifestRecord, ...]) -> CommitWritten | CommitFailed:
         commit = self._template.fill(manifests)
         data = encode_commit(commit)
         try:

@@ -207,9 +207,7 @@ class FetcherPool:
         if self._verify:
             _verify_all(batch)
 
-    def _read_through(
-        self, requests: Sequence[Request], read: Read, memory: memoryview
-    ) -> None:
+    def _read_through(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
         self._storage.read_into_blocking(read.key, read.start, [memory])
         self._deliver(requests, read, memory)
 

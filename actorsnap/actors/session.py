@@ -119,9 +119,9 @@ class ParticipantActor:
         self._on_failure = on_failure
         # At most one event per chunk and object, and a few more, are under way.
         self._events_in, self._events_out = anyio.create_memory_object_stream[ParticipantEvent](64)
-        self._control_in, self._control_out = anyio.create_memory_object_stream[
-            ParticipantCommand
-        ](1)
+        self._control_in, self._control_out = anyio.create_memory_object_stream[ParticipantCommand](
+            1
+        )
         self._attempt = ""
         self._written: tuple[int, ...] = ()
         self._objects: tuple[ObjectPlan, ...] = ()

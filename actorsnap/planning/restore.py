@@ -45,9 +45,7 @@ class Read(msgspec.Struct, frozen=True, gc=False):
     gaps: tuple[int, ...]
 
 
-def plan_reads(
-    requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: int
-) -> list[Read]:
+def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: int) -> list[Read]:
     """Merges and cuts requests into reads.
 
     Args:

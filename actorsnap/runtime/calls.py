@@ -28,7 +28,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.layout import attempt_of
+from actorsnap.format.layout import attempt_of, is_commit_temporary
 from actorsnap.format.manifest import (
     BLOCK_BYTES,
     COMMIT_KEY,
@@ -121,9 +121,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def make_place(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> Place:
+def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
     """Checks a path as callers give it.
 
     Raises:
@@ -250,8 +248,13 @@ def delete(source: Source) -> Script[None]:
                 if not isinstance(error, ChecksumMismatch):
                     raise
             await storage.delete([COMMIT_KEY])
-            keys = [i.key async for i in storage.list("") if attempt_of(i.key) is not None]
-            await storage.delete(keys)
+            await storage.delete(
+                [
+                    info.key
+                    async for info in storage.list("")
+                    if attempt_of(info.key) is not None or is_commit_temporary(info.key)
+                ]
+            )
         source.commit = None
         source.manifests = {}
 
@@ -420,9 +423,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         raise UsageError(
             f"the snapshot has no key {key!r}; it has {', '.join(map(repr, sorted(by_key)))}"
         )
-    part = KeyRestore(
-        key, by_key[key], target=None, allow_pickle=source.options.allow_pickle
-    )
+    part = KeyRestore(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
     yield lambda host: _fetch(host, source, manifests[0], [part])
     return part.build()
 
@@ -455,9 +456,7 @@ async def _fetch(
     memory_budget_bytes: int | None = None,
 ) -> int:
     """Reads what the parts want; returns the number of bytes."""
-    requests = [
-        Request(manifest, stored, sink) for part in parts for stored, sink in part.reads
-    ]
+    requests = [Request(manifest, stored, sink) for part in parts for stored, sink in part.reads]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {

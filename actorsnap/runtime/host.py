@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -182,6 +183,7 @@ class Host:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        host_id()  # kept from here on: on an event loop its reads would block
         limit = default_budget_bytes()
         self.arena = Arena(limit)
         self.budget = Budget(limit, allocate=self.arena.allocate, free=self.arena.free)
@@ -191,7 +193,9 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._calls: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], str] = {}
-        self._thread = threading.Thread(target=self._run_loop, name="actorsnap-runtime", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_loop, name="actorsnap-runtime", daemon=True
+        )
         self._thread.start()
 
     @classmethod
@@ -297,6 +301,7 @@ def _forget_in_child() -> None:
     # The parent's runtime has no threads here, and its lock may have been held.
     Host._instance = None
     Host._instance_lock = threading.Lock()
+    host_id.cache_clear()  # the child may be in another process namespace
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -308,6 +313,7 @@ async def run_async(script: Script[T]) -> T:
     Cancellation: what runs on the runtime is cancelled and has ended when this raises.
     """
     try:
+        await _start_host()
         step = next(script)
         while True:
             host = Host.get()
@@ -327,6 +333,24 @@ async def run_async(script: Script[T]) -> T:
                 step = script.send(result)
     except StopIteration as end:
         return cast("T", end.value)
+
+
+async def _start_host() -> None:
+    """Starts the runtime where there is none: reads files, which would block the caller's loop."""
+    host = Host._instance
+    if host is not None and host.pid == os.getpid():
+        return
+    started: concurrent.futures.Future[Host] = concurrent.futures.Future()
+
+    def start() -> None:
+        try:
+            started.set_result(Host.get())
+        except BaseException as error:
+            started.set_exception(error)
+
+    threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
+    await wait_done(started)
+    started.result()
 
 
 async def wait_done(future: concurrent.futures.Future[Any]) -> None:
@@ -439,7 +463,9 @@ def _plain(error: BaseException) -> BaseException:
     if isinstance(error, BaseExceptionGroup):
         leaf: BaseException = error
         while isinstance(leaf, BaseExceptionGroup):
-            ours = [e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)]
+            ours = [
+                e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)
+            ]
             leaf = (ours or leaf.exceptions)[0]
         if leaf.__cause__ is None:
             leaf.__cause__ = error
@@ -494,6 +520,7 @@ def _usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+@functools.cache
 def host_id() -> str:
     """8 hex digits for this machine and process namespace, as in attempt names."""
     parts = [socket.gethostname()]

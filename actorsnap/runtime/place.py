@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 
 from actorsnap.actors.reader import FetcherPool, SnapshotReader
-from actorsnap.format.layout import attempt_of
+from actorsnap.format.layout import attempt_of, is_commit_temporary
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options
-from actorsnap.planning.retention import collectable
+from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable
 from actorsnap.runtime.host import Host, host_id, is_process_alive
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
@@ -90,6 +90,7 @@ async def collect_garbage(
     storage: Storage,
     *,
     committed: str | None,
+    has_just_committed: bool = False,
     superseded: str | None = None,
     force: bool = False,
 ) -> list[str]:
@@ -97,29 +98,38 @@ async def collect_garbage(
 
     Args:
         committed: The attempt that the commit object names.
+        has_just_committed: The caller has created that commit object: temporaries of
+            others have lost the race.
         superseded: An attempt that the caller knows to be replaced.
         force: Delete every other attempt, also one that may be running.
 
     Returns:
         The keys deleted.
     """
+    now_s = time.time()
     by_attempt: dict[str, list[str]] = {}
+    keys: list[str] = []
     async for info in storage.list(""):
         attempt = attempt_of(info.key)
-        if attempt is not None and attempt != committed:
+        if attempt is not None:
             by_attempt.setdefault(attempt, []).append(info.key)
+        elif is_commit_temporary(info.key):
+            is_old = now_s - info.modified_s > MAX_ATTEMPT_S
+            if is_old or has_just_committed or force:
+                keys.append(info.key)
     if force:
-        garbage = list(by_attempt)
+        garbage = [attempt for attempt in by_attempt if attempt != committed]
     else:
         garbage = collectable(
             by_attempt,
             committed=committed,
-            now_s=time.time(),
+            now_s=now_s,
             host=host_id(),
             is_alive=is_process_alive,
             superseded=superseded,
         )
-    keys = [key for attempt in garbage for key in by_attempt[attempt]]
+    for attempt in garbage:
+        keys.extend(by_attempt[attempt])
     if keys:
         await storage.delete(keys)
         logger.info("%s: deleted %d objects of %d attempts", storage.url, len(keys), len(garbage))

@@ -17,7 +17,13 @@ import anyio
 from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.session import ParticipantActor, SaveSettings
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.errors import ActorSnapError, FormatError, ObjectExists, ObjectNotFound, SnapshotAborted
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    SnapshotAborted,
+)
 from actorsnap.format.manifest import COMMIT_KEY, Commit, decode_commit
 from actorsnap.options import Options
 from actorsnap.planning.packing import PackingRules
@@ -180,9 +186,7 @@ class SaveJob:
             settings=SaveSettings(
                 rules=PackingRules(
                     chunk_bytes=options.chunk_bytes,
-                    max_objects=min(
-                        options.max_objects, capabilities.preferred_parallel_objects
-                    ),
+                    max_objects=min(options.max_objects, capabilities.preferred_parallel_objects),
                     min_object_bytes=options.min_object_bytes,
                 ),
                 copies=self._copies,
@@ -252,7 +256,12 @@ class SaveJob:
     async def _collect(self, storage: Storage, older: str | None) -> None:
         """Garbage never makes a committed snapshot fail."""
         try:
-            await collect_garbage(storage, committed=str(self._attempt), superseded=older)
+            await collect_garbage(
+                storage,
+                committed=str(self._attempt),
+                has_just_committed=True,
+                superseded=older,
+            )
         except ActorSnapError as error:
             logger.warning("%s: garbage was left: %s", self.label, error)
 
@@ -260,5 +269,3 @@ class SaveJob:
 def _utc(seconds: float) -> str:
     when = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-

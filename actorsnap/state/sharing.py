@@ -53,7 +53,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_contiguous(self) -> bool:
         """Whether memory order is C order, without gaps."""
-        return all(
+        return 0 in self.shape or all(
             stride == expected or size == 1
             for size, stride, expected in zip(
                 self.shape, self.strides, c_strides(self.shape), strict=True
@@ -82,9 +82,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
             self.start == other.start
             and self.itemsize == other.itemsize
             and self.shape == other.shape
-            and all(
-                a == b or size <= 1
-                for size, a, b in zip(self.shape, self.strides, other.strides, strict=True)
+            and (
+                0 in self.shape
+                or all(
+                    a == b or size == 1
+                    for size, a, b in zip(self.shape, self.strides, other.strides, strict=True)
+                )
             )
         )
 

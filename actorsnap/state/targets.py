@@ -109,6 +109,8 @@ def is_writable(target: Target) -> bool:
 
 
 def _is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    if 0 in shape:
+        return True
     reach = 0
     dims = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1]
     for stride, size in sorted(dims):

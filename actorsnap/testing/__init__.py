@@ -15,12 +15,14 @@ import anyio
 import anyio.to_thread
 
 from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
+from actorsnap.testing.world import SimulatedSave
 
 if TYPE_CHECKING:
     from actorsnap.testing.conformance import StorageConformance
 
 __all__ = [
     "FaultyStorage",
+    "SimulatedSave",
     "StorageConformance",
     "ThrottledStorage",
     "bounded",

@@ -23,6 +23,7 @@ from actorsnap.format.layout import (
     data_key,
     dtype_itemsize,
     header_cost,
+    is_commit_temporary,
     is_well_formed_key,
     lay_out,
     manifest_key,
@@ -336,7 +337,6 @@ def test_attempts_round_trip_and_own_their_objects(attempt: Attempt, rest: str) 
     assert Attempt.parse(folder) == attempt
     assert is_well_formed_key(folder)
     assert attempt_of(f"{folder}/{rest}") == folder
-    assert attempt_of(f".actorsnap.{folder}.tmp") == folder
 
 
 @given(st.text() | st.from_regex(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}-[0-9]{1,4}-[0-9a-f]{8}"))
@@ -413,3 +413,9 @@ def test_itemsizes_of_numpy_dtypes(name: str, itemsize: int) -> None:
 @pytest.mark.parametrize("name", ["", "float7", "<q8", "f8]", "float99999", "<f8\n"])
 def test_unknown_dtypes_have_no_itemsize(name: str) -> None:
     assert dtype_itemsize(name) is None
+
+
+def test_temporaries_of_the_commit_object_are_told_from_everything_else() -> None:
+    assert is_commit_temporary(".actorsnap.89abcdef.tmp")
+    for key in (".actorsnap", ".actorsnap.tmp", "a/.actorsnap.1.tmp", ".actorsnap.1.tmpx", "x.tmp"):
+        assert not is_commit_temporary(key)

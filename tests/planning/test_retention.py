@@ -12,7 +12,9 @@ def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
     return str(Attempt(created_s=int(NOW) - age_s, host=host, pid=pid, nonce="00000000"))
 
 
-def collect(*attempts: str, committed: str | None = None, superseded: str | None = None) -> list[str]:
+def collect(
+    *attempts: str, committed: str | None = None, superseded: str | None = None
+) -> list[str]:
     return collectable(
         attempts,
         committed=committed,

@@ -1,0 +1,204 @@
+"""Whole saves of simulated worlds, under a virtual clock: one outcome, always, in time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+import trio.testing
+
+from actorsnap.errors import ObjectNotFound, StorageError
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    Commit,
+    RankManifest,
+    TensorEntry,
+    decode_commit,
+    decode_rank_manifest,
+)
+from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.state.stateful import StateDict
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.memory import open_memory
+from actorsnap.testing import FaultyStorage, SimulatedSave
+from actorsnap.testing.faults import Verb
+
+T = TypeVar("T")
+ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
+MIB = 1 << 20
+_names = itertools.count()
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+async def run_inline(fn: Callable[..., T], /, *args: Any) -> T:
+    """Blocking calls on the loop: with no threads, a seed repeats a run exactly."""
+    await anyio.lowlevel.checkpoint()
+    return fn(*args)
+
+
+def empty_storage() -> Storage:
+    context = StorageContext(run_blocking=run_inline)
+    return open_memory(f"memory://world-{next(_names)}", context)
+
+
+def world_of(world_size: int, storages: list[Storage] | Storage, **changes: Any) -> SimulatedSave:
+    shared = torch.arange(3 * MIB, dtype=torch.uint8)
+    states = [
+        {
+            "model": StateDict(w=shared.clone(), b=torch.arange(7.0)),
+            "private": StateDict(x=torch.full((5,), float(rank)), rank=rank),
+        }
+        for rank in range(world_size)
+    ]
+    settings: dict[str, Any] = {
+        "storages": storages if isinstance(storages, list) else [storages] * world_size,
+        "states": states,
+        "run_blocking": run_inline,
+        "attempt": ATTEMPT,
+        "replicated": ["model/**"],
+    }
+    return SimulatedSave(**(settings | changes))
+
+
+async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
+    commit = decode_commit(await storage.get(COMMIT_KEY))
+    manifests = []
+    for record in commit.manifests:
+        manifest = decode_rank_manifest(await storage.get(record.key), record, record.key)
+        for held in manifest.objects:
+            assert (await storage.stat(held.key)).size == held.size
+        manifests.append(manifest)
+    return commit, manifests
+
+
+async def is_committed(storage: Storage) -> bool:
+    try:
+        await storage.stat(COMMIT_KEY)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("copies", [False, True])
+async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
+    storage = empty_storage()
+    world = world_of(4, storage, copies=copies)
+    assert await world.run() == [None] * 4
+    assert world.staged == {0, 1, 2, 3}
+    commit, manifests = await read_back(storage)
+    assert commit.world_size == 4
+    tensors = [(m.rank, e.path) for m in manifests for e in m.entries if isinstance(e, TensorEntry)]
+    assert sorted(path for _, path in tensors) == ["model/b", "model/w"] + ["private/x"] * 4
+    assert {rank for rank, path in tensors if path == "private/x"} == {0, 1, 2, 3}
+    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+
+
+async def test_one_ranks_storage_error_is_everybodys_outcome() -> None:
+    storage = empty_storage()
+    broken = FaultyStorage(storage, fail_at=1, fail_verbs=[Verb.WRITE_AT])
+    world = world_of(3, [storage, storage, broken], replicated=[])
+    outcomes = await world.run()
+    assert broken.was_hit
+    assert len(set(outcomes)) == 1
+    failure = outcomes[0]
+    assert isinstance(failure, Failure)
+    assert (failure.rank, failure.stage) == (2, Stage.STORE)
+    assert isinstance(world.causes[0], StorageError)
+    assert not await is_committed(storage)
+    assert [info.key async for info in storage.list("")] == []
+
+
+async def test_a_stalled_rank_ends_at_the_deadline() -> None:
+    storage = empty_storage()
+    stalled = FaultyStorage(storage, stall=[Verb.WRITE_AT])
+    begun = anyio.current_time()
+    world = world_of(3, [storage, stalled, storage], replicated=[], timeout_s=1500.0)
+    outcomes = await world.run()
+    assert anyio.current_time() - begun == pytest.approx(1500.0)
+    assert len(set(outcomes)) == 1
+    assert outcomes[0] is not None
+    assert outcomes[0].rank == 1
+    assert "waiting for rank(s) 1" in outcomes[0].reason
+    assert not await is_committed(storage)
+
+
+async def test_a_rank_of_another_release_is_refused_by_all() -> None:
+    storage = empty_storage()
+    outcomes = await world_of(2, storage, release_of={1: "0.0.1"}).run()
+    assert len(set(outcomes)) == 1
+    assert outcomes[0] is not None
+    assert "0.0.1" in outcomes[0].reason
+
+
+async def test_a_budget_below_the_state_still_stages_everything() -> None:
+    storage = empty_storage()
+    world = world_of(2, storage, copies=True, budget_bytes=MIB, replicated=[])
+    assert await world.run() == [None, None]
+    for budget in world.budgets:
+        statistics = budget.statistics()
+        assert statistics.leased_bytes == 0
+        assert statistics.peak_bytes <= 2 * MIB  # one chunk, larger than the whole budget
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
+    rng = random.Random(seed)
+    storage = empty_storage()
+    world_size = rng.randrange(1, 5)
+    storages: list[Storage] = []
+    for _ in range(world_size):
+        fault = rng.choice(["none", "none", "fail", "ambiguous", "stall", "slow"])
+        if fault == "none":
+            storages.append(storage)
+        elif fault == "stall":
+            verb = rng.choice([Verb.WRITE_AT, Verb.PUT, Verb.COMPLETE, Verb.WRITER])
+            storages.append(FaultyStorage(storage, stall=[verb]))
+        elif fault == "slow":
+            slow = {Verb.WRITE_AT: rng.random() * 20, Verb.PUT: rng.random() * 50}
+            storages.append(FaultyStorage(storage, latency_s=slow))
+        else:
+            storages.append(
+                FaultyStorage(
+                    storage,
+                    fail_at=rng.randrange(1, 15),
+                    fail_when="after" if fault == "ambiguous" else "before",
+                )
+            )
+    world = world_of(
+        world_size,
+        storages,
+        copies=rng.random() < 0.5,
+        replicated=rng.choice([[], ["model/**"]]),
+    )
+    begun = anyio.current_time()
+
+    async def cancel_sometime() -> None:
+        await anyio.sleep(rng.random() * 100)
+        rank = rng.randrange(world_size)
+        world.participants[rank].request_cancel("enough")
+
+    async with anyio.create_task_group() as tasks:
+        if rng.random() < 0.3:
+            tasks.start_soon(cancel_sometime)
+        outcomes = await world.run()
+        tasks.cancel_scope.cancel()
+
+    assert anyio.current_time() - begun <= 60.0 + 30.0 + 50.0, "deadline, clean-up, a slow put"
+    assert len(set(outcomes)) == 1, f"seed {seed}: ranks disagree"
+    outcome = outcomes[0]
+    if outcome is None or outcome.may_be_visible:
+        assert await is_committed(storage)
+        await read_back(storage)
+    else:
+        assert not await is_committed(storage)
+    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)

@@ -1,0 +1,201 @@
+"""``faulty://<url>``: the place at ``<url>`` through whatever wrapper a test has chosen.
+
+Every call of the API opens its storage anew, some twice. Here all openings of one scenario
+share one wrapper, so that a fault at "the k-th operation" means the k-th of the whole call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, StorageContext
+from actorsnap.storage.registry import open_storage, register
+from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+
+__all__ = ["Barrier", "BarrierStorage", "faulty", "faulty_url"]
+
+WAIT_S = 60.0
+"""Bound of every wait for another thread; reached only by a failing test."""
+
+
+class _Scheme:
+    def __init__(self) -> None:
+        self.wrap: Callable[[Storage], Storage] | None = None
+        self.opened: dict[str, Storage] = {}
+
+    def __call__(self, url: str, context: StorageContext) -> Storage:
+        inner = url.removeprefix("faulty://")
+        if self.wrap is None:
+            return open_storage(inner, context)
+        if inner not in self.opened:
+            self.opened[inner] = self.wrap(open_storage(inner, context))
+        return self.opened[inner]
+
+
+_scheme = _Scheme()
+register("faulty", _scheme)
+
+
+def faulty_url(url: object) -> str:
+    """The URL by which ``url`` is opened through the wrapper."""
+    return f"faulty://{url}"
+
+
+@contextmanager
+def faulty(wrap: Callable[[Storage], Storage]) -> Iterator[None]:
+    """Within, ``faulty://`` URLs open through ``wrap``, once per URL."""
+    _scheme.wrap, _scheme.opened = wrap, {}
+    try:
+        yield
+    finally:
+        _scheme.wrap, _scheme.opened = None, {}
+
+
+class Barrier:
+    """Holds the k-th operation until it is let go; used from any thread.
+
+    Attributes:
+        verb: Of the operation that is or was held.
+        key: Likewise.
+        num_operations: Operations begun.
+    """
+
+    def __init__(self, at: int, *, verbs: frozenset[str] | None = None) -> None:
+        self._at = at
+        self._verbs = verbs
+        self._lock = threading.Lock()
+        self._reached = threading.Event()
+        self._release = threading.Event()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self.verb = ""
+        self.key = ""
+        self.num_operations = 0
+        self._num_counted = 0
+
+    @property
+    def was_reached(self) -> bool:
+        return self._reached.is_set()
+
+    def wait_reached(self) -> bool:
+        """Blocks until the operation has begun; False if that takes too long."""
+        return self._reached.wait(WAIT_S)
+
+    def release(self) -> None:
+        """Lets the operation go on."""
+        with self._lock:
+            self._release.set()
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            loop, event = waiting
+            loop.call_soon_threadsafe(event.set)
+
+    def _is_held(self, verb: str, key: str) -> bool:
+        with self._lock:
+            self.num_operations += 1
+            if self._verbs is not None and verb not in self._verbs:
+                return False
+            self._num_counted += 1
+            if self._num_counted != self._at:
+                return False
+            self.verb, self.key = verb, key
+            return True
+
+    async def enter(self, verb: str, key: str) -> None:
+        """Counts an operation, and holds it if it is the one."""
+        if not self._is_held(verb, key):
+            return
+        event = asyncio.Event()
+        with self._lock:
+            if self._release.is_set():
+                event.set()
+            self._waiting = (asyncio.get_running_loop(), event)
+        self._reached.set()
+        await event.wait()
+
+    def enter_blocking(self, verb: str, key: str) -> None:
+        """``enter`` for worker threads."""
+        if self._is_held(verb, key):
+            self._reached.set()
+            assert self._release.wait(WAIT_S), "nobody let the operation go on"
+
+
+class BarrierStorage(Wrapper):
+    """Passes everything on, each operation through ``barrier`` first.
+
+    Without ``has_blocking_io`` nothing runs on worker threads, so that a cancellation can
+    reach the operation that is held.
+    """
+
+    def __init__(self, inner: Storage, barrier: Barrier, *, has_blocking_io: bool = False) -> None:
+        super().__init__(inner)
+        self._barrier = barrier
+        if not has_blocking_io:
+            self.capabilities = without_blocking_io(inner.capabilities)
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        async with self._passed("put", key):
+            await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        async with self._passed("put_if_absent", key):
+            await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        async with self._passed("writer", key):
+            return _BarrierWriter(await self.inner.writer(key, size), self._barrier)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        async with self._passed("get", key):
+            return await self.inner.get(key, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._passed("read_into", key):
+            await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        self._barrier.enter_blocking("read_into", key)
+        self.inner.read_into_blocking(key, offset, views)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async with self._passed("list", prefix):
+            pass
+        async for info in self.inner.list(prefix):
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        async with self._passed("delete", keys[0] if keys else ""):
+            await self.inner.delete(keys)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        async with self._passed("stat", key):
+            return await self.inner.stat(key)
+
+    @asynccontextmanager
+    async def _passed(self, verb: str, key: str) -> AsyncIterator[None]:
+        await self._barrier.enter(verb, key)
+        yield
+
+
+class _BarrierWriter(WriterWrapper):
+    def __init__(self, inner: ObjectWriter, barrier: Barrier) -> None:
+        super().__init__(inner)
+        self._barrier = barrier
+
+    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+        await self._barrier.enter("write_at", self.key)
+        await self.inner.write_at(offset, views)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        self._barrier.enter_blocking("write_at", self.key)
+        self.inner.write_at_blocking(offset, views)
+
+    async def complete(self) -> None:
+        await self._barrier.enter("complete", self.key)
+        await self.inner.complete()
+
+    async def abort(self) -> None:
+        await self._barrier.enter("abort", self.key)
+        await self.inner.abort()

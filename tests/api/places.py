@@ -1,0 +1,111 @@
+"""Small known states, and what lies at a place: the words in which tests of faults speak.
+
+A state is told by its number: ``state(3)`` and ``state(4)`` differ in every leaf, so a
+mixture of two is equal to none of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from actorsnap import NotASnapshot, Snapshot, StateDict
+from actorsnap.format.layout import attempt_of
+from actorsnap.format.manifest import COMMIT_KEY, decode_commit
+from actorsnap.runtime.host import Host
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.registry import open_storage
+from actorsnap.testing import run_blocking_in_thread
+
+__all__ = [
+    "assert_idle",
+    "assert_whole",
+    "leftovers",
+    "number_at",
+    "number_of",
+    "runtime_threads",
+    "state",
+]
+
+
+def state(number: int, *, num_floats: int = 400_000) -> dict[str, StateDict]:
+    """An app state of two data objects: a large key, and two small ones that share one."""
+    return {
+        "model": StateDict(
+            {
+                "weight": torch.full((num_floats,), float(number)),
+                "bias": torch.full((3, 5), number, dtype=torch.int64).t(),
+            }
+        ),
+        "optimizer": StateDict({"moment": torch.full((1000,), number, dtype=torch.int16)}),
+        "progress": StateDict({"step": number, "name": f"run {number}"}),
+    }
+
+
+def number_of(app_state: dict[str, StateDict]) -> int:
+    """The number of a state; fails if it is a mixture."""
+    number = app_state["progress"]["step"]
+    expected = state(number, num_floats=app_state["model"]["weight"].numel())
+    for key, stateful in expected.items():
+        for name, value in stateful.items():
+            found = app_state[key][name]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found, value), f"{key}/{name} is not of state {number}"
+            else:
+                assert found == value, f"{key}/{name} is not of state {number}"
+    return int(number)
+
+
+async def number_at(url: object) -> int | None:
+    """The number of the state that is committed at a place, verified to the last byte, or
+    None where nothing is."""
+    snapshot = Snapshot(str(url))
+    try:
+        report = await snapshot.verify("full")
+    except NotASnapshot as error:
+        assert error.found in ("absent", "unfinished"), error
+        return None
+    assert report.ok, report.problems
+    target = state(-1)
+    await Snapshot(str(url)).restore(target)
+    return number_of(target)
+
+
+def _open(url: object) -> Storage:
+    return open_storage(str(url), StorageContext(run_blocking=run_blocking_in_thread))
+
+
+async def _keys(storage: Storage) -> AsyncIterator[str]:
+    async for info in storage.list(""):
+        yield info.key
+
+
+async def leftovers(url: object) -> list[str]:
+    """The keys at a place that do not belong to its committed snapshot."""
+    storage = _open(url)
+    keys = [key async for key in _keys(storage)]
+    attempt = None
+    if COMMIT_KEY in keys:
+        attempt = decode_commit(await storage.get(COMMIT_KEY)).attempt
+    return [key for key in keys if key != COMMIT_KEY and attempt_of(key) != attempt]
+
+
+async def assert_whole(url: object, number: int | None, *, is_clean: bool = True) -> None:
+    """Fails unless state ``number`` (or nothing, for None) is committed at the place."""
+    assert await number_at(url) == number
+    if is_clean:
+        assert await leftovers(url) == []
+
+
+def assert_idle() -> None:
+    """Fails if the runtime still holds memory for a call."""
+    statistics: Any = Host.get().budget.statistics()
+    assert statistics.leased_bytes == 0, statistics
+    assert statistics.num_waiting == 0, statistics
+
+
+def runtime_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("actorsnap"))

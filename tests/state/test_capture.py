@@ -1,0 +1,131 @@
+"""What capture makes of an app state as a whole."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from actorsnap.errors import UsageError
+from actorsnap.format.manifest import (
+    BytesEntry,
+    ContainerEntry,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
+from actorsnap.state.capture import Leaf, capture
+from actorsnap.state.restore import KeyRestore
+from actorsnap.state.stateful import StateDict
+from tests.state.stored import Memory
+
+
+def paths(app_state: dict[str, Any], **options: Any) -> list[str]:
+    return [e.path for e in Memory(capture(app_state, **options)).entries]
+
+
+def test_keys_stand_in_sorted_order_and_are_reported_in_the_callers() -> None:
+    captured = capture({"b": StateDict(y=1, x=2), "a/%": StateDict(v=3)})
+    assert captured.keys == ("b", "a/%")
+    assert [e.path for e in Memory(captured).entries] == ["a%2F%25/v", "b/y", "b/x"]
+
+
+def test_parts_keep_traversal_order() -> None:
+    x = torch.ones(4)
+    app_state = {"s": StateDict(a=x[1:], b=1, c=[x], d={}, e=x[:2], f="t" * 5000)}
+    kinds = [(e.path, type(e)) for e in Memory(capture(app_state)).entries]
+    assert kinds == [
+        ("s/a", ViewEntry),
+        ("s/b", ValueEntry),
+        ("s/c", ContainerEntry),
+        ("s/c/0", TensorEntry),
+        ("s/d", ContainerEntry),
+        ("s/e", ViewEntry),
+        ("s/f", BytesEntry),
+    ]
+
+
+def test_leaves_are_the_parts_with_bytes() -> None:
+    captured = capture({"s": StateDict(a=1, b=torch.ones(3), c=b"x" * 5000)})
+    assert [leaf.item.path for leaf in captured.leaves] == ["s/b", "s/c"]
+    tensor, raw = (leaf.item for leaf in captured.leaves)
+    assert (tensor.dtype, tensor.shape, tensor.nbytes, tensor.itemsize) == ("float32", (3,), 12, 4)
+    assert (raw.dtype, raw.shape, raw.nbytes, raw.itemsize) == ("uint8", (5000,), 5000, 1)
+
+
+class Broken:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("mine")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def test_an_error_of_a_state_dict_is_the_users_with_a_note() -> None:
+    with pytest.raises(KeyError, match="mine") as caught:
+        capture({"ok": StateDict(), "bad": Broken()})
+    assert any("'bad'" in note for note in caught.value.__notes__)
+
+
+def replicated(*globs: str) -> set[str]:
+    state = {
+        "model": StateDict(w=torch.ones(1), deep={"w": torch.ones(1), "b": 1}),
+        "optim": StateDict({"0": torch.ones(1), "a/b": b"x" * 5000}),
+    }
+    entries = Memory(capture(state, replicated=list(globs))).entries
+    return {e.path for e in entries if not isinstance(e, ContainerEntry) and e.replicated}
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("model/*", {"model/w"}),
+        ("model/**", {"model/w", "model/deep/w", "model/deep/b"}),
+        ("**/w", {"model/w", "model/deep/w"}),
+        ("model/**/w", {"model/w", "model/deep/w"}),
+        ("*/w", {"model/w"}),
+        ("**", {"model/w", "model/deep/w", "model/deep/b", "optim/%30", "optim/a%2Fb"}),
+        ("optim/0", {"optim/%30"}),
+        ("optim/a%2Fb", {"optim/a%2Fb"}),
+        ("model/d*/b", {"model/deep/b"}),
+        ("model.w", set()),
+    ],
+)
+def test_replicated_globs(glob: str, expected: set[str]) -> None:
+    assert replicated(glob) == expected
+
+
+def test_a_glob_without_a_match_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert replicated("model/**", "nothing/*", "**/w") != set()
+    assert "'nothing/*' matches no leaf" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_one_string_of_globs_is_refused() -> None:
+    with pytest.raises(UsageError, match="list of globs"):
+        capture({"s": StateDict(a=1)}, replicated="model/**")
+
+
+def test_leaves_and_sources_agree() -> None:
+    captured = capture({"s": StateDict(a=torch.ones(2, 3).t(), b=torch.ones(3).expand(4, 3))})
+    for leaf in captured.leaves:
+        assert isinstance(leaf, Leaf)
+        assert leaf.source.nbytes == leaf.item.nbytes
+
+
+@pytest.mark.parametrize("num_tensors", [100_000])
+def test_very_many_small_tensors(num_tensors: int) -> None:
+    memory = torch.arange(num_tensors * 4, dtype=torch.float32).view(num_tensors, 4)
+    state = {f"layers.{i}.weight": row for i, row in enumerate(memory)}
+    captured = capture({"m": StateDict(state)})
+    assert len(captured.leaves) == len(captured.parts) == num_tensors
+    stored = Memory(captured)
+    target = {name: torch.zeros(4) for name in state}
+    restore = KeyRestore("m", stored.key("m"), target=target, allow_pickle=False)
+    assert len(restore.reads) == num_tensors
+    assert stored.fill(restore.reads) == memory.nbytes
+    result = restore.build()
+    assert all(result[name] is tensor for name, tensor in target.items())
+    assert torch.equal(torch.stack(list(target.values())), memory)
