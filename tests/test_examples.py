@@ -28,13 +28,21 @@ def run(name: str, *args: str, cwd: Path, timeout_s: float = 120.0) -> str:
     return done.stdout
 
 
+def left_behind(folder: Path) -> list[str]:
+    """What is still in the folder for temporary files, but for torch's own cache."""
+    return [p.name for p in folder.iterdir() if not p.name.startswith("torchinductor_")]
+
+
 def test_quickstart_async(tmp_path: Path) -> None:
-    assert run("quickstart_async.py", cwd=tmp_path).splitlines() == [
+    folder = tmp_path / "run"
+    assert run("quickstart_async.py", str(folder), cwd=tmp_path).splitlines() == [
         "saved: step-30",
         "restored: step 30",
         "one object: (256, 256) True",
     ]
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(p.name for p in folder.iterdir()) == ["step-10", "step-20", "step-30"]
+    for path in folder.iterdir():
+        assert (path / ".actorsnap").is_file()
 
 
 def test_quickstart_sync(tmp_path: Path) -> None:
@@ -43,14 +51,7 @@ def test_quickstart_sync(tmp_path: Path) -> None:
         "saved, while training went on: step-1-pending",
         "restored: step 1",
     ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_quickstart_leaves_snapshots_where_it_is_told(tmp_path: Path) -> None:
-    run("quickstart_async.py", str(tmp_path / "run"), cwd=tmp_path)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-10", "step-20", "step-30"]
-    for path in (tmp_path / "run").iterdir():
-        assert (path / ".actorsnap").is_file()
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("demo", marks=pytest.mark.slow)])
@@ -59,4 +60,4 @@ def test_train_resume(tmp_path: Path, size: str) -> None:
     assert "nothing committed: SIGKILL" in output
     assert "is passed over, it is unfinished" in output
     assert "losses and the final weights are equal" in output
-    assert list(tmp_path.iterdir()) == [], "the demo left something behind"
+    assert left_behind(tmp_path) == []

@@ -6,7 +6,9 @@ It owns the attempt's deadline and the one operation that makes a snapshot: the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import anyio
@@ -27,6 +29,7 @@ from actorsnap.protocol.coordinator import (
     CoordinatorMachine,
     DeadlinePassed,
     SendToRank,
+    StopCommit,
     WriteCommit,
 )
 from actorsnap.protocol.messages import Failure, Stage
@@ -36,6 +39,20 @@ from actorsnap.transport.base import CoordinatorEnd
 __all__ = ["CommitTemplate", "CoordinatorActor"]
 
 logger = logging.getLogger(__name__)
+
+_COMMIT_GRACE_S = 10.0
+"""A commit that is under way when the caller cancels may take so long: mostly it succeeds, and
+an unanswered one leaves garbage."""
+
+_LOOK_S = 10.0
+"""Bound of the look at what a failed commit has left."""
+
+
+class _Visible(Enum):
+    NONE = auto()
+    OURS = auto()
+    ANOTHER = auto()
+    UNKNOWN = auto()
 
 
 class CommitTemplate:
@@ -83,6 +100,7 @@ class CoordinatorActor:
         storage: Where the commit object goes.
         template: The rest of the commit object.
         timeout_s: Seconds until the attempt is aborted if it has not committed.
+        deadline: The loop's time when they are over; counted from ``run`` if None.
         on_failure: Gets the exception behind a failed commit, before it is reported.
 
     Attributes:
@@ -98,26 +116,33 @@ class CoordinatorActor:
         template: CommitTemplate,
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
+        deadline: float | None = None,
     ) -> None:
         self._machine = machine
         self._end = end
         self._storage = storage
         self._template = template
+        self._deadline = math.inf if deadline is None else deadline
+        self._has_deadline = deadline is not None
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._commit_scope = anyio.CancelScope()
+        self._stop_reason = ""
         self.commit: Commit | None = None
 
     async def run(self) -> None:
         """Returns when every rank has been told the outcome."""
-        deadline = anyio.current_time() + self._timeout_s
+        if not self._has_deadline:
+            self._deadline = anyio.current_time() + self._timeout_s
         while not self._machine.is_final:
-            event: CoordinatorEvent
-            with anyio.move_on_at(deadline) as scope:
-                event = await self._end.receive()
-            if scope.cancelled_caught:
-                event = DeadlinePassed(self._timeout_s)
-                deadline = float("inf")
-            await self._handle(event)
+            await self._handle(await self._next_event())
+
+    async def _next_event(self) -> CoordinatorEvent:
+        with anyio.CancelScope(deadline=self._deadline) as scope:
+            return await self._end.receive()
+        assert scope.cancelled_caught
+        self._deadline = math.inf
+        return DeadlinePassed(self._timeout_s)
 
     async def _handle(self, event: CoordinatorEvent) -> None:
         for command in self._machine.handle(event):
@@ -126,17 +151,52 @@ class CoordinatorActor:
                     await self._end.send(command.rank, command.message)
                 case WriteCommit():
                     await self._handle(await self._commit(command.manifests))
+                case StopCommit():
+                    self._stop_reason = command.reason
+                    self._commit_scope.deadline = anyio.current_time() + (
+                        _COMMIT_GRACE_S if command.has_grace else 0.0
+                    )
 
     async def _commit(self, manifests: tuple[ManifestRecord, ...]) -> CommitWritten | CommitFailed:
+        """Writes the commit object while messages and the deadline are listened to."""
         commit = self._template.fill(manifests)
-        data = encode_commit(commit)
+        ending: CommitWritten | CommitFailed | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._listen)
+            with self._commit_scope:
+                ending = await self._write_commit(commit)
+            tasks.cancel_scope.cancel()
+        if ending is None:
+            ending = await self._unanswered()
+        if isinstance(ending, CommitWritten):
+            self.commit = commit
+        return ending
+
+    async def _listen(self) -> None:
+        while True:
+            await self._handle(await self._next_event())
+
+    async def _write_commit(self, commit: Commit) -> CommitWritten | CommitFailed:
         try:
+            data = encode_commit(commit)
             if self._template.overwrite:
                 await self._storage.put(COMMIT_KEY, [memoryview(data)])
             else:
                 await self._storage.put_if_absent(COMMIT_KEY, data)
-        except ObjectExists as error:
-            self._on_failure(error)
+        except Exception as error:  # whatever a backend raises: what was stored must not be lost
+            return await self._failed(error)
+        return CommitWritten()
+
+    async def _failed(self, error: Exception) -> CommitWritten | CommitFailed:
+        visible = await self._visible()
+        if isinstance(error, ObjectExists) and visible is _Visible.OURS:
+            # The backend tried twice by itself, and met what its first try had created.
+            return CommitWritten()
+        self._on_failure(error)
+        lost = isinstance(error, ObjectExists) or (
+            visible is _Visible.ANOTHER and not self._template.overwrite
+        )
+        if lost:
             return CommitFailed(
                 Failure(
                     reason="another snapshot was committed at this path meanwhile",
@@ -145,26 +205,42 @@ class CoordinatorActor:
                     already_exists=True,
                 )
             )
-        except ActorSnapError as error:
-            self._on_failure(error)
-            return CommitFailed(
-                Failure(
-                    reason=str(error),
-                    stage=Stage.COMMIT,
-                    rank=0,
-                    key=COMMIT_KEY,
-                    may_be_visible=await self._may_be_visible(),
-                )
+        return CommitFailed(
+            Failure(
+                reason=str(error) if isinstance(error, ActorSnapError) else repr(error),
+                stage=Stage.COMMIT,
+                rank=0,
+                key=COMMIT_KEY,
+                may_be_visible=visible in (_Visible.OURS, _Visible.UNKNOWN),
             )
-        self.commit = commit
-        return CommitWritten()
+        )
 
-    async def _may_be_visible(self) -> bool:
-        """Whether a commit that failed (a folder's fsync, a lost answer) took effect."""
-        try:
-            data = await self._storage.get(COMMIT_KEY)
-            return decode_commit(data).attempt == self._template.attempt
-        except ObjectNotFound:
-            return False
-        except ActorSnapError:
-            return True
+    async def _unanswered(self) -> CommitWritten | CommitFailed:
+        """The ending of a commit whose answer nobody waits for any more."""
+        if await self._visible() is _Visible.OURS:
+            return CommitWritten()
+        # The storage may still perform it: what the commit object names must stay.
+        return CommitFailed(
+            Failure(
+                reason=f"{self._stop_reason}; the storage has not answered the commit, which "
+                "may yet take effect",
+                stage=Stage.COMMIT,
+                rank=0,
+                key=COMMIT_KEY,
+                may_be_visible=True,
+            )
+        )
+
+    async def _visible(self) -> _Visible:
+        """Whose commit object lies there, after a commit that failed or was not answered."""
+        with anyio.move_on_after(_LOOK_S):
+            try:
+                commit = decode_commit(await self._storage.get(COMMIT_KEY))
+            except ObjectNotFound:
+                return _Visible.NONE
+            except Exception:
+                logger.debug("the commit object cannot be read", exc_info=True)
+            else:
+                is_ours = commit.attempt == self._template.attempt
+                return _Visible.OURS if is_ours else _Visible.ANOTHER
+        return _Visible.UNKNOWN

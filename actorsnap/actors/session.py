@@ -54,6 +54,7 @@ from actorsnap.protocol.participant import (
     StoreManifest,
 )
 from actorsnap.state.capture import Captured, Leaf
+from actorsnap.state.tensors import MemorySource
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 from actorsnap.transport.base import ParticipantEnd
 
@@ -61,6 +62,7 @@ __all__ = ["ParticipantActor", "SaveSettings", "first_error"]
 
 logger = logging.getLogger(__name__)
 
+_RELEASED = MemorySource(0, 0, None)
 _CLEANUP_S = 30.0
 """Cleaning up after an abort takes no longer; what is left is garbage."""
 
@@ -303,6 +305,8 @@ class ParticipantActor:
     async def _stage(self, staging: StagingActor) -> None:
         await staging.run()
         if self._settings.copies:
+            for leaf in self._leaves:
+                leaf.source = _RELEASED  # from now on the trainer may free its memory, too
             await self._post(StagingEnded())
 
     async def _report_chunk(self, number: int) -> None:

@@ -35,7 +35,8 @@ class StagingActor:
         order: The chunks, in the order in which they are to be stored.
         sources: Per object, the byte source of each item, in stored order.
         copies: True copies every chunk, so that the trainer may overwrite its tensors as
-            soon as ``run`` has returned. False copies only what cannot be read in place.
+            soon as ``run`` has returned; they are not referred to any more then. False copies
+            only what cannot be read in place.
         out: Where staged chunks go; closed at the end.
         budget: Lends the memory for copies.
         full: Set when the budget makes staging wait, and at its end: until then the storing
@@ -80,6 +81,8 @@ class StagingActor:
         async with self._out, anyio.create_task_group() as tasks:
             for _ in range(self._num_copiers):
                 tasks.start_soon(self._stage_next, chunks)
+        if self._copies:
+            self._sources = ()
         self._full.set()
 
     async def _stage_next(self, chunks: Iterator[Chunk]) -> None:

@@ -18,30 +18,28 @@ MAX_ATTEMPT_S = 24 * 3600
 def collectable(
     attempts: Iterable[str],
     *,
-    committed: str | None,
     now_s: float,
     host: str,
-    is_alive: Callable[[int], bool],
+    may_run: Callable[[Attempt], bool],
     superseded: str | None = None,
 ) -> list[str]:
-    """The attempts whose objects may be deleted.
+    """The attempts whose objects may be deleted, unless one of them is the committed one.
+
+    Whoever deletes reads the commit object *after* this, or it could miss a commit.
 
     Args:
         attempts: Attempt folders found.
-        committed: The one that the commit object names; never collectable.
         now_s: Seconds since the epoch.
         host: This host and process namespace, as in attempt names.
-        is_alive: Whether a process id of this host is running.
+        may_run: Whether an attempt of this host may still be under way.
         superseded: An attempt that the caller knows was committed and replaced.
     """
     garbage = []
     for name in attempts:
-        if name == committed:
-            continue
         attempt = Attempt.parse(name)
         if attempt is None:
             continue
-        is_dead = attempt.host == host and not is_alive(attempt.pid)
+        is_dead = attempt.host == host and not may_run(attempt)
         is_old = now_s - attempt.created_s > MAX_ATTEMPT_S
         if is_dead or is_old or name == superseded:
             garbage.append(name)

@@ -9,7 +9,8 @@ Rules:
 1. Nothing is assigned before every rank has joined with the same release.
 2. ``WriteCommit`` is given once, after every rank reported ``Stored``; never after a
    failure, a cancellation or the deadline.
-3. Once it is given, the outcome is the commit's ending, whatever else arrives.
+3. Once it is given, the outcome is the commit's ending, whatever else arrives. A cancellation
+   or the deadline only ends the waiting for it (``StopCommit``).
 4. Every path ends in COMMITTED or ABORTED, and every rank is told the same.
 
 An event that the table does not have for the state is a ``ProtocolViolation``, except in
@@ -50,6 +51,7 @@ __all__ = [
     "DeadlinePassed",
     "ProtocolViolation",
     "SendToRank",
+    "StopCommit",
     "WriteCommit",
 ]
 
@@ -77,7 +79,8 @@ class CommitWritten(msgspec.Struct, frozen=True):
 
 
 class CommitFailed(msgspec.Struct, frozen=True):
-    """``WriteCommit`` failed, and nothing was committed by it."""
+    """``WriteCommit`` failed, or was stopped without an answer. Nothing was committed by it,
+    unless ``failure.may_be_visible``."""
 
     failure: Failure
 
@@ -95,8 +98,20 @@ class WriteCommit(msgspec.Struct, frozen=True):
     manifests: tuple[ManifestRecord, ...]
 
 
+class StopCommit(msgspec.Struct, frozen=True):
+    """Wait no longer for ``WriteCommit``, which still reports its ending.
+
+    Attributes:
+        reason: For people.
+        has_grace: The commit may still take a moment: it is likely about to succeed.
+    """
+
+    reason: str
+    has_grace: bool
+
+
 CoordinatorEvent: TypeAlias = ToCoordinator | DeadlinePassed | CommitWritten | CommitFailed
-CoordinatorCommand: TypeAlias = SendToRank | WriteCommit
+CoordinatorCommand: TypeAlias = SendToRank | WriteCommit | StopCommit
 
 _S = CoordinatorState
 
@@ -209,6 +224,12 @@ class CoordinatorMachine:
             )
         )
 
+    def _on_late_failure(self, event: Failed) -> list[CoordinatorCommand]:
+        return [StopCommit(event.failure.reason, has_grace=True)]
+
+    def _on_late_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
+        return [StopCommit(f"timeout_s={event.timeout_s:g} is over", has_grace=False)]
+
     def _too_late(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
         return []
 
@@ -241,8 +262,8 @@ _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorComman
     (_S.COMMITTING, Join): _M._too_late,
     (_S.COMMITTING, Staged): _M._too_late,
     (_S.COMMITTING, Stored): _M._too_late,
-    (_S.COMMITTING, Failed): _M._too_late,
-    (_S.COMMITTING, DeadlinePassed): _M._too_late,
+    (_S.COMMITTING, Failed): _M._on_late_failure,
+    (_S.COMMITTING, DeadlinePassed): _M._on_late_deadline,
     (_S.COMMITTING, CommitWritten): _M._on_commit_written,
     (_S.COMMITTING, CommitFailed): _M._on_commit_failed,
 }

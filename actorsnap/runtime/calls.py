@@ -8,17 +8,18 @@ drives the scripts with ``await``, ``sync`` by blocking.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import msgspec
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.reader import FetcherPool, Request, SnapshotReader
+from actorsnap.actors.reader import Request
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -28,7 +29,6 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.layout import attempt_of, is_commit_temporary
 from actorsnap.format.manifest import (
     BLOCK_BYTES,
     COMMIT_KEY,
@@ -54,7 +54,7 @@ from actorsnap.state.stateful import (
     validate_app_state,
 )
 from actorsnap.state.tree import escape
-from actorsnap.storage.base import Storage
+from actorsnap.storage.registry import absolute, check_url
 
 __all__ = [
     "AppState",
@@ -129,7 +129,11 @@ def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise UsageError(f"path must be a non-empty string or os.PathLike, not {path!r}")
-    return Place(url=os.fspath(path), storage_options=dict(storage_options or {}))
+    url = os.fspath(path)
+    if "://" not in url:
+        # Of now: the process may change its working folder while a save is running.
+        url = os.path.abspath(url)
+    return Place(url=url, storage_options=dict(storage_options or {}))
 
 
 def resolve_options(options: Options | None) -> Options:
@@ -170,8 +174,14 @@ def take(
         options=options,
     )
     del captured
-    job.start()
-    yield lambda _: _await_or_cancel(job, job.staged if is_async else job.finished)
+    try:
+        job.start()
+        yield lambda _: _await_or_cancel(job, job.staged if is_async else job.finished)
+    except BaseException:
+        # Ctrl-C just now may have met nobody who waits for the save.
+        job.cancel("the caller was interrupted")
+        concurrent.futures.wait([job.finished])
+        raise
     return job
 
 
@@ -240,21 +250,15 @@ def delete(source: Source) -> Script[None]:
     """The commit object first: what is left behind by a crash is garbage, not a ruin."""
 
     async def step(host: Host) -> None:
+        began_s = time.time()
         async with source.opened(host) as (storage, reader):
-            try:
-                await reader.commit()
-            except FormatError as error:
-                # A damaged snapshot can be deleted; what is none cannot.
-                if not isinstance(error, ChecksumMismatch):
-                    raise
+            attempt = None
+            # A damaged snapshot can be deleted; what is none cannot.
+            with contextlib.suppress(ChecksumMismatch):
+                attempt = (await reader.commit()).attempt
             await storage.delete([COMMIT_KEY])
-            await storage.delete(
-                [
-                    info.key
-                    async for info in storage.list("")
-                    if attempt_of(info.key) is not None or is_commit_temporary(info.key)
-                ]
-            )
+            # Not what another take is writing: it would commit a ruin.
+            await collect_garbage(host, storage, began_s=began_s, superseded=attempt)
         source.commit = None
         source.manifests = {}
 
@@ -265,15 +269,8 @@ def collect(source: Source, *, force: bool) -> Script[list[str]]:
     """Deletes garbage at the URL; with ``force`` also attempts that may be running."""
 
     async def step(host: Host) -> list[str]:
-        async with source.opened(host) as (storage, reader):
-            committed = None
-            try:
-                await storage.stat(COMMIT_KEY)
-            except ObjectNotFound:
-                pass
-            else:
-                committed = (await reader.commit()).attempt
-            return await collect_garbage(storage, committed=committed, force=force)
+        async with source.opened(host) as (storage, _):
+            return await collect_garbage(host, storage, force=force)
 
     deleted: list[str] = yield step
     return deleted
@@ -311,7 +308,7 @@ def verify(
             for rank in range(commit.world_size):
                 try:
                     manifest = await reader.manifest(rank)
-                except ActorSnapError as error:
+                except FormatError as error:
                     problems.append(error)
                     continue
                 leaves: list[list[Stored]] = [[] for _ in manifest.objects]
@@ -346,13 +343,13 @@ def verify(
                     missing = ChecksumMismatch(key=record.key, detail="the object is missing")
                     missing.__cause__ = error
                     problems.append(missing)
-                except ActorSnapError as error:
+                except FormatError as error:
                     problems.append(error)
                 except BaseExceptionGroup as group:
-                    found = group.split(ActorSnapError)
-                    if found[0] is None or found[1] is not None:
+                    damage, other = group.split(FormatError)
+                    if damage is None or other is not None:
                         raise
-                    problems.append(_leaves(found[0])[0])
+                    problems.append(_leaves(damage)[0])
                 if progress is not None:
                     progress(done, total)
             return VerifyReport(

@@ -40,7 +40,6 @@ __all__ = [
     "Host",
     "Script",
     "host_id",
-    "is_process_alive",
     "refuse_running_loop",
     "run_async",
     "run_sync",
@@ -140,7 +139,13 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        """Begins, from any thread."""
+        self._host.begin(self)
+
+    def start_here(self) -> None:
+        """Begins; on the runtime's loop."""
+        if not self.future.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         # Scopes can be made on a loop only.
@@ -161,12 +166,15 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Asks the coroutine to end; from any thread."""
+        """Asks the coroutine to end; from any thread, also if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
             if self._scope is not None:
                 self._scope.cancel()
+            elif self._task is None and not self.future.done():
+                self._coroutine.close()
+                self.future.set_exception(CallCancelled())
 
         self._host.call_soon(request)
 
@@ -193,6 +201,7 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._calls: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], str] = {}
+        self._running: set[Attempt] = set()
         self._thread = threading.Thread(
             target=self._run_loop, name="actorsnap-runtime", daemon=True
         )
@@ -224,23 +233,28 @@ class Host:
 
     def set_budget(self, limit_bytes: int | None) -> None:
         """Changes the process' memory budget; None leaves it."""
-        if limit_bytes is not None and limit_bytes != self.budget.limit_bytes:
+        if limit_bytes is not None:
 
             def change() -> None:
-                self.arena.limit_bytes = limit_bytes
-                self.arena.trim()
-                self.budget.limit_bytes = limit_bytes
+                if limit_bytes != self.budget.limit_bytes:
+                    self.arena.limit_bytes = limit_bytes
+                    self.arena.trim()
+                    self.budget.limit_bytes = limit_bytes
 
             self._loop.call_soon_threadsafe(change)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         """Starts ``coroutine`` on the loop."""
-        self.check_process()
         call = Call(self, coroutine)
+        call.start()
+        return call
+
+    def begin(self, call: Call[Any]) -> None:
+        """See ``Call.start``."""
+        self.check_process()
         self._calls.add(call)
         call.future.add_done_callback(lambda _: self._calls.discard(call))
-        self._loop.call_soon_threadsafe(call.start)
-        return call
+        self._loop.call_soon_threadsafe(call.start_here)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Runs a callback on the loop, from any thread."""
@@ -256,13 +270,29 @@ class Host:
         return list(self._saves.items())
 
     def new_attempt(self) -> Attempt:
-        """A name no other attempt has."""
-        return Attempt(
+        """A name no other attempt has. It counts as running until ``end_attempt``."""
+        attempt = Attempt(
             created_s=int(time.time()),
             host=host_id(),
             pid=os.getpid(),
             nonce=secrets.token_hex(4),
         )
+        self._running.add(attempt)
+        return attempt
+
+    def end_attempt(self, attempt: Attempt) -> None:
+        """Notes that the attempt will not commit any more, or has."""
+        self._running.discard(attempt)
+
+    def may_run(self, attempt: Attempt) -> bool:
+        """Whether an attempt of this machine and process namespace may be under way.
+
+        Of those that bear this process' id, the ones begun here are known, and all others are
+        from before the id was given anew.
+        """
+        if attempt.pid == os.getpid():
+            return attempt in self._running
+        return psutil.pid_exists(attempt.pid)
 
     def stop(self) -> None:
         """Cancels what runs, ends all threads. For tests and for exit."""
@@ -372,9 +402,11 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
 
 async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
     """Waits until the runtime has let go, however often the caller is cancelled."""
-    while not future.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await wait_done(future)
+    # The shield keeps anyio's scopes from cancelling in each turn of the loop.
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await wait_done(future)
 
 
 async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
@@ -430,8 +462,9 @@ def run_sync(script: Script[T], *, name: str) -> T:
         step = next(script)
         while True:
             host = Host.get()
-            call = host.submit(step(host))
+            call = Call(host, step(host))
             try:
+                call.start()
                 result = call.future.result()
             except Exception as error:
                 step = script.throw(_plain(error))
@@ -529,8 +562,3 @@ def host_id() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
-
-
-def is_process_alive(pid: int) -> bool:
-    """Whether a process of this host has that id."""
-    return psutil.pid_exists(pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +12,31 @@ from typing import Any
 import anyio
 
 from actorsnap.actors.reader import FetcherPool, SnapshotReader
+from actorsnap.errors import ObjectNotFound
 from actorsnap.format.layout import attempt_of, is_commit_temporary
-from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.format.manifest import COMMIT_KEY, Commit, RankManifest, decode_commit
 from actorsnap.options import Options
 from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable
-from actorsnap.runtime.host import Host, host_id, is_process_alive
+from actorsnap.runtime.host import Host, host_id
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 
-__all__ = ["Place", "Source", "collect_garbage", "open_place"]
+__all__ = ["Place", "Source", "collect_garbage", "committed_attempt", "open_place"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a snapshot lies, as the caller gave it."""
+    """Where a snapshot lies.
+
+    Attributes:
+        url: As the caller gave it.
+        at: The same, wherever the process' working folder may be by now.
+    """
 
     url: str
+    at: str
     storage_options: dict[str, Any]
 
 
@@ -42,7 +49,7 @@ def open_place(host: Host, place: Place, *, fsync: bool) -> Storage:
     context = StorageContext(
         options=place.storage_options, run_blocking=host.run_blocking, durable=fsync
     )
-    return open_storage(place.url, context)
+    return open_storage(place.at, context)
 
 
 class Source:
@@ -87,24 +94,30 @@ class Source:
 
 
 async def collect_garbage(
+    host: Host,
     storage: Storage,
     *,
-    committed: str | None,
-    has_just_committed: bool = False,
+    began_s: float | None = None,
     superseded: str | None = None,
     force: bool = False,
 ) -> list[str]:
     """Deletes what attempts left that can no longer commit.
 
+    The order matters: an attempt that was dead before the commit object is read cannot have
+    committed after it, so what is deleted belongs to no snapshot, whoever commits meanwhile.
+
     Args:
-        committed: The attempt that the commit object names.
-        has_just_committed: The caller has created that commit object: temporaries of
-            others have lost the race.
+        began_s: When the caller's attempt began, which has just committed: temporaries of
+            the commit object from before are nobody's.
         superseded: An attempt that the caller knows to be replaced.
         force: Delete every other attempt, also one that may be running.
 
     Returns:
         The keys deleted.
+
+    Raises:
+        FormatError: the commit object is damaged; nothing was deleted.
+        StorageError: listing, reading or deleting failed.
     """
     now_s = time.time()
     by_attempt: dict[str, list[str]] = {}
@@ -115,22 +128,43 @@ async def collect_garbage(
             by_attempt.setdefault(attempt, []).append(info.key)
         elif is_commit_temporary(info.key):
             is_old = now_s - info.modified_s > MAX_ATTEMPT_S
-            if is_old or has_just_committed or force:
+            is_older = began_s is not None and info.modified_s < began_s
+            if is_old or is_older or force:
                 keys.append(info.key)
-    if force:
-        garbage = [attempt for attempt in by_attempt if attempt != committed]
-    else:
-        garbage = collectable(
-            by_attempt,
-            committed=committed,
-            now_s=now_s,
-            host=host_id(),
-            is_alive=is_process_alive,
-            superseded=superseded,
-        )
+    garbage = by_attempt.keys()
+    if not force:
+        garbage = await host.run_blocking(_find_collectable, host, by_attempt, now_s, superseded)
+    committed = await committed_attempt(storage)
     for attempt in garbage:
-        keys.extend(by_attempt[attempt])
+        if attempt != committed:
+            keys.extend(by_attempt[attempt])
     if keys:
         await storage.delete(keys)
-        logger.info("%s: deleted %d objects of %d attempts", storage.url, len(keys), len(garbage))
+        logger.info("%s: deleted %d objects that were garbage", storage.url, len(keys))
     return keys
+
+
+def _find_collectable(
+    host: Host, attempts: Iterable[str], now_s: float, superseded: str | None
+) -> list[str]:
+    return collectable(
+        attempts,
+        now_s=now_s,
+        host=host_id(),
+        may_run=host.may_run,
+        superseded=superseded,
+    )
+
+
+async def committed_attempt(storage: Storage) -> str | None:
+    """The attempt that the commit object names; None where there is no commit object.
+
+    Raises:
+        FormatError: it is damaged.
+        StorageError: reading failed.
+    """
+    try:
+        data = await storage.get(COMMIT_KEY)
+    except ObjectNotFound:
+        return None
+    return decode_commit(data).attempt

@@ -21,18 +21,24 @@ from actorsnap.errors import (
     ActorSnapError,
     FormatError,
     ObjectExists,
-    ObjectNotFound,
     SnapshotAborted,
+    StorageError,
 )
-from actorsnap.format.manifest import COMMIT_KEY, Commit, decode_commit
+from actorsnap.format.manifest import COMMIT_KEY, Commit
 from actorsnap.options import Options
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
-from actorsnap.protocol.messages import Failure
+from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.protocol.participant import ParticipantMachine
 from actorsnap.release import RELEASE
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.place import Place, Source, collect_garbage, open_place
+from actorsnap.runtime.place import (
+    Place,
+    Source,
+    collect_garbage,
+    committed_attempt,
+    open_place,
+)
 from actorsnap.state.capture import Captured
 from actorsnap.storage.base import Storage
 from actorsnap.transport.inproc import InprocTransport
@@ -40,6 +46,9 @@ from actorsnap.transport.inproc import InprocTransport
 __all__ = ["SaveJob"]
 
 logger = logging.getLogger(__name__)
+
+_CLEANUP_S = 30.0
+"""What comes after the outcome takes no longer."""
 
 
 class SaveJob:
@@ -74,6 +83,9 @@ class SaveJob:
         self._cause: BaseException | None = None
         self._participant: ParticipantActor | None = None
         self._cancel_reason: str | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._began_s = time.time()
+        self._has_begun = False
         self.url = place.url
         self.label = f"snapshot {place.url} attempt {self._attempt} rank 0"
         self.board = ProgressBoard(self.label)
@@ -83,16 +95,21 @@ class SaveJob:
     def start(self) -> None:
         """Begins; returns at once."""
         self._host.set_budget(self._options.memory_budget_bytes)
-        self._host.submit(self._run())
         self._host.track_save(self.finished, self.label)
+        self._host.submit(self._run())
 
     def cancel(self, reason: str) -> None:
-        """Asks for an abort, from any thread. The commit may win nevertheless."""
+        """Asks for an abort, from any thread, also if ``start`` was interrupted. The commit
+        may win nevertheless."""
 
         def request() -> None:
-            self._cancel_reason = reason
+            self._cancel_reason = self._cancel_reason or reason
+            if not self._has_begun and not self.finished.done():
+                self._settle(SnapshotAborted(reason=reason, rank=0, stage=Stage.CANCEL))
             if self._participant is not None:
                 self._participant.request_cancel(reason)
+            elif self._scope is not None:
+                self._scope.cancel()
 
         self._host.call_soon(request)
 
@@ -113,10 +130,12 @@ class SaveJob:
         return Source(self._place, self._options, self.finished.result())
 
     async def _run(self) -> None:
+        if self.finished.done():
+            return
+        self._has_begun = True
         try:
             commit = await self._save()
         except BaseException as error:
-            self.board.enter(Phase.ABORTED)
             if isinstance(error, Exception):
                 shown: BaseException = error
                 # Until staged the caller waits and gets the error; later nobody may ask.
@@ -126,27 +145,52 @@ class SaveJob:
                 )
             else:
                 shown = SnapshotAborted(reason="the runtime was stopped", rank=0, stage="cancel")
-            if not self.staged.done():
-                self.staged.set_exception(shown)
-            self.finished.set_exception(shown)
+            self._settle(shown)
             if not isinstance(error, Exception):
                 raise
         else:
+            self._host.end_attempt(self._attempt)
             self.finished.set_result(commit)
+
+    def _settle(self, error: BaseException) -> None:
+        self.board.enter(Phase.ABORTED)
+        self._host.end_attempt(self._attempt)
+        if not self.staged.done():
+            self.staged.set_exception(error)
+        self.finished.set_exception(error)
 
     async def _save(self) -> Commit:
         options = self._options
+        deadline = anyio.current_time() + options.timeout_s
         storage = open_place(self._host, self._place, fsync=options.fsync)
         try:
-            older = await self._older_attempt(storage)
-            commit = await self._attempt_save(storage)
+            older = await self._look(storage, deadline)
+            commit = await self._attempt_save(storage, deadline)
             self.board.enter(Phase.COMMITTED)
             logger.info("%s: committed", self.label)
             await self._collect(storage, older)
             return commit
         finally:
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(_CLEANUP_S, shield=True):
                 await storage.aclose()
+
+    async def _look(self, storage: Storage, deadline: float) -> str | None:
+        """``_older_attempt``, within the deadline and until a cancellation."""
+        reason = f"timeout_s={self._options.timeout_s:g} is over; the storage did not answer"
+        stage = Stage.JOIN
+        try:
+            with anyio.CancelScope(deadline=deadline) as self._scope:
+                return await self._older_attempt(storage)
+            if self._cancel_reason is not None:
+                reason, stage = self._cancel_reason, Stage.CANCEL
+        except ObjectExists:
+            raise
+        except StorageError as error:
+            self._on_failure(error)
+            reason = str(error)
+        finally:
+            self._scope = None
+        raise self._error(Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY))
 
     async def _older_attempt(self, storage: Storage) -> str | None:
         """The attempt that a commit replaces.
@@ -155,10 +199,11 @@ class SaveJob:
             ObjectExists: there is a commit, and ``overwrite`` is not given.
         """
         try:
-            data = await storage.get(COMMIT_KEY)
-        except ObjectNotFound:
-            return None
-        if not self._overwrite:
+            older = await committed_attempt(storage)
+        except FormatError:
+            logger.warning("%s: the commit object that is there is damaged", self.label)
+            older = ""
+        if older is not None and not self._overwrite:
             raise ObjectExists(
                 op="take",
                 key=COMMIT_KEY,
@@ -166,13 +211,9 @@ class SaveJob:
                 detail="a snapshot is committed at this path. Take to another path, or pass "
                 "overwrite=True: the old one stays valid until the new one is committed",
             )
-        try:
-            return decode_commit(data).attempt
-        except FormatError:
-            logger.warning("%s: the commit object to be replaced is damaged", self.label)
-            return None
+        return older or None
 
-    async def _attempt_save(self, storage: Storage) -> Commit:
+    async def _attempt_save(self, storage: Storage, deadline: float) -> Commit:
         options, attempt = self._options, str(self._attempt)
         transport = InprocTransport(world_size=1)
         captured, self._captured = self._captured, None
@@ -213,6 +254,7 @@ class SaveJob:
                 overwrite=self._overwrite,
             ),
             timeout_s=options.timeout_s,
+            deadline=deadline,
             on_failure=self._on_failure,
         )
         self._participant = participant
@@ -254,16 +296,16 @@ class SaveJob:
         return error
 
     async def _collect(self, storage: Storage, older: str | None) -> None:
-        """Garbage never makes a committed snapshot fail."""
+        """Garbage never makes a committed snapshot fail, nor keeps its caller waiting."""
         try:
-            await collect_garbage(
-                storage,
-                committed=str(self._attempt),
-                has_just_committed=True,
-                superseded=older,
-            )
-        except ActorSnapError as error:
+            with anyio.move_on_after(_CLEANUP_S) as self._scope:
+                await collect_garbage(self._host, storage, began_s=self._began_s, superseded=older)
+            if self._scope.cancelled_caught:
+                logger.warning("%s: garbage was left: deleting it took too long", self.label)
+        except Exception as error:  # whatever a backend raises
             logger.warning("%s: garbage was left: %s", self.label, error)
+        finally:
+            self._scope = None
 
 
 def _utc(seconds: float) -> str:

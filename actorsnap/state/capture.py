@@ -151,14 +151,17 @@ def _read_states(app_state: Mapping[str, Any]) -> dict[str, Any]:
     states: dict[str, Any] = {}
     generators = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     others = sorted(key for key in app_state if key not in generators)
-    for key in [*sorted(generators), *others]:
-        try:
-            states[key] = app_state[key].state_dict()
-        except Exception as error:
-            error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
-            raise
-    for key in generators[:1]:
-        app_state[key].load_state_dict(states[key])
+    try:
+        for key in [*sorted(generators), *others]:
+            try:
+                states[key] = app_state[key].state_dict()
+            except Exception as error:
+                error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
+                raise
+    finally:
+        for key in sorted(generators)[:1]:
+            if key in states:
+                app_state[key].load_state_dict(states[key])
     return states
 
 

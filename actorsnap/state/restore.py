@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from math import prod
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from actorsnap.errors import FormatError, IncompatibleState, UsageError
 from actorsnap.format.manifest import (
-    BLOCK_BYTES,
     BytesEntry,
     CompositeEntry,
     ContainerEntry,
@@ -29,16 +28,22 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.format.validate import COMPOSITE_PARTS
 from actorsnap.state import objects, targets
+from actorsnap.state.checks import (
+    NUMPY_KINDS,
+    TENSOR_KINDS,
+    check_stored,
+    check_tensor,
+    check_view,
+    fail,
+)
 from actorsnap.state.composite import assemble, part_shape
 from actorsnap.state.members import Member, place
 from actorsnap.state.tensors import (
     DTYPES,
-    QUANTIZED,
     ByteSink,
     MemorySink,
     c_strides,
     empty_tensor,
-    extent_bytes,
     refusal,
 )
 from actorsnap.state.tree import (
@@ -55,14 +60,7 @@ from actorsnap.state.tree import (
 __all__ = ["KeyRestore", "entries_by_key", "read_one"]
 
 _ABSENT: Any = object()
-_MAX_BYTES = 1 << 62
-_TENSOR_KINDS = frozenset({"tensor", "parameter", "buffer"})
-_NUMPY_KINDS = frozenset({"numpy", "numpy_scalar"})
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _fail(path: str, detail: str) -> NoReturn:
-    raise FormatError(key=path, detail=detail)
 
 
 def entries_by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -92,7 +90,7 @@ def entries_by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     for token, found in tokens.items():
         key = unescape(token)
         if type(key) is not str:
-            _fail(token, "a top-level key is a str")
+            fail(token, "a top-level key is a str")
         keys[key] = found
     return keys
 
@@ -146,7 +144,7 @@ class KeyRestore:
         self._values: dict[str, object] = {}
         # What remains to do once all bytes are there, in this order.
         self._finishers: list[Callable[[], None]] = []
-        self._has_target = target is not None
+        self._target = target
         self._targets: dict[str, object] = {}
         self._target_items: list[tuple[str, object]] = []
         if target is not None:
@@ -155,13 +153,25 @@ class KeyRestore:
             self._targets = {
                 path: value for path, value in self._target_items if type(value) is not Container
             }
-        self._viewed = {entry.of for entry in entries if type(entry) is ViewEntry}
+        self._viewed = {
+            entry.of for entry in entries if type(entry) is ViewEntry and self._has(entry.path)
+        }
         self._dense: dict[str, TensorEntry | ViewEntry] = {}
+        self._views: list[ViewEntry] = []
+        self._bases: dict[str, TensorEntry] = {}
         self._members: dict[str, list[Member]] = {}
         self._composites: list[CompositeEntry] = []
         self._add_entries(entries)
-        self._place_composites()
-        self._place_members(entries)
+        if self._root not in self._skeleton:
+            fail(self._root, "the snapshot has no entries of it")
+        self._check_views(entries)
+        for composite in self._composites:
+            for part in composite.parts:
+                self._place_part(composite, part)
+        for of, members in self._members.items():
+            self._place(self._bases[of], members)
+        for composite in self._composites:
+            self._finishers.append(partial(self._assemble, composite))
         if self._pickles:
             lines = "\n".join(f"  {path!r}" for path in self._pickles)
             raise UsageError(
@@ -184,9 +194,15 @@ class KeyRestore:
         finishers, self._finishers = self._finishers, []
         for finish in finishers:
             finish()
+        if self._skeleton.is_leaf(self._root) and self._root not in self._values:
+            return self._target  # an unexpected leaf that was not asked for
         return self._skeleton.build(self._values)
 
     # Entries, one by one
+
+    def _has(self, path: str) -> bool:
+        root = self._root
+        return path == root or path.startswith((root + "/", root + "@"))
 
     def _add_entries(self, entries: Sequence[Entry]) -> None:
         root = self._root
@@ -199,8 +215,10 @@ class KeyRestore:
             kind = type(entry)
             if "@" in path:
                 if (kind is not TensorEntry and kind is not ViewEntry) or path in self._dense:
-                    _fail(path, "two entries have this path, or it is no part of an entry")
+                    fail(path, "two entries have this path, or it is no part of an entry")
                 self._dense[path] = entry  # type: ignore[assignment]
+                if kind is ViewEntry:
+                    self._views.append(entry)  # type: ignore[arg-type]
             elif kind is ContainerEntry:
                 assert isinstance(entry, ContainerEntry)
                 metadata = objects.decode_inline(entry.attributes, path)
@@ -221,7 +239,7 @@ class KeyRestore:
     def _find(self, path: str) -> tuple[bool, object]:
         """Returns whether a stored leaf is wanted, and the target's leaf, or _ABSENT."""
         target = self._targets.get(path, _ABSENT)
-        if target is _ABSENT and self._has_target:
+        if target is _ABSENT and self._target is not None:
             self.unexpected.append(path)
             return self._include_unexpected, _ABSENT
         return True, target
@@ -255,7 +273,7 @@ class KeyRestore:
 
     def _add_tensor(self, entry: TensorEntry) -> None:
         path = entry.path
-        dtype = _check_tensor(entry)
+        dtype = check_tensor(entry)
         if path in self._viewed:
             self._dense[path] = entry
         is_wanted, target = self._find(path)
@@ -286,10 +304,16 @@ class KeyRestore:
         kind = "numpy array" if dtype is None else "tensor"
         if not self._fits(path, target, kind, entry.dtype, shape):
             return
-        is_target = isinstance(target, torch.Tensor | np.ndarray)
-        if not is_target and dtype is not None and path not in self._viewed:
-            self._values[path] = self._fresh(entry, dtype)
-            return
+        if path not in self._viewed:
+            if isinstance(target, torch.Tensor | np.ndarray):
+                if targets.is_writable(target):  # on a device, or strided
+                    if entry.data.stop > entry.data.start:
+                        self.reads.append((entry.data, targets.sink_of(target)))
+                    self._values[path] = target
+                    return
+            elif dtype is not None:
+                self._values[path] = self._fresh(entry, dtype)
+                return
         member = Member(
             path, entry.type, entry.dtype, shape, c_strides(shape), 0, entry.requires_grad, target
         )
@@ -311,9 +335,9 @@ class KeyRestore:
         return targets.typed(tensor, entry.type, entry.requires_grad)
 
     def _add_view(self, entry: ViewEntry) -> None:
-        _check_kind(entry)
+        self._views.append(entry)
         is_wanted, target = self._find(entry.path)
-        kind = "numpy array" if entry.type in _NUMPY_KINDS else "tensor"
+        kind = "numpy array" if entry.type in NUMPY_KINDS else "tensor"
         if is_wanted and self._fits(entry.path, target, kind, entry.dtype, entry.shape):
             self._add_member(entry, target)
 
@@ -333,9 +357,9 @@ class KeyRestore:
 
     def _add_bytes(self, entry: BytesEntry) -> None:
         path, kind = entry.path, entry.type
-        nbytes = _check_stored(path, entry.data)
+        nbytes = check_stored(path, entry.data)
         if kind not in ("bytes", "bytearray", "str", "pickle", "numpy"):
-            _fail(path, f"unknown type of bytes {kind!r}")
+            fail(path, f"unknown type of bytes {kind!r}")
         is_wanted, target = self._find(path)
         if not is_wanted:
             return
@@ -373,10 +397,10 @@ class KeyRestore:
     def _add_composite(self, entry: CompositeEntry) -> None:
         path = entry.path
         layout = entry.layout
-        if entry.type not in _TENSOR_KINDS or COMPOSITE_PARTS.get(layout) != entry.parts:
-            _fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
+        if entry.type not in TENSOR_KINDS or COMPOSITE_PARTS.get(layout) != entry.parts:
+            fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
-            _fail(path, f"unknown dtype {entry.dtype!r:.80}, or a negative size {entry.shape}")
+            fail(path, f"unknown dtype {entry.dtype!r:.80}, or a negative size {entry.shape}")
         is_wanted, target = self._find(path)
         kind = f"{layout} tensor" if layout.startswith("sparse") else "tensor"
         if is_wanted and self._fits(path, target, kind, entry.dtype, entry.shape):
@@ -384,53 +408,45 @@ class KeyRestore:
 
     # Composites and shared memory, once all entries are known
 
-    def _place_composites(self) -> None:
-        for entry in self._composites:
-            for part in entry.parts:
-                self._place_part(entry, part)
-        # A part of an unwanted entry may be the base of a wanted view.
+    def _check_views(self, entries: Sequence[Entry]) -> None:
+        if not self._views:
+            return
+        self._bases = {
+            entry.path: entry
+            for entry in entries
+            if type(entry) is TensorEntry and entry.path in self._viewed
+        }
+        checked: set[str] = set()
+        for view in self._views:
+            base = self._bases.get(view.of)
+            if base is None:
+                fail(view.path, f"it is a view of {view.of!r}, which is no tensor entry")
+            if view.of not in checked:
+                check_tensor(base)
+                checked.add(view.of)
+            check_view(view, base.data.stop - base.data.start)
 
     def _place_part(self, entry: CompositeEntry, part: str) -> None:
         path = part_path(entry.path, part)
         dense = self._dense.get(path)
         if dense is None or dense.type != "tensor":
-            _fail(entry.path, f"it has no part {part!r}")
+            fail(entry.path, f"it has no part {part!r}")
         try:
             must = part_shape(entry.layout, entry.dtype, entry.shape, part)
         except ValueError as error:
-            _fail(entry.path, str(error))
+            fail(entry.path, str(error))
         if must is not None and must != (dense.dtype, dense.shape):
-            _fail(path, f"it is a {dense.dtype} {dense.shape}, not a {must[0]} {must[1]}")
+            fail(path, f"it is a {dense.dtype} {dense.shape}, not a {must[0]} {must[1]}")
         if isinstance(dense, ViewEntry):
-            _check_kind(dense)
             self._add_member(dense, _ABSENT)
             return
-        _check_tensor(dense)
+        check_tensor(dense)
         shape = dense.shape
         member = Member(path, "tensor", dense.dtype, shape, c_strides(shape), 0, False, _ABSENT)
         if path in self._viewed:
             self._members.setdefault(path, []).append(member)
         else:
             self._place(dense, [member])
-
-    def _place_members(self, entries: Sequence[Entry]) -> None:
-        if self._members:
-            bases = {
-                entry.path: entry
-                for entry in entries
-                if type(entry) is TensorEntry and entry.path in self._viewed
-            }
-            for of, members in self._members.items():
-                base = bases.get(of)
-                if base is None:
-                    _fail(members[0].path, f"it is a view of {of!r}, which is no tensor entry")
-                nbytes = _check_stored(of, base.data)
-                _check_tensor(base)
-                for member in members:
-                    _check_view(member, nbytes)
-                self._place(base, members)
-        for entry in self._composites:
-            self._finishers.append(lambda entry=entry: self._assemble(entry))  # type: ignore[misc]
 
     def _place(self, base: TensorEntry, members: list[Member]) -> None:
         """Finds memory for entries that share stored bytes, most often for just one."""
@@ -488,72 +504,6 @@ class KeyRestore:
                 self._values[path] = value
         except FormatError:
             return  # the snapshot has a leaf where the target has a container, or vice versa
-
-
-# Checks -------------------------------------------------------------------------------------
-
-
-def _check_stored(path: str, data: Stored) -> int:
-    start, stop = data.start, data.stop
-    if not 0 <= start <= stop < _MAX_BYTES or len(data.crc32c) != -((start - stop) // BLOCK_BYTES):
-        _fail(path, f"no bytes lie at [{start}, {stop}) with {len(data.crc32c)} checksums")
-    return stop - start
-
-
-def _check_kind(entry: TensorEntry | ViewEntry) -> torch.dtype | None:
-    """Checks type and dtype; returns the torch dtype of a tensor, None for numpy's."""
-    kind = entry.type
-    dtype: torch.dtype | None
-    if kind in _TENSOR_KINDS:
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is None or dtype in QUANTIZED:
-            _fail(entry.path, f"no dense tensor has dtype {entry.dtype!r:.80}")
-        if entry.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            _fail(entry.path, f"a tensor of dtype {entry.dtype} cannot require gradients")
-        return dtype
-    if kind not in _NUMPY_KINDS or entry.dtype not in objects.NUMPY_DTYPES:
-        _fail(entry.path, f"no {kind!r:.80} has dtype {entry.dtype!r:.80}")
-    return None
-
-
-def _check_tensor(entry: TensorEntry) -> torch.dtype | None:
-    dtype = _check_kind(entry)
-    data = entry.data
-    nbytes = _check_stored(entry.path, data)
-    if dtype is not None:
-        itemsize = dtype.itemsize
-    else:
-        itemsize = objects.NUMPY_DTYPES[entry.dtype][0].itemsize
-    shape = entry.shape
-    if min(shape, default=0) < 0 or prod(shape) * itemsize != nbytes:
-        _fail(entry.path, f"{nbytes} bytes are no {entry.dtype} of shape {shape}")
-    if entry.type == "numpy_scalar" and shape:
-        _fail(entry.path, f"a numpy scalar has no shape {shape}")
-    if entry.offsets is not None or entry.global_shape is not None:
-        _fail(entry.path, "it is a shard; sharded snapshots need a later release of actorsnap")
-    # A product of zero says nothing about the other sizes.
-    if nbytes == 0 and prod([size for size in shape if size]) >= _MAX_BYTES:
-        _fail(entry.path, f"no tensor has shape {shape}")
-    return dtype
-
-
-def _check_view(member: Member, base_bytes: int) -> None:
-    shape, strides = member.shape, member.strides
-    itemsize = member.itemsize
-    if (
-        len(shape) != len(strides)
-        or min(shape, default=0) < 0
-        or min(strides, default=0) < 0
-        or member.offset < 0
-        or prod([size for size in shape if size]) * itemsize >= _MAX_BYTES
-        or max(strides, default=0) >= _MAX_BYTES
-        or member.offset + extent_bytes(shape, strides, itemsize) > base_bytes
-    ):
-        _fail(
-            member.path,
-            f"no view of {base_bytes} bytes has shape {shape}, strides {strides}, "
-            f"offset {member.offset}",
-        )
 
 
 # A part of a key ------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ class MemoryStorage(Storage):
             raise UsageError(f"not an offset: {offset}")
         data = (await self._find("read_into", key)).data
         wanted = num_bytes(views)
-        if offset + wanted > len(data):
+        if wanted and offset + wanted > len(data):
             raise _truncated(key, offset + wanted, len(data))
         copy_into(memoryview(data)[offset : offset + wanted], views)
 

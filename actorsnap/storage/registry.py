@@ -20,7 +20,14 @@ from importlib import import_module, metadata
 from actorsnap.errors import UsageError
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 
-__all__ = ["ENTRY_POINT_GROUP", "known_schemes", "open_storage", "register"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "absolute",
+    "check_url",
+    "known_schemes",
+    "open_storage",
+    "register",
+]
 
 ENTRY_POINT_GROUP = "actorsnap.storage"
 
@@ -71,7 +78,7 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
         UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
             refuses the options.
     """
-    text = _text(url)
+    text = check_url(url)
     match = _SCHEME.match(text)
     if match is None or not isinstance(url, str):
         return _checked("fs", _load("fs", _BUILT_IN["fs"])(text, context))
@@ -80,7 +87,20 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
     return _checked(scheme, _factory(scheme)(text, context))
 
 
-def _text(url: object) -> str:
+def absolute(url: str) -> str:
+    """The URL that names the same place when the process has changed its working folder."""
+    scheme, path = ("fs://", url[5:]) if url.lower().startswith("fs://") else ("", url)
+    if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
+        return url
+    return f"{scheme}{os.getcwd()}/{path}"
+
+
+def check_url(url: object) -> str:
+    """A URL or path as a string.
+
+    Raises:
+        UsageError: it is neither, is empty, or a URL that was damaged by pathlib.
+    """
     if isinstance(url, str):
         text = url
     elif isinstance(url, os.PathLike):

@@ -164,7 +164,10 @@ async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
             verb = rng.choice([Verb.WRITE_AT, Verb.PUT, Verb.COMPLETE, Verb.WRITER])
             storages.append(FaultyStorage(storage, stall=[verb]))
         elif fault == "slow":
-            slow = {Verb.WRITE_AT: rng.random() * 20, Verb.PUT: rng.random() * 50}
+            slow: dict[Verb | str, float] = {
+                Verb.WRITE_AT: rng.random() * 20,
+                Verb.PUT: rng.random() * 50,
+            }
             storages.append(FaultyStorage(storage, latency_s=slow))
         else:
             storages.append(

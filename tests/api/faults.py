@@ -57,18 +57,27 @@ def faulty(wrap: Callable[[Storage], Storage]) -> Iterator[None]:
 class Barrier:
     """Holds the k-th operation until it is let go; used from any thread.
 
+    Args:
+        at: Which operation, counted from 1.
+        verbs: Count these only.
+        threads_only: Count only what runs on worker threads.
+
     Attributes:
         verb: Of the operation that is or was held.
         key: Likewise.
         num_operations: Operations begun.
     """
 
-    def __init__(self, at: int, *, verbs: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, at: int, *, verbs: frozenset[str] | None = None, threads_only: bool = False
+    ) -> None:
+        self.is_blocking = threads_only
         self._at = at
         self._verbs = verbs
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._release = threading.Event()
+        self._has_given_up = False
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.verb = ""
         self.key = ""
@@ -77,7 +86,7 @@ class Barrier:
 
     @property
     def was_reached(self) -> bool:
-        return self._reached.is_set()
+        return self._reached.is_set() and not self._has_given_up
 
     def wait_reached(self) -> bool:
         """Blocks until the operation has begun; False if that takes too long."""
@@ -92,10 +101,17 @@ class Barrier:
             loop, event = waiting
             loop.call_soon_threadsafe(event.set)
 
-    def _is_held(self, verb: str, key: str) -> bool:
+    def give_up(self) -> None:
+        """Ends ``wait_reached``: the operation will never come."""
+        self._has_given_up = True
+        self._reached.set()
+
+    def _is_held(self, verb: str, key: str, *, is_thread: bool = False) -> bool:
         with self._lock:
             self.num_operations += 1
             if self._verbs is not None and verb not in self._verbs:
+                return False
+            if self.is_blocking and not is_thread:
                 return False
             self._num_counted += 1
             if self._num_counted != self._at:
@@ -117,7 +133,7 @@ class Barrier:
 
     def enter_blocking(self, verb: str, key: str) -> None:
         """``enter`` for worker threads."""
-        if self._is_held(verb, key):
+        if self._is_held(verb, key, is_thread=True):
             self._reached.set()
             assert self._release.wait(WAIT_S), "nobody let the operation go on"
 

@@ -75,10 +75,10 @@ class GatedStorage(Wrapper):
 class _GatedWriter(WriterWrapper):
     def __init__(self, inner: ObjectWriter, gate: Gate) -> None:
         super().__init__(inner)
-        self._gate = gate
+        self.gate = gate
 
     async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        await self._gate.pass_through(num_bytes(views))
+        await self.gate.pass_through(num_bytes(views))
         await self.inner.write_at(offset, views)
 
 

@@ -189,7 +189,6 @@ def _keys() -> dict[Any, Any]:
         -7: "int",
         "-7": "str",
         "01": "str",
-        True: "overwrites 1",
         False: "bool",
         None: "none",
         "None": "str",

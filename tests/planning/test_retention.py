@@ -12,15 +12,12 @@ def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
     return str(Attempt(created_s=int(NOW) - age_s, host=host, pid=pid, nonce="00000000"))
 
 
-def collect(
-    *attempts: str, committed: str | None = None, superseded: str | None = None
-) -> list[str]:
+def collect(*attempts: str, superseded: str | None = None) -> list[str]:
     return collectable(
         attempts,
-        committed=committed,
         now_s=NOW,
         host="aaaaaaaa",
-        is_alive=lambda pid: pid == 1,
+        may_run=lambda attempt: attempt.pid == 1,
         superseded=superseded,
     )
 
@@ -36,11 +33,6 @@ def test_a_dead_process_of_this_host_is_garbage() -> None:
 def test_another_hosts_process_is_kept_until_it_cannot_commit_any_more() -> None:
     young, old = name(host="b" * 8, pid=2), name(host="b" * 8, age_s=MAX_ATTEMPT_S + 1)
     assert collect(young, old) == [old]
-
-
-def test_the_committed_attempt_is_never_garbage() -> None:
-    old = name(age_s=10 * MAX_ATTEMPT_S, pid=2)
-    assert collect(old, committed=old) == []
 
 
 def test_a_replaced_attempt_is_garbage_although_its_process_runs() -> None:

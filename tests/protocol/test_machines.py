@@ -20,9 +20,19 @@ from actorsnap.protocol.coordinator import (
     DeadlinePassed,
     ProtocolViolation,
     SendToRank,
+    StopCommit,
     WriteCommit,
 )
-from actorsnap.protocol.messages import Aborted, Committed, Failure, Join, Stage, Staged, Stored
+from actorsnap.protocol.messages import (
+    Aborted,
+    Committed,
+    Failed,
+    Failure,
+    Join,
+    Stage,
+    Staged,
+    Stored,
+)
 from actorsnap.protocol.participant import (
     AnnounceStaged,
     Begun,
@@ -243,14 +253,18 @@ def test_messages_of_another_attempt_change_nothing() -> None:
     assert machine.state is CoordinatorState.STORING
 
 
-def test_a_failure_during_the_commit_comes_too_late() -> None:
+def test_a_failure_during_the_commit_only_ends_the_waiting_for_it() -> None:
     machine = CoordinatorMachine(attempt=ATTEMPT, world_size=1, release="1")
     machine.handle(Join(rank=0, release="1", inventory=()))
     machine.handle(Staged(attempt=ATTEMPT, rank=0))
     assert machine.handle(Stored(attempt=ATTEMPT, rank=0, manifest=RECORD)) == [
         WriteCommit((RECORD,))
     ]
-    assert machine.handle(DeadlinePassed(1.0)) == []
+    cancelled = Failed(attempt=ATTEMPT, rank=0, failure=failure(Stage.CANCEL))
+    assert machine.handle(cancelled) == [StopCommit("broken", has_grace=True)]
+    assert machine.handle(DeadlinePassed(1.0)) == [
+        StopCommit("timeout_s=1 is over", has_grace=False)
+    ]
     assert machine.handle(CommitWritten()) == [SendToRank(0, Committed(attempt=ATTEMPT))]
 
 

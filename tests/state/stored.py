@@ -33,9 +33,9 @@ class Memory:
 
     def __init__(self, captured: Captured, step: int = 48) -> None:
         self.data = bytearray(_HEADER)
-        entries: list[Entry] = []
-        for part in captured.parts:
-            entries.append(part if not isinstance(part, Leaf) else self._store(part, step))
+        entries = [
+            self._store(part, step) if isinstance(part, Leaf) else part for part in captured.parts
+        ]
         manifest = RankManifest(
             attempt=_ATTEMPT,
             rank=0,

@@ -124,8 +124,9 @@ def test_values_replace_values_of_any_kind() -> None:
 
 
 def test_containers_follow_the_snapshot() -> None:
-    state = OrderedDict(z=(1, [2, ()]), a={"x": {}}, m={1: "i", "1": "s", None: 0, True: 1})
-    state["m"] = {2: "i", "2": "s", None: 0, True: 1, 0.5: 2}
+    state = OrderedDict(z=(1, [2, ()]), a={"x": {}}, m=0)
+    keys: dict[Any, Any] = {2: "i", "2": "s", None: 0, True: 1, 0.5: 2}
+    state["m"] = keys
     memory = store({"v": state})
     result = memory.restore("s", {"v": {"a": {"x": 0}, "z": (5, [6])}}, check=lambda _: None)
     # A leaf of the target where the snapshot has an (empty) container has no place.
@@ -163,7 +164,9 @@ def test_meta_targets_are_built_fresh_on_the_cpu() -> None:
 
 def test_nothing_of_a_target_is_touched_before_its_bytes_come() -> None:
     x = torch.ones(4, 3)
-    memory = store({"a": x, "b": x.t(), "c": torch.ones(3).expand(4, 3), "d": torch.eye(3).to_sparse()})
+    memory = store(
+        {"a": x, "b": x.t(), "c": torch.ones(3).expand(4, 3), "d": torch.eye(3).to_sparse()}
+    )
     target = {
         "a": torch.zeros(4, 3),
         "b": torch.zeros(3, 4),
@@ -179,7 +182,9 @@ def test_nothing_of_a_target_is_touched_before_its_bytes_come() -> None:
 
 def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     for _ in range(3):
@@ -204,7 +209,7 @@ def test_a_model_with_its_optimizer_and_scheduler_continues() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         return [*losses, scheduler.get_last_lr()[0]]
 
     expected = continued(model, optimizer, scheduler)
@@ -233,7 +238,7 @@ class Tied(torch.nn.Module):
         self.embed = torch.nn.Embedding(7, 3)
         self.head = torch.nn.Linear(3, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("half", torch.zeros(3))
+        self.register_buffer("rest", torch.zeros(3))
 
 
 def test_tied_weights() -> None:
@@ -334,7 +339,11 @@ def test_an_out_that_cannot_take_the_leaf(
 
 def test_entries_by_key() -> None:
     x = torch.ones(3)
-    state = {"a/%": StateDict(v=x), "0": StateDict(), "b": StateDict(v=x[1:], s=torch.eye(2).to_sparse())}
+    state = {
+        "a/%": StateDict(v=x),
+        "0": StateDict(),
+        "b": StateDict(v=x[1:], s=torch.eye(2).to_sparse()),
+    }
     keys = entries_by_key(Memory(capture(state)).entries)
     assert {key: [e.path for e in entries] for key, entries in keys.items()} == {
         "0": ["%30"],
@@ -349,7 +358,7 @@ def test_entries_by_key() -> None:
 
 TENSOR = TensorEntry(path="s/a", dtype="float32", shape=(2,), data=Stored(0, 0, 8, (1,)))
 VIEW = ViewEntry(path="s/b", of="s/a", dtype="float32", shape=(1,), strides=(1,))
-PARTS = [
+PARTS: list[Any] = [
     CompositeEntry(
         path="s/c",
         layout="sparse_coo",
@@ -361,7 +370,7 @@ PARTS = [
     TensorEntry(path="s/c@indices", dtype="int64", shape=(2, 0), data=Stored(0, 0, 0, ())),
     TensorEntry(path="s/c@values", dtype="float32", shape=(0,), data=Stored(0, 0, 0, ())),
 ]
-QUANTIZED = [
+QUANTIZED: list[Any] = [
     CompositeEntry(
         path="s/q",
         layout="quantized_tensor",

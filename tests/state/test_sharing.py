@@ -87,19 +87,31 @@ SHARED: dict[str, tuple[Callable[[], State], int, set[str]]] = {
         96,
         {"s/c"},
     ),
+    "rows of a whole": (
+        lambda: (x := base()) is not None and {"a": x, "b": x[1], "c": x[3]},
+        96,
+        {"s/a"},
+    ),
     "neighbours": (
         lambda: (x := base()) is not None and {"a": x[:2], "b": x[2:]},
         96,
         {"s/a", "s/b"},
     ),
     "chain": (
-        lambda: (x := base().view(-1)) is not None
-        and {"a": x[0:8], "b": x[6:14], "c": x[12:20], "d": x[20:]},
+        lambda: (
+            (x := base().view(-1)) is not None
+            and {"a": x[0:8], "b": x[6:14], "c": x[12:20], "d": x[20:]}
+        ),
         96,
         {"s/a@storage", "s/d"},
     ),
     "numpy": (numpy_and_tensor, 48, {"s/array"}),
     "unaligned": (unaligned, 40, {"s/a"}),
+    "unaligned tensors": (
+        lambda: {key: torch.from_numpy(array) for key, array in unaligned().items()},
+        40,
+        {"s/a"},
+    ),
     "empty parts": (
         lambda: (x := base()) is not None and {"a": x[:0], "b": x[:, :0], "c": x},
         96,
@@ -168,7 +180,7 @@ def test_shared_memory(name: str) -> None:
     fresh = memory.restore("s")
     assert list(fresh) == list(state)
     assert all(equal(fresh[key], state[key]) for key in state)
-    if name not in ("expanded", "scalar expanded", "windows", "unaligned"):
+    if name not in ("expanded", "scalar expanded", "windows", "unaligned", "unaligned tensors"):
         assert pattern(fresh) == pattern(make())
     same = zeroed(make())
     result = memory.restore("s", same)
@@ -191,6 +203,16 @@ def test_aliased_targets_are_read_once(name: str) -> None:
     memory = store(make())
     restore = KeyRestore("s", memory.key("s"), target=make(), allow_pickle=False)
     assert memory.fill(restore.reads) == stored_bytes
+
+
+def test_strided_targets_of_one_memory_are_read_once() -> None:
+    x = base()
+    memory = store({"a": x, "b": x})
+    tied = torch.zeros(6, 4).t()
+    restore = KeyRestore("s", memory.key("s"), target={"a": tied, "b": tied}, allow_pickle=False)
+    assert memory.fill(restore.reads) == x.nbytes
+    assert restore.build()["b"] is tied
+    assert torch.equal(tied, x)
 
 
 def test_bytes_between_leaves_are_not_overwritten() -> None:

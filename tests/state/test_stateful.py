@@ -30,7 +30,7 @@ def test_every_mistake_in_an_app_state_is_named() -> None:
     assert "the key 3 is of type int" in text
     assert "'b' is of type" in text
     assert "'c'" not in text
-    for wrong in ({}, [], None):
+    for wrong in (dict[str, Any](), 3, None):
         with pytest.raises(UsageError):
             validate_app_state(wrong)
 
@@ -93,6 +93,21 @@ def test_taking_has_no_side_effect_on_generators() -> None:
     assert draw() == expected
 
 
+class Failing(Noisy):
+    def state_dict(self) -> dict[str, Any]:
+        draw()
+        raise ValueError
+
+
+def test_a_failed_capture_has_no_side_effect_on_generators_either() -> None:
+    before = RNGState().state_dict()
+    expected = draw()
+    RNGState().load_state_dict(before)
+    with pytest.raises(ValueError):  # noqa: PT011
+        capture({"rng": RNGState(), "z": Failing()})
+    assert draw() == expected
+
+
 def test_generators_that_the_snapshot_lacks_are_left_alone() -> None:
     before = random.getstate()
     state = RNGState().state_dict()
@@ -109,15 +124,16 @@ def test_a_state_that_does_not_fit_is_named() -> None:
 
 
 def test_another_numpy_generator() -> None:
-    old = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
+    numpy_random: Any = np.random
+    old = numpy_random.get_bit_generator()
+    numpy_random.set_bit_generator(np.random.PCG64(3))
     try:
         memory = Memory(capture({"rng": RNGState()}))
         expected = np.random.rand(3).tolist()
         RNGState().load_state_dict(memory.restore("rng"))
         assert np.random.rand(3).tolist() == expected
     finally:
-        np.random.set_bit_generator(old)
+        numpy_random.set_bit_generator(old)
 
 
 class Cuda:
@@ -134,9 +150,7 @@ class Cuda:
         self.states[device] = state
 
 
-def test_cuda_generators(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cuda_generators(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     Cuda(monkeypatch, 3)
     memory = Memory(capture({"rng": RNGState()}))
     fewer = Cuda(monkeypatch, 2)

@@ -24,7 +24,6 @@ from actorsnap.state.tensors import (
     TensorSource,
     empty_tensor,
     sink_of_array,
-    sink_of_tensor,
     source_of_array,
     source_of_tensor,
 )
@@ -92,10 +91,10 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.int3]
+    "dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool, DTYPES["int3"]]
 )
 def test_every_layout_is_saved_and_restored_in_place(layout: str, dtype: torch.dtype) -> None:
-    if dtype is torch.int3 and layout == "channels_last":
+    if dtype is DTYPES["int3"] and layout == "channels_last":
         pytest.skip("torch cannot copy this dtype")
     tensor = LAYOUTS[layout](random_tensor(dtype, (4, 6, 5)))
     whole = random_tensor(dtype, (4, 6, 5))
@@ -173,6 +172,18 @@ def test_any_range_of_any_strided_tensor(
     assert array_target.tobytes()[4 * start : 4 * stop] == out
 
 
+def test_contiguous_tensors_by_copies() -> None:
+    """As a device has them."""
+    tensor = torch.arange(20.0).view(4, 5)
+    out = bytearray(12)
+    TensorSource(tensor).copy_into(16, memoryview(out))
+    assert out == raw(tensor)[16:28]
+    target = torch.zeros(4, 5)
+    TensorSink(target).copy_from(16, memoryview(out))
+    assert torch.equal(target.view(-1)[4:7], tensor.view(-1)[4:7])
+    assert target.count_nonzero() == 3
+
+
 def test_views_keep_memory_alive_without_the_source() -> None:
     tensor = torch.arange(100, dtype=torch.int32)
     alive = weakref.ref(tensor)
@@ -210,6 +221,10 @@ def test_restoring_leaves_autograd_alone() -> None:
     for name, tensor in target.items():
         assert result[name] is tensor
         assert torch.equal(tensor, source)
+    lazy = torch.zeros(3, dtype=torch.complex64).requires_grad_().conj()
+    conj = torch.randn(3, dtype=torch.complex64).conj()
+    assert store({"v": conj}).restore("s", {"v": lazy})["v"] is lazy
+    assert torch.equal(lazy, conj)
     assert leaf.requires_grad
     assert leaf.grad_fn is None
     assert strided.is_leaf

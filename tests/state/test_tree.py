@@ -115,7 +115,9 @@ def test_trees_come_back_as_they_were(tree: Any) -> None:
 
 def test_flatten_names_only_containers_that_paths_do_not_tell() -> None:
     paths, values = flatten("k", {"a": {"b": 1}, "c": {}, "d": [1], "e": OrderedDict(f=1)})
-    shown = {p: v.type if isinstance(v, Container) else v for p, v in zip(paths, values, strict=True)}
+    shown = {
+        p: v.type if isinstance(v, Container) else v for p, v in zip(paths, values, strict=True)
+    }
     assert shown == {
         **{"k/a/b": 1, "k/c": "dict", "k/d": "list", "k/d/0": 1},
         **{"k/e": "ordered_dict", "k/e/f": 1},
@@ -207,6 +209,11 @@ def test_a_skeleton_leaves_out_what_has_no_value() -> None:
         skeleton.add_leaf(path)
     skeleton.add_container("k/e", "tuple")
     assert skeleton.build({"k/l/2": "c", "k/l/0": "a"}) == {"l": ["a", "c"], "e": ()}
+
+
+def test_items_of_sequences_stand_by_index() -> None:
+    items = [("k", Container("tuple")), ("k/1", "b"), ("k/10", "d"), ("k/2", "c"), ("k/0", "a")]
+    assert unflatten("k", items) == ("a", "b", "c", "d")
 
 
 def test_part_paths_cannot_be_taken_for_keys() -> None:

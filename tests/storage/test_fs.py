@@ -28,7 +28,7 @@ from actorsnap.errors import (
     StorageFull,
     UsageError,
 )
-from actorsnap.storage import StorageContext, open_storage, vectored
+from actorsnap.storage import StorageContext, open_storage, posix, vectored
 from actorsnap.storage import fs as fs_module
 from actorsnap.storage.fs import FsStorage
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
@@ -296,6 +296,8 @@ async def test_an_entry_made_during_an_fsync_is_not_forgotten(
     storage = fs(root)
     await storage.put("first", [memoryview(b"x")])
     folders = storage._folders
+    # Another thread is about to make this one; without that, its first use would mark it.
+    folders.note(str(root / "late"))
     real = os.fsync
     synced: list[str] = []
 
@@ -311,6 +313,26 @@ async def test_an_entry_made_during_an_fsync_is_not_forgotten(
     synced.clear()
     await storage.put("late/key", [memoryview(b"x")])
     assert str(root) in synced
+
+
+@bounded(10)
+async def test_an_empty_read_beyond_the_end_is_no_short_read(root: Path) -> None:
+    storage = fs(root)
+    await storage.put("key", [memoryview(b"abc")])
+    await storage.read_into("key", 99, [memoryview(bytearray())])
+    with pytest.raises(ChecksumMismatch, match="truncated"):
+        await storage.read_into("key", 3, [memoryview(bytearray(1))])
+
+
+@bounded(10)
+async def test_links_to_folders_and_to_files_are_not_listed(root: Path, tmp_path: Path) -> None:
+    storage = fs(root)
+    await storage.put("a/key", [memoryview(b"x")])
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_bytes(b"x")
+    (root / "folder").symlink_to(tmp_path / "outside")
+    (root / "file").symlink_to(root / "a" / "key")
+    assert await keys_in(storage) == ["a/key"]
 
 
 # --- descriptors, leftovers ------------------------------------------------------------------
@@ -602,13 +624,13 @@ async def test_temporaries_are_listed_and_can_be_deleted(root: Path) -> None:
     ],
 )
 def test_names_of_temporaries(key: str, start: str) -> None:
-    path = fs_module._temporary_path(f"/root/{key}")
+    path = posix.temporary_path(f"/root/{key}")
     folder, name = os.path.split(path)
     assert folder == os.path.dirname(f"/root/{key}")
     assert name.startswith(start)
     assert name.endswith(".tmp")
     assert len(os.fsencode(name)) <= 255
-    assert path != fs_module._temporary_path(f"/root/{key}")
+    assert path != posix.temporary_path(f"/root/{key}")
 
 
 @bounded(10)
@@ -873,7 +895,7 @@ def test_permission_denied(tmp_path: Path) -> None:
 
 
 def test_a_full_error_is_picklable() -> None:
-    error = fs_module._storage_error(
+    error = posix.storage_error(
         OSError(errno.ENOSPC, "No space left on device"), op="put", key="k", root="/none/at/all"
     )
     assert pickle.loads(pickle.dumps(error)).fields == error.fields
@@ -899,7 +921,7 @@ def test_errors_of_the_system(
     number: int, kind: type[StorageError], retryable: bool, words: str, tmp_path: Path
 ) -> None:
     given = OSError(number, os.strerror(number))
-    error = fs_module._storage_error(given, op="put", key="k", root=str(tmp_path / "a" / "b"))
+    error = posix.storage_error(given, op="put", key="k", root=str(tmp_path / "a" / "b"))
     assert type(error) is kind
     assert (error.op, error.key, error.backend) == ("put", "k", str(tmp_path / "a" / "b"))
     assert error.retryable is retryable
@@ -936,7 +958,7 @@ async def test_no_fallback_that_is_not_atomic(
     root: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-    monkeypatch.setattr(fs_module, "_rename_exclusively", refuse(number))
+    monkeypatch.setattr(posix, "rename_exclusively", refuse(number))
     with pytest.raises(StorageError, match="neither hard links nor an exclusive rename"):
         await fs(root).put_if_absent("key", b"x")
     assert files_below(root) == []

@@ -92,6 +92,14 @@ async def test_complete_refuses_an_object_with_holes(name: str) -> None:
 
 
 @bounded(10)
+async def test_a_writer_of_an_object_that_exists_is_refused(name: str) -> None:
+    storage = MemoryStorage(name)
+    await storage.put("key", [memoryview(b"x")])
+    with pytest.raises(ObjectExists):
+        await storage.writer("key", 1)
+
+
+@bounded(10)
 async def test_the_first_of_two_writers_of_a_key_wins(name: str) -> None:
     storage = MemoryStorage(name)
     writers = [await storage.writer("key", 1) for _ in range(2)]

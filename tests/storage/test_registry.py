@@ -55,6 +55,8 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> PointsOf:
             return metadata.EntryPoints(given)
 
         monkeypatch.setattr(metadata, "entry_points", find)
+        # Other tests of this process have registered schemes of their own.
+        monkeypatch.setattr(registry_module, "_registered", {})
 
     return install
 

@@ -1,0 +1,409 @@
+"""What a durable folder of files is made of: system calls that survive crashes and races.
+
+Decides how folders are made, fsynced and pruned, how a file appears exclusively, when a
+descriptor may be closed, and which error of the package an error of the system becomes. It
+must not know the storage seam. All functions block; ``fs.py`` runs them on worker threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from actorsnap.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    StorageFull,
+)
+from actorsnap.storage.base import ObjectInfo
+
+__all__ = [
+    "CREATE_TRIES",
+    "Closed",
+    "Descriptor",
+    "Folders",
+    "close_all",
+    "opened_for_reading",
+    "publish_exclusively",
+    "storage_error",
+    "temporary_path",
+    "truncated",
+    "unlink_object",
+    "walk",
+]
+
+# Creating a file loses against a concurrent prune of its folder at most this often.
+CREATE_TRIES = 100
+_NAME_MAX = 255
+_LINK_UNSUPPORTED = {
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+    errno.EINVAL,
+}
+_RENAME_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+_RETRYABLE = {
+    errno.EAGAIN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_READING = {"get", "read_into", "stat", "join_writer"}
+
+
+class Closed(Exception):
+    """The descriptor is closed or about to be."""
+
+
+class Descriptor:
+    """A file descriptor that closes when asked to and no thread uses it any more.
+
+    A number that is closed while a write is on its way may be reused for another file, and
+    the write would land there. Closes itself when collected.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._users = 0
+        self._is_closing = False
+
+    def open(self, fd: int) -> None:
+        self._fd = fd
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        with self._lock:
+            if self._is_closing or self._fd < 0:
+                raise Closed
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._users -= 1
+                fd = self._take()
+            if fd >= 0:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Closes, or lets the last user close. Raises what ``close`` reports; idempotent."""
+        with self._lock:
+            self._is_closing = True
+            fd = self._take()
+        if fd >= 0:
+            os.close(fd)
+
+    def close_quietly(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+    def _take(self) -> int:
+        if not self._is_closing or self._users:
+            return -1
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def __del__(self) -> None:
+        self.close_quietly()
+
+
+class Folders:
+    """Makes and removes folders, and knows which of them still need an fsync.
+
+    ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. A
+    folder is struck off only if its version did not change during the fsync, and only after
+    it: else a concurrent ``sync`` could return before the entry is durable.
+    """
+
+    def __init__(self, root: str, *, durable: bool) -> None:
+        self._root = root
+        self._durable = durable
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self._unsynced: dict[str, int] = {}
+        self._created_in: set[str] = set()
+        self._versions = itertools.count()
+
+    def note(self, folder: str) -> None:
+        """Marks the way from the root's parent to ``folder``, on its first use.
+
+        Also where the folders exist: who made them may have crashed before the fsync.
+        """
+        if not self._durable:
+            return
+        with self._lock:
+            while folder not in self._seen:
+                self._seen.add(folder)
+                self._unsynced.setdefault(os.path.dirname(folder), next(self._versions))
+                if folder == self._root:
+                    break
+                folder = os.path.dirname(folder)
+
+    def make(self, folder: str) -> None:
+        """Creates ``folder`` and what is missing above it.
+
+        Raises:
+            NotADirectoryError: one of them is a file.
+            FileNotFoundError: concurrent deletes win too often.
+        """
+        wanted = [folder]
+        for _ in range(CREATE_TRIES + 2 * folder.count("/")):
+            try:
+                os.mkdir(wanted[-1])
+            except FileNotFoundError:
+                wanted.append(os.path.dirname(wanted[-1]))
+                continue
+            except FileExistsError:
+                if not os.path.isdir(wanted[-1]) and os.path.lexists(wanted[-1]):
+                    raise NotADirectoryError(errno.ENOTDIR, "is a file", wanted[-1]) from None
+            else:
+                parent = os.path.dirname(wanted[-1])
+                with self._lock:
+                    self._created_in.add(parent)
+                    self._unsynced[parent] = next(self._versions)
+            wanted.pop()
+            if not wanted:
+                return
+        raise FileNotFoundError(errno.ENOENT, "folders vanish while they are made", folder)
+
+    def sync(self, folder: str) -> None:
+        """Makes the entries of ``folder``, and all that lead to it, durable."""
+        if not self._durable:
+            return
+        is_first = True
+        while True:
+            with self._lock:
+                version = self._unsynced.get(folder)
+                is_ours = folder in self._created_in
+            if is_first or version is not None:
+                try:
+                    fsync_folder(folder)
+                except PermissionError:
+                    # A parent that others made and we cannot read is theirs to make durable.
+                    if is_first or is_ours:
+                        raise
+                with self._lock:
+                    if version is not None and self._unsynced.get(folder) == version:
+                        del self._unsynced[folder]
+            is_first = False
+            parent = os.path.dirname(folder)
+            if parent == folder:
+                return
+            folder = parent
+
+    def prune(self, folder: str) -> None:
+        """Removes ``folder`` and its parents, up to the root, while they are empty."""
+        while True:
+            try:
+                os.rmdir(folder)
+            except FileNotFoundError:
+                pass  # its parent may have been left empty by a crash
+            except OSError:
+                return  # not empty, or not ours to remove: no object is concerned
+            with self._lock:
+                self._seen.discard(folder)
+            if folder == self._root:
+                return
+            folder = os.path.dirname(folder)
+
+
+def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo]:
+    """The regular files below ``folder`` in key order; links are passed over."""
+    found: list[tuple[str, os.DirEntry[str]]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(name_prefix):
+                    # With its slash, a folder sorts where its keys do. Nothing here follows
+                    # links, so below, a link is neither a folder nor a regular file.
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    found.append((f"{entry.name}/" if is_folder else entry.name, entry))
+    except FileNotFoundError:
+        return
+    found.sort(key=lambda item: item[0])
+    for name, entry in found:
+        if name.endswith("/"):
+            try:
+                yield from walk(entry.path, prefix + name)
+            except NotADirectoryError:
+                continue  # replaced since the scan
+        else:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # deleted, or a temporary renamed, since the scan
+            if stat.S_ISREG(status.st_mode):
+                yield ObjectInfo(key=prefix + name, size=status.st_size, modified_s=status.st_mtime)
+
+
+@contextmanager
+def opened_for_reading(path: str) -> Iterator[int]:
+    # O_NONBLOCK: opening a pipe that lies there must not hang; it does nothing to files.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def unlink_object(path: str) -> None:
+    try:
+        os.unlink(path)
+    except (IsADirectoryError, PermissionError):
+        # A folder is no object; Linux and macOS say so differently.
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            return
+        raise
+
+
+def temporary_path(path: str) -> str:
+    folder, name = os.path.split(path)
+    ending = f".{secrets.token_hex(8)}.tmp"
+    stem = os.fsencode(name if name.startswith(".") else f".{name}")[: _NAME_MAX - len(ending)]
+    # A character may have been cut in the middle: drop the rest of it.
+    return os.path.join(folder, stem.decode(errors="ignore") + ending)
+
+
+def publish_exclusively(temporary: str, path: str) -> None:
+    """Gives the finished ``temporary`` the name ``path`` unless that exists.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # NFS repeats a call whose answer was lost and then meets its own link.
+        if not os.path.samestat(os.lstat(temporary), os.lstat(path)):
+            raise
+    except OSError as error:
+        if error.errno not in _LINK_UNSUPPORTED:
+            raise
+        try:
+            rename_exclusively(temporary, path)
+        except OSError as second:
+            if second.errno not in _RENAME_UNSUPPORTED:
+                raise
+            raise OSError(
+                errno.ENOTSUP,
+                "the file system has neither hard links nor an exclusive rename, so a commit "
+                "could not be atomic; store snapshots on another file system",
+            ) from error
+
+
+def rename_exclusively(source: str, target: str) -> None:
+    """``renameat2`` with ``RENAME_NOREPLACE``, which Python does not offer.
+
+    Raises:
+        OSError: ENOSYS where the C library lacks it; else what it reports.
+    """
+    function: Callable[..., int] | None = getattr(
+        ctypes.CDLL(None, use_errno=True), "renameat2", None
+    )
+    if function is None:
+        raise OSError(errno.ENOSYS, "no renameat2 in the C library")
+    at_fdcwd, rename_noreplace = -100, 1
+    if function(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), rename_noreplace):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), source, None, target)
+
+
+def fsync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for folders, and need none.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def close_all(descriptors: Sequence[Descriptor]) -> None:
+    for descriptor in descriptors:
+        descriptor.close_quietly()
+
+
+def truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
+    )
+
+
+def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
+    """The one place where the system's errors become the package's."""
+    number = error.errno or 0
+    said = error.strerror or str(error)
+
+    def make(kind: type[StorageError], detail: str) -> StorageError:
+        return kind(
+            op=op, key=key, backend=root, detail=detail, retryable=number in _RETRYABLE or None
+        )
+
+    if number == errno.ENOENT:
+        return make(ObjectNotFound, "no such object")
+    if number == errno.EEXIST:
+        return make(ObjectExists, "the object exists already")
+    if number == errno.ENOTDIR:
+        if os.path.lexists(root) and not os.path.isdir(root):
+            return make(StorageError, f"{root} is a file; name a folder")
+        if op in _READING or op == "delete":
+            return make(ObjectNotFound, "no such object")
+        return make(StorageError, parent_file(key, root))
+    if number == errno.EISDIR:
+        return make(StorageError, "a folder has this name: other keys begin with it")
+    if number == errno.EROFS:
+        return make(AccessDenied, f"{said}; remount it for writing or store elsewhere")
+    if number in (errno.EACCES, errno.EPERM):
+        return make(
+            AccessDenied,
+            f"{said}; check owner and mode of the folder, this process has uid {os.geteuid()}",
+        )
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return make(StorageFull, f"{said}; {free(root)}. Delete old snapshots or store elsewhere")
+    if number == errno.ENAMETOOLONG:
+        return make(
+            StorageError, f"the key is too long: at most {_NAME_MAX} bytes between two slashes"
+        )
+    if number in (errno.EMFILE, errno.ENFILE):
+        return make(StorageError, f"{said}; raise the limit of open files (ulimit -n)")
+    return make(StorageError, said)
+
+
+def parent_file(key: str, root: str) -> str:
+    parts = key.split("/")[:-1]
+    for end in range(1, len(parts) + 1):
+        parent = "/".join(parts[:end])
+        if os.path.isfile(os.path.join(root, parent)):
+            return f"a parent is a file: {parent!r} is an object, so no key can lie below it"
+    return f"a parent of {root} is a file"
+
+
+def free(root: str) -> str:
+    """What is left where ``root`` lies, in words; the root itself may not exist yet."""
+    folder = root
+    while folder != os.path.dirname(folder) and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return "the free space is unknown"
+    return f"{status.f_bavail * status.f_frsize} bytes are free"

@@ -1,0 +1,54 @@
+"""Turns the JSON lines of ``bench/local.py`` into the table of bench/README.md.
+
+``python -m bench.local | tee rows.jsonl; python -m bench.table rows.jsonl``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def seconds(row: dict[str, Any]) -> str:
+    """Medians, fastest first."""
+    shown = row.get("seconds") or row.get("growth_mib") or {}
+    return ", ".join(f"{name} {number(value)}" for name, value in sorted(shown.items(), key=by))
+
+
+def by(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def main(path: str) -> None:
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    print("| row | ratio | must reach | | medians (s; memory: MiB) |\n|---|---|---|---|---|")
+    for row in rows:
+        ratios = row["ratios"]
+        needs = row["needs"]
+        for index, name in enumerate(needs or ratios):
+            value = ratios.get(name)
+            bound = needs.get(name, "")
+            sign, _, limit = bound.partition(" ")
+            verdict = ""
+            if bound:
+                reached = value is not None and (
+                    value >= float(limit) if sign == ">=" else value <= float(limit)
+                )
+                verdict = "reached" if reached else "**not reached**"
+            first = index == 0
+            print(
+                f"| {row['row'] if first else ''} | {name}: {number(value)} | {bound} | {verdict} "
+                f"| {seconds(row) if first else ''} |"
+            )
+    if rows:
+        print(f"\nMachine: {rows[0]['machine']}. Date: {rows[0]['date']}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,401 @@
+"""Cancellation, Ctrl-C and the deadline, in every stage of every call.
+
+A barrier holds the k-th storage operation, so that the cancellation comes in the middle of it,
+for every k. Afterwards: a whole snapshot or none, nothing left, and the process can go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from actorsnap import (
+    NotASnapshot,
+    Options,
+    PendingSnapshot,
+    Snapshot,
+    SnapshotAborted,
+    sync,
+)
+from actorsnap.actors import coordinator
+from actorsnap.runtime import host, saving
+from actorsnap.storage.base import Storage
+from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
+from tests.api.places import assert_idle, assert_whole, leftovers, number_at, number_of, state
+from tests.api.zygote import Zygote
+from tests.conftest import LeakCheck
+
+LIMIT_S = 60.0
+FAST = Options(fsync=False)
+
+
+@pytest.fixture
+async def no_leaks_behind(tmp_path: Path) -> AsyncIterator[None]:
+    """Like ``no_leaks``, once what lives as long as the process is there."""
+    await Snapshot.take(tmp_path / "warm", state(0))
+    await number_at(tmp_path / "warm")
+    await asyncio.to_thread(int)  # the loop's own threads
+    check = LeakCheck()
+    yield
+    check.assert_none()
+
+
+@contextmanager
+def held(barrier: Barrier, *, has_blocking_io: bool = False) -> Iterator[None]:
+    def wrap(inner: Storage) -> Storage:
+        return BarrierStorage(inner, barrier, has_blocking_io=has_blocking_io)
+
+    try:
+        with faulty(wrap):
+            yield
+    finally:
+        barrier.release()  # a failing test leaves nobody waiting
+
+
+async def cancel_in_the_middle(barrier: Barrier, work: Coroutine[Any, Any, Any]) -> str:
+    """Cancels ``work`` when it is at the barrier; says how it ended."""
+    task = asyncio.create_task(work)
+    reached = asyncio.create_task(asyncio.to_thread(barrier.wait_reached))
+    with anyio.fail_after(LIMIT_S):
+        await asyncio.wait([task, reached], return_when=asyncio.FIRST_COMPLETED)
+        if barrier.was_reached:
+            task.cancel()
+            if barrier.is_blocking:
+                barrier.release()
+        else:
+            barrier.give_up()
+        await asyncio.wait([task, reached])
+    if task.cancelled():
+        return "cancelled"
+    if task.exception() is not None:
+        return type(task.exception()).__name__
+    return "done"
+
+
+async def take(url: str, number: int, *, overwrite: bool = False) -> None:
+    await Snapshot.take(url, state(number), overwrite=overwrite, options=FAST)
+
+
+async def async_take(url: str, number: int, *, overwrite: bool = False) -> PendingSnapshot:
+    return await Snapshot.async_take(url, state(number), overwrite=overwrite, options=FAST)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that never answers the commit is not waited for."""
+    monkeypatch.setattr(coordinator, "_COMMIT_GRACE_S", 0.0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
+@pytest.mark.parametrize("has_blocking_io", [False, True], ids=["stalled", "slow"])
+async def test_cancelling_a_take(
+    tmp_path: Path,
+    overwrite: bool,
+    has_blocking_io: bool,
+    short_grace: None,
+    no_leaks_behind: None,
+) -> None:
+    """``stalled``: the operation never ends, but by the cancellation. ``slow``: it runs on a
+    thread, which cannot be cancelled, and ends after it."""
+    before = 1 if overwrite else None
+    for k in itertools.count(1):
+        url = str(tmp_path / str(k))
+        if overwrite:
+            await take(url, 1)
+        barrier = Barrier(k, threads_only=has_blocking_io)
+        with held(barrier, has_blocking_io=has_blocking_io):
+            ending = await cancel_in_the_middle(
+                barrier, take(faulty_url(url), 2, overwrite=overwrite)
+            )
+        assert_idle()
+        if not barrier.was_reached:
+            assert ending == "done"
+            break
+        assert ending == "cancelled"
+        number = await number_at(url)
+        is_commit = barrier.key == ".actorsnap" and barrier.verb.startswith("put")
+        is_after = barrier.verb in ("list", "delete") or (
+            barrier.verb == "get" and barrier.num_operations > 10
+        )
+        if has_blocking_io:
+            assert number in (before, 2)  # the commit may be faster than the cancellation
+        else:
+            assert number == (2 if is_after else before)
+        if not is_commit and not is_after:
+            # (An unanswered commit may take effect later, so its objects stay.)
+            assert await leftovers(url) == []
+        await take(url, 3, overwrite=number is not None)
+        await assert_whole(url, 3)
+    assert k > (3 if has_blocking_io else 9)
+
+
+async def test_cancelling_an_async_take_and_its_waiting(
+    tmp_path: Path, short_grace: None, no_leaks_behind: None
+) -> None:
+    """While it is staged the save is aborted; later only the waiting ends."""
+    for k in itertools.count(1):
+        url = str(tmp_path / str(k))
+        barrier = Barrier(k)
+        pending: list[PendingSnapshot] = []
+
+        async def work(url: str, pending: list[PendingSnapshot]) -> None:
+            pending.append(await async_take(faulty_url(url), 2))
+            await pending[0].wait()
+
+        with held(barrier):
+            ending = await cancel_in_the_middle(barrier, work(url, pending))
+            assert ending == ("cancelled" if barrier.was_reached else "done")
+            barrier.release()
+            if pending:
+                with anyio.fail_after(LIMIT_S):
+                    await pending[0].wait()
+        assert_idle()
+        await assert_whole(url, 2 if pending else None)
+        if not barrier.was_reached:
+            break
+        await take(url, 3, overwrite=bool(pending))
+        await assert_whole(url, 3)
+    assert k > 9
+
+
+async def test_cancelling_a_pending_snapshot_by_its_handle(
+    tmp_path: Path, short_grace: None, no_leaks_behind: None
+) -> None:
+    num_aborted = 0
+    for k in itertools.count(1):
+        url = str(tmp_path / str(k))
+        barrier = Barrier(k, verbs=frozenset({"write_at", "complete", "put", "put_if_absent"}))
+        with held(barrier):
+            pending = await async_take(faulty_url(url), 2)
+            reached = asyncio.create_task(asyncio.to_thread(barrier.wait_reached))
+            finished = asyncio.create_task(pending.wait())
+            await asyncio.wait([reached, finished], return_when=asyncio.FIRST_COMPLETED)
+            if barrier.was_reached:
+                pending.cancel()
+                pending.cancel()  # twice is harmless
+            else:
+                barrier.give_up()
+            with anyio.fail_after(LIMIT_S):
+                await asyncio.wait([reached, finished])
+        error = finished.exception()
+        if not barrier.was_reached:
+            assert error is None
+            pending.cancel()  # too late, and harmless
+            await assert_whole(url, 2)
+            break
+        assert isinstance(error, SnapshotAborted)
+        num_aborted += 1
+        assert pending.done()
+        if barrier.verb == "put_if_absent":
+            assert error.stage == "commit"
+            assert "cancelled by the caller" in str(error)
+            await assert_whole(url, None, is_clean=False)
+        else:
+            assert (error.stage, error.rank) == ("cancel", 0)
+            assert error.reason == "cancelled by the caller"
+            await assert_whole(url, None)
+        assert_idle()
+        await take(url, 3)
+        await assert_whole(url, 3)
+    assert num_aborted >= 6
+
+
+async def test_a_cancellation_that_comes_during_a_commit_lets_it_succeed(tmp_path: Path) -> None:
+    url = str(tmp_path / "s")
+    barrier = Barrier(1, verbs=frozenset({"put_if_absent"}))
+    with held(barrier):
+        pending = await async_take(faulty_url(url), 2)
+        assert await asyncio.to_thread(barrier.wait_reached)
+        pending.cancel()
+        barrier.release()
+        with anyio.fail_after(LIMIT_S):
+            await pending.wait()
+    await assert_whole(url, 2)
+
+
+async def test_cancelling_a_restore(tmp_path: Path, no_leaks_behind: None) -> None:
+    url = str(tmp_path / "s")
+    await take(url, 1)
+    for k in itertools.count(1):
+        barrier = Barrier(k)
+        target = state(-1)
+        with held(barrier):
+            ending = await cancel_in_the_middle(barrier, Snapshot(faulty_url(url)).restore(target))
+        assert_idle()
+        if not barrier.was_reached:
+            assert number_of(target) == 1
+            break
+        assert ending == "cancelled"
+        await Snapshot(url).restore(target)
+        assert number_of(target) == 1
+    await assert_whole(url, 1)
+    assert k > 3
+
+
+@pytest.mark.parametrize("call", ["verify", "delete", "get_manifest"])
+async def test_cancelling_the_other_calls(tmp_path: Path, call: str, no_leaks_behind: None) -> None:
+    for k in itertools.count(1):
+        url = str(tmp_path / str(k))
+        await take(url, 1)
+        barrier = Barrier(k)
+        with held(barrier):
+            ending = await cancel_in_the_middle(barrier, getattr(Snapshot(faulty_url(url)), call)())
+        if not barrier.was_reached:
+            assert ending == "done"
+            break
+        assert ending == "cancelled"
+        number = await number_at(url)
+        assert number == 1 or call == "delete"
+        await take(url, 3, overwrite=number is not None)
+        await assert_whole(url, 3)
+    assert k > 2
+
+
+async def test_a_scope_repeats_its_cancellation_without_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """anyio cancels again in each turn of the loop; the waiting must not spin with it."""
+    url = str(tmp_path / "s")
+    barrier = Barrier(1, verbs=frozenset({"write_at"}), threads_only=True)
+    waits = []
+    wait_done = host.wait_done
+
+    async def counted(future: Any) -> None:
+        waits.append(future)
+        await wait_done(future)
+
+    monkeypatch.setattr(host, "wait_done", counted)
+    with held(barrier, has_blocking_io=True):
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope() as scope:
+                tasks.start_soon(_cancel_at, barrier, scope)
+                await take(faulty_url(url), 1)
+        assert scope.cancelled_caught
+    await assert_whole(url, None)
+    assert len(waits) < 10
+
+
+async def _cancel_at(barrier: Barrier, scope: anyio.CancelScope) -> None:
+    assert await asyncio.to_thread(barrier.wait_reached)
+    scope.cancel()
+    for _ in range(100):  # turns of the loop, in which the scope cancels again
+        await asyncio.sleep(0)
+    barrier.release()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["take", "async_take"])
+async def test_the_deadline_ends_a_stalled_save(
+    tmp_path: Path,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    no_leaks_behind: None,
+) -> None:
+    """Wherever the storage stops answering, the caller is told in time."""
+    monkeypatch.setattr(saving, "_CLEANUP_S", 0.4)
+    options = Options(fsync=False, timeout_s=0.4)
+    verbs_hit = []
+    for k in itertools.count(1):
+        url = str(tmp_path / str(k))
+        barrier = Barrier(k)
+        with held(barrier):
+            try:
+                # Far less than the bounds of cleaning up; far more than the deadline.
+                with anyio.fail_after(15):
+                    if is_async:
+                        await (
+                            await Snapshot.async_take(faulty_url(url), state(2), options=options)
+                        ).wait()
+                    else:
+                        await Snapshot.take(faulty_url(url), state(2), options=options)
+            except SnapshotAborted as error:
+                aborted: SnapshotAborted | None = error
+            else:
+                aborted = None
+            if barrier.was_reached and barrier.verb == "list":
+                break  # committed: what follows is only cleaning up, which cannot fail it
+        assert aborted is not None
+        verbs_hit.append(barrier.verb)
+        assert "timeout_s=0.4 is over" in aborted.reason
+        assert aborted.rank == 0
+        assert_idle()
+        await assert_whole(url, None, is_clean=barrier.verb != "put_if_absent")
+        await take(url, 3)
+        await assert_whole(url, 3)
+    assert aborted is None
+    assert {"get", "writer", "write_at", "complete", "put", "put_if_absent"} <= {*verbs_hit}
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+@pytest.mark.parametrize("how", ["sync", "asyncio.run"])
+@pytest.mark.parametrize("stalls", [False, True], ids=["slow", "stalled"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
+def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrite: bool) -> None:
+    before = 1 if overwrite else None
+    verbs = []
+    for at in itertools.count(1):
+        url = str(tmp_path / str(at))
+        if overwrite:
+            assert zygote.call("save", url=url, number=1).result() == ""
+        found = zygote.call(
+            "interrupted", url=url, how=how, at=at, stalls=stalls, overwrite=overwrite
+        ).result()
+        if not found["was_hit"]:
+            assert found["raised"] == ""
+            assert found["found"] == 2
+            break
+        verbs.append(found["verb"])
+        # One that comes in the last moment of a call is raised after it.
+        assert found["raised"] == "KeyboardInterrupt", found
+        assert found["idle"], found
+        assert found["found"] in (before, 2), found
+        is_end = found["verb"] in ("put_if_absent", "list", "delete") or at > 8
+        assert found["left"] == [] or is_end, found
+        assert found["again"] == "", found
+        assert (found["then"], found["left_then"]) == (3, []), found
+        assert found["threads_at_end"] == [], found
+    assert len(verbs) > 9
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("what", [saving.SaveJob, host.Call])
+def test_ctrl_c_between_two_steps_of_a_call(
+    tmp_path: Path, what: Any, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save has just been handed to the runtime, or has not: nobody waits for it yet."""
+    url = str(tmp_path / "s")
+    start = what.start
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(self: Any) -> None:
+        interrupt = next(interrupts, None)
+        if interrupt is None or moment == "after":
+            start(self)
+        if interrupt is not None:
+            raise interrupt
+
+    monkeypatch.setattr(what, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sync.Snapshot.take(url, state(1), options=FAST)
+    assert host.Host.get().pending_saves() == []
+    assert_idle()
+    with pytest.raises(NotASnapshot, match="nothing is there"):
+        sync.Snapshot(url).get_manifest()
+    sync.Snapshot.take(url, state(2), options=FAST)
+
+
+def test_ctrl_c_while_waiting_leaves_the_save_running(zygote: Zygote, tmp_path: Path) -> None:
+    url = str(tmp_path / "s")
+    found = zygote.call("interrupted_while_waiting", url=url).result()
+    assert found == {"raised": "KeyboardInterrupt", "found": 2, "left": []}

@@ -1,0 +1,126 @@
+"""Real processes in milliseconds: a helper process that has imported everything, and forks.
+
+Importing torch takes seconds, and a process with threads should not be forked. The zygote
+imports, never starts the runtime, and forks a child for each call of a function of
+``tests.api.children``. ``python -m tests.api.zygote`` is its main program; it speaks JSON lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ending", "Zygote"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+"""A child that hangs is killed by SIGALRM after so long."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended.
+
+    Attributes:
+        signal: The signal's number that killed it, or 0.
+        value: What its function returned.
+        error: The traceback, where it raised.
+    """
+
+    signal: int
+    value: Any
+    error: str
+
+    @property
+    def was_killed(self) -> bool:
+        return self.signal == signal.SIGKILL
+
+    def result(self) -> Any:
+        """The value; fails if there is none."""
+        assert not self.signal, f"killed by signal {self.signal}"
+        assert not self.error, self.error
+        return self.value
+
+
+class Zygote:
+    """The near end. Use as a context manager."""
+
+    def __enter__(self) -> Zygote:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.api.zygote"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=LIMIT_S)
+
+    def start(self, function: str, **arguments: Any) -> None:
+        """Begins a call; ``end`` must follow."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([function, arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> Ending:
+        """The ending of the oldest call that was begun."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the zygote is gone"
+        return Ending(**json.loads(line))
+
+    def call(self, function: str, **arguments: Any) -> Ending:
+        """Runs a function of ``tests.api.children`` in a fresh process."""
+        self.start(function, **arguments)
+        return self.end()
+
+
+def _run_forked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(out)
+        signal.alarm(LIMIT_S)
+        answer: dict[str, Any] = {"value": None, "error": ""}
+        try:
+            answer["value"] = function(**arguments)
+        except BaseException:
+            answer["error"] = traceback.format_exc()
+        with os.fdopen(into, "w") as stream:
+            json.dump(answer, stream)
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        text = stream.read()
+    _, status = os.waitpid(pid, 0)
+    found = json.loads(text) if text else {"value": None, "error": ""}
+    return {"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, **found}
+
+
+def _main() -> None:
+    children = importlib.import_module("tests.api.children")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what children print must not look like an answer
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        answers.write(json.dumps(_run_forked(getattr(children, name), arguments)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _main()
