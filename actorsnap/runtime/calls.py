@@ -127,13 +127,8 @@ def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     Raises:
         UsageError: it is empty, or no path.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise UsageError(f"path must be a non-empty string or os.PathLike, not {path!r}")
-    url = os.fspath(path)
-    if "://" not in url:
-        # Of now: the process may change its working folder while a save is running.
-        url = os.path.abspath(url)
-    return Place(url=url, storage_options=dict(storage_options or {}))
+    url = check_url(path)
+    return Place(url=url, at=absolute(url), storage_options=dict(storage_options or {}))
 
 
 def resolve_options(options: Options | None) -> Options:

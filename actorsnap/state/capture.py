@@ -142,6 +142,7 @@ def capture(
     for key in sorted(states):
         collector.add_state(key, states[key])
     collector.raise_refusals()
+    collector.wait_for_devices()
     globs.warn_unmatched()
     return Captured(tuple(app_state), collector.finish())
 
@@ -212,6 +213,7 @@ class _Collector:
         self._extents: dict[torch.device, sharing.Extents] = {_CPU: sharing.Extents()}
         self._cpu = self._extents[_CPU]
         self._repeating: list[int] = []
+        self._devices: set[torch.device] = set()
 
     def add_state(self, key: str, state: object) -> None:
         paths, values = flatten(escape(key), state)
@@ -396,6 +398,8 @@ class _Collector:
                 self._refused.append(f"{path!r} {why}")
                 return
             source = TensorSource(tensor)
+            if not tensor.is_cpu:
+                self._devices.add(tensor.device)
             if not is_lazy:
                 # What is stored of a lazily conjugated tensor is not the memory it shares.
                 self._track(_region(tensor), tensor.device)
@@ -407,6 +411,14 @@ class _Collector:
             source = MemorySource(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
         self._parts.append(Leaf(item, source, kind, name, requires_grad))
+
+    def wait_for_devices(self) -> None:
+        """Waits for what this thread has begun on devices that tensors lie on.
+
+        Worker threads copy on streams of their own, which do not wait for this one's.
+        """
+        for device in self._devices:
+            torch.accelerator.current_stream(device).synchronize()
 
     # Shared memory
 

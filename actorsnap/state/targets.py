@@ -153,9 +153,7 @@ def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    # An inference tensor may be written in inference mode only; leaving it turns gradients on.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.detach().copy_(value)
+    target.detach().copy_(value)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -203,6 +201,8 @@ def assign_array(target: Any, value: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 def assign_composite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copies a sparse or quantized ``value`` into ``target`` where torch can; else returns it."""
     try:
+        # Detached, a sparse tensor would not keep what is copied into it. An inference tensor
+        # may be written in inference mode only; leaving that mode turns gradients on.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):

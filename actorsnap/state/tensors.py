@@ -219,6 +219,7 @@ class _Boxes:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape = tuple(tensor.shape)
         self.nbytes = tensor.nbytes
+        # Detached, leaves that require gradients and inference tensors can be written.
         tensor = tensor.detach()
         self._dtype = tensor.dtype
         if not (tensor.is_conj() or tensor.is_neg()):
@@ -270,10 +271,8 @@ class TensorSink(_Boxes):
         if len(data) == 0:
             return
         flat, _ = _elements(data, self._dtype.itemsize)
-        # An inference tensor may be written in inference mode only, which is per thread.
-        with torch.inference_mode(self.owner.is_inference()):
-            for part, elements in self._pairs(start, flat):
-                part.copy_(elements)
+        for part, elements in self._pairs(start, flat):
+            part.copy_(elements)
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

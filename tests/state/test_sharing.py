@@ -229,7 +229,7 @@ def test_one_view_of_several_into_a_target_of_its_own() -> None:
     x = base()
     memory = store({"a": x, "b": x[1:3], "c": x.t()})
     entries = memory.key("s")
-    target = {"b": torch.zeros(2, 6), "c": torch.zeros(4, 6).t()}
+    target = {"b": torch.zeros(2, 6, requires_grad=True), "c": torch.zeros(4, 6).t()}
     restore = KeyRestore("s", entries, target=target, allow_pickle=False, include_unexpected=False)
     memory.fill(restore.reads)
     result = restore.build()
