@@ -1,20 +1,28 @@
 """The command line: looks at snapshots, checks, compares, prints and deletes them.
 
-Output goes to stdout, progress and errors to stderr. Exit codes, for scripts:
+Output goes to stdout, progress and errors to stderr. On a terminal, columns are aligned;
+in a pipe they are separated by tabs. Characters that would steer a terminal are written as
+escapes. Exit codes, for scripts:
 
-    0  done; verify: whole; diff: equal
-    1  verify: damaged; diff: different
-    2  bad usage, or no such object in the snapshot
-    3  no committed snapshot there
-    4  the storage failed, or refused
+    0    done; verify: whole; diff: equal
+    1    verify: damaged; diff: different; rm: not confirmed
+    2    bad usage, or no such object in the snapshot
+    3    no committed snapshot there
+    4    the storage failed, or refused; or the snapshot is damaged (but see verify)
+    130  interrupted
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -22,10 +30,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape as quote
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.tree import Tree
 
 from actorsnap.errors import (
     ActorSnapError,
+    ChecksumMismatch,
     FormatError,
     IncompatibleState,
     NotASnapshot,
@@ -42,10 +50,12 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.release import RELEASE
 from actorsnap.runtime import calls
 from actorsnap.runtime.calls import VerifyReport
 from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
+from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.sync import Snapshot
 
@@ -60,20 +70,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
+
+_MAX_ALIGNED = 60
+"""A longer cell does not push the column behind it further to the right."""
+
+_MAX_VALUE = 60
 
 
 def main() -> None:
     """The entry point of ``actorsnap`` and ``python -m actorsnap``."""
-    try:
-        app()
-    except BrokenPipeError:
-        # `actorsnap ls X | head`: nobody reads on.
-        sys.stderr.close()
-        raise SystemExit(0) from None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Paths and values may have what the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
+    app()
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"actorsnap {RELEASE}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -82,46 +111,60 @@ def ls(path: PathArgument) -> None:
     with _errors():
         source = _source(path)
         try:
-            commit, manifests = _run(calls.load_index(source))
+            _, manifests = _run(calls.load_index(source))
         except NotASnapshot as error:
             found = _run(calls.find_snapshots(source))
-            if not found:
-                raise error
-            for name, nested in found:
-                out.print(f"{name}\t{_one_line(nested)}", markup=False)
-            return
-        del commit
-        for rank, entry in _leaves(manifests):
-            out.print(f"{rank}/{entry.path}\t{_describe(entry)}", markup=False)
+            if not found or error.found in ("unfinished", "foreign"):
+                raise
+            _print_columns(_snapshot_rows(found))
+        else:
+            _print_columns(
+                [f"{rank}/{entry.path}", *_describe(entry)] for rank, entry in _leaves(manifests)
+            )
+
+
+def _snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
+    for name, commit in found.items():
+        if isinstance(commit, Commit):
+            metadata = [_cut(json.dumps(commit.metadata))] if commit.metadata else []
+            yield [name, commit.created, f"world size {commit.world_size}", *metadata]
+        elif commit is None:
+            yield [name, "unfinished"]
+        else:
+            yield [name, f"damaged: {commit}"]
 
 
 @app.command()
 def inspect(
     path: PathArgument,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Levels of the tree to show; below, sums only.")
+    ] = None,
 ) -> None:
     """Show what a snapshot holds: a tree with shapes, dtypes and sizes."""
     with _errors():
         commit, manifests = _run(calls.load_index(_source(path)))
         if as_json:
-            out.print(json.dumps(_as_json(path, commit, manifests), indent=2), markup=False)
+            sys.stdout.write(json.dumps(_as_json(path, commit, manifests), indent=2) + "\n")
             return
-        objects = [record for m in manifests.values() for record in m.objects]
-        total = sum(record.size for record in objects)
-        root = Tree(f"[bold]{quote(path)}[/]  {_size(total)} in {len(objects)} data object(s)")
-        root.add(
-            f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
-        )
-        if not commit.fsync:
-            root.add("[yellow]written with fsync=False: may not have survived a power loss[/]")
-        if commit.metadata:
-            root.add(f"metadata {quote(json.dumps(commit.metadata))}")
+        _write(_overview(path, commit, manifests))
         for rank, manifest in manifests.items():
-            top = root if commit.world_size == 1 else root.add(f"rank {rank}")
-            nodes: dict[str, Tree] = {}
-            for entry in manifest.entries:
-                _add_to_tree(top, nodes, entry)
-        out.print(root)
+            root = _tree_of(manifest.entries)
+            if commit.world_size > 1:
+                root = _Node(children={f"rank {rank}": root})
+            _write(_draw(root, depth or sys.maxsize))
+
+
+def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> Iterator[str]:
+    objects = [record for manifest in manifests.values() for record in manifest.objects]
+    total = sum(record.size for record in objects)
+    yield f"{path}  {_size(total)} in {_count(len(objects), 'data object', 'data objects')}"
+    yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
+    if not commit.fsync:
+        yield "written with fsync=False: may not have survived a power loss"
+    if commit.metadata:
+        yield f"metadata {json.dumps(commit.metadata, ensure_ascii=False)}"
 
 
 @app.command()
@@ -131,16 +174,19 @@ def verify(
 ) -> None:
     """Check that a snapshot is whole. Exit code 1 if it is damaged."""
     with _errors(damaged=1):
-        with _progress("verifying") as update:
-            report: VerifyReport = _run(
-                calls.verify(_source(path), level="full" if full else "quick", progress=update)
-            )
+        source = _source(path)
+        report: VerifyReport
+        if full:
+            with _progress("verifying") as update:
+                report = _run(calls.verify(source, level="full", progress=update))
+        else:
+            report = _run(calls.verify(source, level="quick"))
         for problem in report.problems:
-            err.print(f"[red]damaged[/] {quote(str(problem))}")
+            err.print(f"[red]damaged[/] {quote(_visible(str(problem)))}")
         if not report.ok:
             raise typer.Exit(1)
         checked = f", {_size(report.nbytes)} compared with checksums" if full else ""
-        out.print(f"ok: {report.num_objects} data object(s){checked}")
+        _write([f"ok: {_count(report.num_objects, 'data object', 'data objects')}{checked}"])
 
 
 @app.command()
@@ -150,28 +196,37 @@ def diff(
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with _errors():
-        left, right = (
-            {f"{rank}/{e.path}": e for rank, e in _leaves(_run(calls.load_index(_source(p)))[1])}
-            for p in (a, b)
-        )
-        different = 0
-        for path in sorted(left.keys() | right.keys()):
-            if path not in right:
-                line = f"- {path}\t{_describe(left[path])}"
-            elif path not in left:
-                line = f"+ {path}\t{_describe(right[path])}"
-            elif _describe(left[path]) != _describe(right[path]):
-                line = f"! {path}\t{_describe(left[path])} -> {_describe(right[path])}"
-            elif _content(left[path]) != _content(right[path]):
-                line = f"~ {path}\t{_describe(left[path])}: other values"
-            else:
-                continue
-            different += 1
-            out.print(line, markup=False)
-        if different:
-            err.print(f"{different} of {len(left.keys() | right.keys())} leaves differ")
+        left, right = _entries(a), _entries(b)
+        paths = sorted(left.keys() | right.keys())
+        rows = [row for path in paths if (row := _difference(path, left, right))]
+        _print_columns(rows)
+        if rows:
+            err.print(f"{len(rows)} of {_count(len(paths), 'leaf differs', 'leaves differ')}")
             raise typer.Exit(1)
-        out.print(f"equal: {len(left)} leaves")
+        _write([f"equal: {_count(len(paths), 'leaf', 'leaves')}"])
+
+
+def _entries(path: str) -> dict[str, Entry]:
+    _, manifests = _run(calls.load_index(_source(path)))
+    return {
+        f"{rank}/{entry.path}": entry
+        for rank, manifest in manifests.items()
+        for entry in manifest.entries
+    }
+
+
+def _difference(path: str, left: dict[str, Entry], right: dict[str, Entry]) -> list[str] | None:
+    if path not in right:
+        return [f"- {path}", *_describe(left[path])]
+    if path not in left:
+        return [f"+ {path}", *_describe(right[path])]
+    was, now = left[path], right[path]
+    descriptions = ["  ".join(_describe(entry)) for entry in (was, now)]
+    if descriptions[0] != descriptions[1]:
+        return [f"! {path}", " -> ".join(descriptions)]
+    if _content(was) != _content(now):
+        return [f"~ {path}", *_describe(was), "other values"]
+    return None
 
 
 @app.command()
@@ -184,10 +239,12 @@ def cat(
     with _errors():
         value = Snapshot(path).read_object(object)
         if raw:
-            sys.stdout.buffer.write(_raw_bytes(value))
+            data = _raw_bytes(value)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
         else:
-            out.print(value if isinstance(value, str) else repr(value), markup=False)
+            sys.stdout.write(f"{_text_of(value)}\n")
 
 
 @app.command()
@@ -206,15 +263,31 @@ def rm(
     with _errors():
         source = _source(path)
         if garbage:
-            deleted = _run(calls.collect(source, force=force))
-            out.print(f"deleted {len(deleted)} object(s) of unfinished attempts")
+            deleted, left = _run(calls.collect(source, force=force))
+            _write([f"deleted {_count(len(deleted), 'object', 'objects')} of unfinished attempts"])
+            for attempt in left:
+                err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
             return
         if force:
             raise UsageError("--force goes with --garbage; to skip the question use --yes")
+        what = _what_to_delete(source, path)
         if not yes:
-            typer.confirm(f"Delete the snapshot {path}?", abort=True)
+            typer.confirm(f"Delete {what}?", abort=True, err=True)
         _run(calls.delete(source))
-        out.print(f"deleted {path}", markup=False)
+        _write([f"deleted {path}"])
+
+
+def _what_to_delete(source: Source, path: str) -> str:
+    """The snapshot in words; a damaged one can be deleted, and what is none cannot."""
+    try:
+        commit, manifests = _run(calls.load_index(source))
+    except ChecksumMismatch:
+        return f"the damaged snapshot {path}"
+    total = sum(record.size for manifest in manifests.values() for record in manifest.objects)
+    return f"the snapshot {path} ({_size(total)}, created {commit.created})"
+
+
+# Calls ----------------------------------------------------------------------------------------
 
 
 def _source(path: str) -> Source:
@@ -230,9 +303,19 @@ def _errors(damaged: int = 4) -> Iterator[None]:
     """Turns the library's errors into a line and an exit code."""
     try:
         yield
+        sys.stdout.flush()
     except ActorSnapError as error:
-        err.print(f"[red]error:[/] {quote(str(error))}")
+        text = _visible(str(error))
+        if isinstance(error, UsageError) and "allow_pickle" in text:
+            text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
+        err.print(f"[red]error:[/] {quote(text)}")
         raise typer.Exit(_exit_code(error, damaged)) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # `actorsnap ls X | head`: nobody reads on, also not what is still in the buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
 
 
 def _exit_code(error: ActorSnapError, damaged: int) -> int:
@@ -248,15 +331,53 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal. What is yielded may be called from any thread."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# Output ---------------------------------------------------------------------------------------
+
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _visible(text: str) -> str:
+    """``text`` with the characters escaped that steer terminals; line ends stay."""
+    return _STEERING.sub(lambda m: m[0] if m[0] == "\n" else ascii(m[0])[1:-1], text)
+
+
+def _one_line(text: str) -> str:
+    return _visible(text).replace("\n", "\\n")
+
+
+def _write(lines: Iterable[str]) -> None:
+    """Prints lines, many at once: a manifest may have a million of them."""
+    lines = iter(lines)
+    while batch := list(islice(lines, 10_000)):
+        sys.stdout.write("".join([f"{_one_line(line)}\n" for line in batch]))
+
+
+def _print_columns(rows: Iterable[Sequence[str]]) -> None:
+    """Aligned on a terminal, with tabs between them in a pipe."""
+    if not sys.stdout.isatty():
+        sys.stdout.writelines("\t".join(map(_one_line, row)) + "\n" for row in rows)
+        return
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [0] * max(map(len, cells), default=0)
+    for row in cells:
+        for number, cell in enumerate(row[:-1]):
+            if len(cell) <= _MAX_ALIGNED:
+                widths[number] = max(widths[number], len(cell))
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        sys.stdout.write(line.rstrip() + "\n")
 
 
 def _leaves(manifests: dict[int, RankManifest]) -> Iterator[tuple[int, Entry]]:
@@ -266,27 +387,37 @@ def _leaves(manifests: dict[int, RankManifest]) -> Iterator[tuple[int, Entry]]:
                 yield rank, entry
 
 
-def _describe(entry: Entry) -> str:
+def _describe(entry: Entry) -> list[str]:
+    """What an entry is, in columns: the type, and size or kin."""
     match entry:
         case TensorEntry() | ViewEntry() | CompositeEntry():
-            text = f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"
+            cells = [f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"]
             if isinstance(entry, TensorEntry):
-                text += f"\t{_size(entry.data.stop - entry.data.start)}"
+                cells.append(_size(entry.data.stop - entry.data.start))
                 if entry.offsets is not None:
-                    text += f"\tat {entry.offsets} of {entry.global_shape}"
+                    cells.append(f"at {entry.offsets} of {entry.global_shape}")
             elif isinstance(entry, ViewEntry):
-                text += f"\tview of {entry.of}"
+                cells.append(f"view of {entry.of}")
             else:
-                text += f"\t{entry.layout}"
-            return text
+                cells.append(entry.layout)
+            return cells
         case BytesEntry():
-            return f"{entry.type}\t{_size(entry.data.stop - entry.data.start)}"
+            return [entry.type, _size(entry.data.stop - entry.data.start)]
         case ValueEntry():
-            text = json.dumps(entry.value)
-            return text if len(text) <= 60 else text[:57] + "..."
+            return [_cut(_value_text(entry))]
         case ContainerEntry():
-            return entry.type
+            return [entry.type]
     raise AssertionError(entry)
+
+
+def _value_text(entry: ValueEntry) -> str:
+    if isinstance(entry.value, dict | list):  # what JSON cannot say by itself
+        return repr(decode_inline(entry.value, entry.path))
+    return json.dumps(entry.value, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
 
 
 def _content(entry: Entry) -> object:
@@ -296,20 +427,63 @@ def _content(entry: Entry) -> object:
     return entry
 
 
-def _one_line(commit: Commit) -> str:
-    return f"created {commit.created}\tworld size {commit.world_size}"
+@dataclass(slots=True)
+class _Node:
+    """A path component: what stands there, and what is below it."""
+
+    entry: Entry | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+    num_leaves: int = 0
+    nbytes: int = 0
 
 
-def _add_to_tree(top: Tree, nodes: dict[str, Tree], entry: Entry) -> None:
-    parent, at = top, ""
-    *folders, name = entry.path.split("/")
-    for folder in folders:
-        at = f"{at}/{folder}" if at else folder
-        if at not in nodes:
-            nodes[at] = parent.add(f"[bold]{quote(folder)}[/]")
-        parent = nodes[at]
-    text = "  ".join(_describe(entry).split("\t"))
-    nodes[entry.path] = parent.add(f"{quote(name)}  [dim]{quote(text)}[/]")
+def _tree_of(entries: Iterable[Entry]) -> _Node:
+    root = _Node()
+    for entry in entries:
+        node = root
+        line = [root]
+        for name in entry.path.split("/"):
+            node = node.children.setdefault(name, _Node())
+            line.append(node)
+        node.entry = entry
+        if isinstance(entry, ContainerEntry):
+            continue
+        nbytes = 0
+        if isinstance(entry, TensorEntry | BytesEntry):
+            nbytes = entry.data.stop - entry.data.start
+        for node in line:
+            node.num_leaves += 1
+            node.nbytes += nbytes
+    return root
+
+
+def _draw(root: _Node, max_depth: int) -> Iterator[str]:
+    # An explicit stack: a state may nest as deep as Python's own allows.
+    levels = [iter(root.children.items())]
+    left = [len(root.children)]
+    while levels:
+        found = next(levels[-1], None)
+        if found is None:
+            levels.pop()
+            left.pop()
+            continue
+        left[-1] -= 1
+        indent = "".join("│   " if more else "    " for more in left[:-1])
+        yield f"{indent}{'├── ' if left[-1] else '└── '}{_label(*found)}"
+        if len(levels) < max_depth:
+            levels.append(iter(found[1].children.items()))
+            left.append(len(found[1].children))
+
+
+def _label(name: str, node: _Node) -> str:
+    if not node.children:
+        return "  ".join([name, *(_describe(node.entry) if node.entry is not None else ())])
+    kind = f"{node.entry.type}, " if isinstance(node.entry, ContainerEntry) else ""
+    return f"{name}  ({kind}{_count(node.num_leaves, 'leaf', 'leaves')}, {_size(node.nbytes)})"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _as_json(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> dict[str, Any]:
@@ -338,6 +512,15 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def _text_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    try:
+        return repr(value)
+    except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print
+        raise UsageError(f"it cannot be printed, use --raw: {error}") from error
+
+
 def _raw_bytes(value: Any) -> bytes:
     match value:
         case bytes() | bytearray():
@@ -347,7 +530,8 @@ def _raw_bytes(value: Any) -> bytes:
     try:
         return bytes(bytes_of(value))
     except Exception as error:
-        raise UsageError(f"a {type(value).__name__} has no raw bytes; leave out --raw") from error
+        what = f"a value of type {type(value).__name__}"
+        raise UsageError(f"{what} has no raw bytes; leave out --raw") from error
 
 
 if __name__ == "__main__":

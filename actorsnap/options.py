@@ -54,7 +54,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("fsync", "verify", "allow_pickle"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Options.{name} must be True or False")
-        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not is_number or not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
             raise UsageError(f"Options.timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
         self._check("chunk_bytes", 2 * _MIB)
         self._check("num_uploaders", 1)

@@ -65,7 +65,8 @@ class Snapshot:
         ``state_dict()`` is called on every stateful, in sorted key order, in this thread. CPU
         tensors are written straight from their memory, without a copy: do not change them
         before this returns (other tasks of your loop go on meanwhile; if one of them
-        trains, use ``async_take``).
+        trains, use ``async_take``). Tensors on devices, or not contiguous, go through at most
+        48 MiB of copies.
 
         Args:
             path: A URL at which no snapshot is committed yet.
@@ -169,7 +170,8 @@ class Snapshot:
             path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank.
             out: A tensor or array of the same dtype and shape to read into, on any device.
             memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
-                result itself.
+                result itself. The process grows by at most this plus 4 MiB, and by the
+                index, which is read once per ``Snapshot``.
 
         Returns:
             ``out``, or the value: tensors fresh on the CPU.

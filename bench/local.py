@@ -36,6 +36,8 @@ from bench.state import State, compare, llama, scramble, small, state_bytes
 OURS = "actorsnap"
 RAW = "raw"
 SLOW_S = 10.0
+NOISY = 1.5
+LOAD_AT_START = round(os.getloadavg()[0], 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def emit(
         **facts,
         "missing": missing,
         "machine": machine(),
+        "load_at_start": LOAD_AT_START,
         "date": time.strftime("%Y-%m-%d"),
     }
     print(json.dumps(line), flush=True)
@@ -188,6 +191,8 @@ def facts_of(state: State, seconds: dict[str, list[float]], place: str) -> dict[
         "seconds": {name: round(s, 4) for name, s in medians.items()},
         "seconds_min_max": {n: [round(min(v), 4), round(max(v), 4)] for n, v in seconds.items()},
         "gib_s": {name: round(gib / s, 2) for name, s in medians.items()},
+        # Medians of these may be somebody else's doing: run again on a quiet machine.
+        "noisy": sorted(n for n, v in seconds.items() if max(v) > NOISY * min(v)),
     }
 
 

@@ -46,8 +46,14 @@ def main(path: str) -> None:
                 f"| {row['row'] if first else ''} | {name}: {number(value)} | {bound} | {verdict} "
                 f"| {seconds(row) if first else ''} |"
             )
+    noisy = [f"{row['row']}: {', '.join(row['noisy'])}" for row in rows if row.get("noisy")]
+    if noisy:
+        print("\nSlowest run over 1.5 x the fastest: " + "; ".join(noisy) + ".")
     if rows:
-        print(f"\nMachine: {rows[0]['machine']}. Date: {rows[0]['date']}.")
+        print(
+            f"\nMachine: {rows[0]['machine']}. Date: {rows[0]['date']}. "
+            f"Load average at the start: {rows[0]['load_at_start']}."
+        )
 
 
 if __name__ == "__main__":

@@ -36,14 +36,19 @@ class _Waiter:
 
 class Lease:
     """The right to ``nbytes`` of memory, and the memory itself. Release it once, or use it
-    as a context manager; releasing twice is harmless."""
+    as a context manager; releasing twice is harmless.
 
-    __slots__ = ("_budget", "nbytes", "view")
+    Attributes:
+        on_release: Called once when the lease is released, if set.
+    """
+
+    __slots__ = ("_budget", "nbytes", "on_release", "view")
 
     def __init__(self, budget: Budget, nbytes: int, view: memoryview) -> None:
         self._budget: Budget | None = budget
         self.nbytes = nbytes
         self.view = view
+        self.on_release: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Gives the bytes back; ``view`` must not be used any more."""
@@ -51,6 +56,8 @@ class Lease:
         if budget is not None:
             view, self.view = self.view, memoryview(b"")
             budget._release(self.nbytes, view)
+            if self.on_release is not None:
+                self.on_release()
 
     def __enter__(self) -> Self:
         return self

@@ -169,7 +169,10 @@ class FetcherPool:
 
     async def _fetch_next(self, requests: Sequence[Request], queue: Iterator[Read]) -> None:
         for read in queue:
-            await self._fetch_one(requests, read)
+            try:
+                await self._fetch_one(requests, read)
+            except ObjectNotFound as error:
+                raise ChecksumMismatch(key=read.key, detail="the object is missing") from error
 
     async def _fetch_one(self, requests: Sequence[Request], read: Read) -> None:
         has_blocking_io = self._storage.capabilities.has_blocking_io

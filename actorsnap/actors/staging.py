@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from actorsnap.actors.budget import Budget
+from actorsnap.actors.budget import Budget, Lease
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
@@ -22,9 +22,9 @@ from actorsnap.storage.base import RunBlocking
 
 __all__ = ["StagingActor"]
 
-_EMPTY = memoryview(b"")
-_INLINE_PIECES = 64
-"""Up to so many pieces, making views on the loop is cheaper than a hop to a thread."""
+_MAX_COPIED_BYTES = 48 << 20
+"""What a blocking save copies is bounded by this, whatever the budget: nobody waits for the
+copies, so that more of them in flight would only take memory."""
 
 
 class StagingActor:
@@ -68,6 +68,8 @@ class StagingActor:
         self._run_blocking = run_blocking
         self._num_copiers = num_copiers
         self._board = board
+        largest = max([chunk.stop - chunk.start for chunk in order], default=1)
+        self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
 
     async def run(self) -> None:
         """Stages everything.
@@ -102,38 +104,37 @@ class StagingActor:
         pieces = list(plan.pieces(chunk))
         head = memoryview(plan.header)[chunk.start : min(chunk.stop, len(plan.header))]
         nbytes = chunk.stop - chunk.start - len(head)
-        if nbytes == 0:
-            return StagedChunk(chunk, head, (), (), None)
-        if not self._copies and all(sources[piece.item].is_addressable for piece in pieces):
-            if len(pieces) <= _INLINE_PIECES:
-                views = _views(sources, pieces)
-            else:
-                views = await self._run_blocking(_views, sources, pieces)
-            return StagedChunk(chunk, head, pieces, views, None)
+        can_be_read_in_place = not self._copies and all(
+            sources[piece.item].is_addressable for piece in pieces
+        )
+        if can_be_read_in_place or not pieces:
+            return StagedChunk(chunk, head, pieces, sources, None)
         if self._budget.would_wait(nbytes):
             self._full.set()
-        lease = await self._budget.lease(nbytes)
+        lease = await self._lease(nbytes)
         try:
-            views = await self._run_blocking(_copy, sources, pieces, lease.view)
+            await self._run_blocking(_copy, sources, pieces, lease.view)
         except BaseException:
             lease.release()
             raise
-        return StagedChunk(chunk, head, pieces, views, lease)
+        return StagedChunk(chunk, head, pieces, (), lease)
+
+    async def _lease(self, nbytes: int) -> Lease:
+        if self._copies:
+            return await self._budget.lease(nbytes)
+        await self._room.acquire()
+        try:
+            lease = await self._budget.lease(nbytes)
+        except BaseException:
+            self._room.release()
+            raise
+        lease.on_release = self._room.release
+        return lease
 
 
-def _views(sources: Sequence[ByteSource], pieces: Sequence[Piece]) -> list[memoryview]:
-    return [sources[piece.item].view(piece.start, piece.stop) for piece in pieces]
-
-
-def _copy(
-    sources: Sequence[ByteSource], pieces: Sequence[Piece], memory: memoryview
-) -> list[memoryview]:
-    views = []
+def _copy(sources: Sequence[ByteSource], pieces: Sequence[Piece], memory: memoryview) -> None:
     at = 0
     for piece in pieces:
         end = at + piece.stop - piece.start
-        view = memory[at:end]
-        sources[piece.item].copy_into(piece.start, view)
-        views.append(view)
+        sources[piece.item].copy_into(piece.start, memory[at:end])
         at = end
-    return views

@@ -21,27 +21,31 @@ from actorsnap.storage.base import ObjectWriter, RunBlocking
 
 __all__ = ["ChecksumLedger", "UploaderActor"]
 
-_WRITE_BYTES = BLOCK_BYTES
-"""Small pieces are gathered up to this size for one write call."""
+_BATCH_BYTES = BLOCK_BYTES
+_BATCH_VIEWS = 512
+"""Small pieces are gathered up to these sizes for one write call."""
 
 
 class ChecksumLedger:
-    """Collects the block checksums of every item of one object, in any order."""
+    """Collects the block checksums of one object's items, in any order.
+
+    The blocks of an object are numbered through, item by item. A chunk's blocks are
+    neighbours, because chunks are cut between blocks.
+    """
 
     def __init__(self, plan: ObjectPlan) -> None:
         self._plan = plan
-        self._checksums: dict[int, list[int | None]] = {}
+        self._first = [0]
+        for start, end in zip(plan.starts, plan.ends, strict=True):
+            self._first.append(self._first[-1] - (start - end) // BLOCK_BYTES)
+        self._values: list[int | None] = [None] * self._first[-1]
 
-    def record(self, staged: StagedChunk, checksums: Sequence[tuple[int, ...]]) -> None:
-        """Notes the checksums of a chunk's pieces."""
-        starts, ends = self._plan.starts, self._plan.ends
-        for piece, values in zip(staged.pieces, checksums, strict=True):
-            size = ends[piece.item] - starts[piece.item]
-            slots = self._checksums.get(piece.item)
-            if slots is None:
-                slots = self._checksums[piece.item] = [None] * -(-size // BLOCK_BYTES)
-            first = piece.start // BLOCK_BYTES
-            slots[first : first + len(values)] = values
+    def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
+        """Notes the checksums of a chunk's blocks."""
+        if checksums:
+            piece = staged.pieces[0]
+            first = self._first[piece.item] + piece.start // BLOCK_BYTES
+            self._values[first : first + len(checksums)] = checksums
 
     def stored(self, item: int, number: int) -> Stored:
         """Where item ``item`` lies, in object number ``number`` of the rank manifest.
@@ -49,11 +53,9 @@ class ChecksumLedger:
         Raises:
             AssertionError: a block was never recorded.
         """
-        values = self._checksums.get(item, [])
-        complete = tuple(value for value in values if value is not None)
-        start, stop = self._plan.starts[item], self._plan.ends[item]
-        assert len(complete) == -(-(stop - start) // BLOCK_BYTES), "a block was never hashed"
-        return Stored(number, start, stop, complete)
+        values = tuple(self._values[self._first[item] : self._first[item + 1]])
+        assert None not in values, "a block was never hashed"
+        return Stored(number, self._plan.starts[item], self._plan.ends[item], values)  # type: ignore[arg-type]
 
 
 class UploaderActor:
@@ -113,42 +115,33 @@ class UploaderActor:
             checksums = await self._run_blocking(_hash_and_write, writer, staged)
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
-            checksums = await self._run_blocking(_hash, staged)
+            views, checksums = await self._run_blocking(_hash, staged)
             self._board.add(hashed=nbytes)
-            await writer.write_at(staged.chunk.start, [staged.head, *staged.views])
+            await writer.write_at(staged.chunk.start, [staged.head, *views])
             self._board.add(stored=nbytes)
         self._ledgers[staged.chunk.object].record(staged, checksums)
 
 
-def _hash(staged: StagedChunk) -> list[tuple[int, ...]]:
-    return [block_checksums(view) for view in staged.views]
+def _hash(staged: StagedChunk) -> tuple[list[memoryview], list[int]]:
+    views = list(staged.views())
+    return views, [value for view in views for value in block_checksums(view)]
 
 
-def _hash_and_write(writer: ObjectWriter, staged: StagedChunk) -> list[tuple[int, ...]]:
-    checksums: list[tuple[int, ...]] = []
+def _hash_and_write(writer: ObjectWriter, staged: StagedChunk) -> list[int]:
+    checksums: list[int] = []
     at = staged.chunk.start
-    batch: list[memoryview] = [staged.head] if len(staged.head) else []
+    batch: list[memoryview] = [staged.head]
     batch_bytes = len(staged.head)
-    for view in staged.views:
-        nbytes = len(view)
-        if nbytes > BLOCK_BYTES:
-            values = []
-            for low in range(0, nbytes, BLOCK_BYTES):
-                block = view[low : low + BLOCK_BYTES]
-                values.append(crc32c(block))
-                batch.append(block)
+    for view in staged.views():
+        for low in range(0, len(view), BLOCK_BYTES):
+            block = view if len(view) <= BLOCK_BYTES else view[low : low + BLOCK_BYTES]
+            checksums.append(crc32c(block))
+            batch.append(block)
+            batch_bytes += len(block)
+            if batch_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_VIEWS:
                 writer.write_at_blocking(at, batch)
-                at += batch_bytes + len(block)
+                at += batch_bytes
                 batch, batch_bytes = [], 0
-            checksums.append(tuple(values))
-            continue
-        checksums.append((crc32c(view),))
-        batch.append(view)
-        batch_bytes += nbytes
-        if batch_bytes >= _WRITE_BYTES:
-            writer.write_at_blocking(at, batch)
-            at += batch_bytes
-            batch, batch_bytes = [], 0
     if batch:
         writer.write_at_blocking(at, batch)
     return checksums

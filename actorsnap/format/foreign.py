@@ -50,13 +50,13 @@ def recognize(keys: Sequence[str]) -> tuple[str, str]:
     for sign, what in _SIGNS:
         if sign in present:
             return "foreign", f"this is {what}, not an actorsnap snapshot"
+    if nested:
+        some = ", ".join(sorted(nested)[:5])
+        return "unknown", f"the snapshots are one level below: {some}"
     for key in keys:
         if key.endswith((".pt", ".pth", ".ckpt", ".distcp", ".bin", ".safetensors")):
             return (
                 "foreign",
                 f"there is no commit object, but {key!r}, which another program wrote",
             )
-    if nested:
-        some = ", ".join(sorted(nested)[:5])
-        return "unknown", f"the snapshots are one level below: {some}"
     return "unknown", f"there is no commit object, but other files, for example {keys[0]!r}"

@@ -39,6 +39,7 @@ __all__ = [
     "safe_name",
     "shard_name",
     "small_data_key",
+    "top_level_key",
 ]
 
 DATA_ALIGNMENT = 4096
@@ -188,6 +189,16 @@ def is_well_formed_key(key: str) -> bool:
         and "\0" not in key
         and all(part not in ("", ".", "..") for part in key.split("/"))
     )
+
+
+def top_level_key(token: str) -> str:
+    """Returns the app state's key, given the first component of a path."""
+    if token == "%":
+        return ""
+    return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
+
+
+_ESCAPED = re.compile("%u([0-9a-f]{4})|%([0-9A-F]{2})")
 
 
 def safe_name(key: str) -> str:

@@ -23,6 +23,7 @@ from actorsnap.format.layout import (
     lay_out,
     shard_name,
     small_data_key,
+    top_level_key,
 )
 from actorsnap.format.manifest import BLOCK_BYTES
 
@@ -149,7 +150,7 @@ def pack(
             continue
         groups = _distribute(items, members, totals[token], rules)
         for number, group in enumerate(groups):
-            key = data_key(attempt, token, rank, number)
+            key = data_key(attempt, top_level_key(token), rank, number)
             plans.append(_plan_object(items, group, key, len(token) + 1, len(plans), rules))
     for number, group in enumerate(_split_headers(items, small)):
         key = small_data_key(attempt, rank, number)
@@ -208,6 +209,10 @@ def _distribute(
 
 def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]:
     """Cuts ``members`` where a header would grow over the format's limit."""
+    # At most 12 bytes for a character, 32 for an offset or a size, 128 for what is around.
+    bound = sum(12 * len(items[i].path) + 64 * len(items[i].shape) + 192 for i in members)
+    if bound <= MAX_HEADER_BYTES:
+        return [members] if members else []
     result: list[list[int]] = []
     group: list[int] = []
     cost = 0

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -29,6 +30,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import crc32c
+from actorsnap.format.layout import attempt_of
 from actorsnap.format.manifest import (
     BLOCK_BYTES,
     COMMIT_KEY,
@@ -40,9 +42,17 @@ from actorsnap.format.manifest import (
     TensorEntry,
     decode_commit,
 )
+from actorsnap.format.validate import check_json
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.host import Host, Script, wait_done
-from actorsnap.runtime.place import Place, Source, collect_garbage, open_place
+from actorsnap.runtime.place import (
+    Place,
+    Source,
+    collect_garbage,
+    committed_attempt,
+    open_place,
+    open_ready_place,
+)
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.state.capture import capture
 from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
@@ -54,7 +64,7 @@ from actorsnap.state.stateful import (
     validate_app_state,
 )
 from actorsnap.state.tree import escape
-from actorsnap.storage.registry import absolute, check_url
+from actorsnap.storage.registry import absolute, check_url, is_ready
 
 __all__ = [
     "AppState",
@@ -64,6 +74,7 @@ __all__ = [
     "await_pending",
     "collect",
     "delete",
+    "find_snapshots",
     "get_manifest",
     "get_state_dict_for_key",
     "load_index",
@@ -122,12 +133,14 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
-    """Checks a path as callers give it.
+    """Checks a path and its options as callers give them.
 
     Raises:
-        UsageError: it is empty, or no path.
+        UsageError: the path is empty, or no path; or the options are no dict.
     """
     url = check_url(path)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise UsageError(f"storage_options must be a dict, not {storage_options!r}")
     return Place(url=url, at=absolute(url), storage_options=dict(storage_options or {}))
 
 
@@ -155,9 +168,15 @@ def take(
     place = make_place(path, storage_options)
     if isinstance(replicated, str):
         raise UsageError(f"replicated must be a list of globs: [{replicated!r}]")
+    if not isinstance(replicated, Sequence) or not all(isinstance(g, str) for g in replicated):
+        raise UsageError(f"replicated must be a list of globs, not {replicated!r}")
     checked_metadata = _check_metadata(metadata)
     host = Host.get()
-    open_place(host, place, fsync=options.fsync)  # refuses bad URLs before state_dict() runs
+    # Refuses bad URLs before state_dict() runs; mostly without a step in between.
+    if is_ready(place.at):
+        open_ready_place(host, place, fsync=options.fsync)
+    else:
+        yield lambda host: open_place(host, place, fsync=options.fsync)
     captured = capture(app_state, replicated=replicated, allow_pickle=options.allow_pickle)
     job = SaveJob(
         host,
@@ -181,7 +200,10 @@ def take(
 
 
 def _check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata must be a JSON object, not a {type(metadata).__name__}")
     checked = dict(metadata or {})
+    check_json(checked, "metadata")
     try:
         again = msgspec.json.decode(msgspec.json.encode(checked))
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -260,36 +282,63 @@ def delete(source: Source) -> Script[None]:
     yield step
 
 
-def collect(source: Source, *, force: bool) -> Script[list[str]]:
-    """Deletes garbage at the URL; with ``force`` also attempts that may be running."""
+def collect(source: Source, *, force: bool) -> Script[tuple[list[str], list[str]]]:
+    """Deletes garbage at the URL; with ``force`` also attempts that may be running.
 
-    async def step(host: Host) -> list[str]:
+    Returns:
+        The keys deleted, and the unfinished attempts that were left.
+    """
+
+    async def step(host: Host) -> tuple[list[str], list[str]]:
         async with source.opened(host) as (storage, _):
-            return await collect_garbage(host, storage, force=force)
+            deleted = await collect_garbage(host, storage, force=force)
+            left = {attempt_of(info.key) async for info in storage.list("")}
+            left -= {None, await committed_attempt(storage)}
+            return deleted, sorted(str(attempt) for attempt in left)
 
-    deleted: list[str] = yield step
-    return deleted
+    found: tuple[list[str], list[str]] = yield step
+    return found
 
 
 class _NullSink:
-    """Takes bytes and forgets them: for verification."""
+    """Takes bytes and only counts them: for verification."""
 
     is_addressable = False
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, count: Callable[[int], None]) -> None:
         self.nbytes = nbytes
+        self._count = count
 
     def view(self, start: int, stop: int) -> memoryview:
         raise AssertionError("not addressable")
 
     def copy_from(self, start: int, data: memoryview) -> None:
-        pass
+        self._count(len(data))
+
+
+class _Meter:
+    """Adds up what worker threads have done, and reports it to the caller's ``progress``."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    def begin(self, total: int) -> None:
+        self._total = total
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(self._done, self._total)
 
 
 def verify(
     source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
 ) -> Script[VerifyReport]:
-    """Checks a snapshot; ``progress`` gets bytes done and bytes in all, on the loop."""
+    """Checks a snapshot; ``progress`` gets bytes compared, and bytes in all, on any thread."""
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
@@ -299,6 +348,7 @@ def verify(
             problems: list[ActorSnapError] = []
             num_objects = done = 0
             total = 0
+            meter = _Meter(progress)
             work: list[tuple[RankManifest, int, list[Stored]]] = []
             for rank in range(commit.world_size):
                 try:
@@ -311,7 +361,8 @@ def verify(
                     if isinstance(entry, TensorEntry | BytesEntry):
                         leaves[entry.data.object].append(entry.data)
                 work.extend((manifest, number, held) for number, held in enumerate(leaves))
-                total += sum(record.size for record in manifest.objects)
+                total += sum(at.stop - at.start for held in leaves for at in held)
+            await host.run_blocking(meter.begin, total)
             for manifest, number, held in work:
                 record = manifest.objects[number]
                 num_objects += 1
@@ -330,7 +381,8 @@ def verify(
                             )
                         pool = source.fetcher(host, storage, verify=True)
                         requests = [
-                            Request(manifest, at, _NullSink(at.stop - at.start)) for at in held
+                            Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
+                            for at in held
                         ]
                         await pool.fetch(requests)
                         done += record.size
@@ -345,8 +397,6 @@ def verify(
                     if damage is None or other is not None:
                         raise
                     problems.append(_leaves(damage)[0])
-                if progress is not None:
-                    progress(done, total)
             return VerifyReport(
                 level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
             )
@@ -424,6 +474,8 @@ def read_object(
     source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
 ) -> Script[Any]:
     """One leaf or subtree, into ``out`` or fresh."""
+    if not isinstance(path, str):
+        raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
     if memory_budget_bytes is not None and memory_budget_bytes < BLOCK_BYTES:
         raise UsageError(f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block)")
     _, manifests = yield from load_index(source)
@@ -462,20 +514,27 @@ async def _fetch(
     return sum(request.stored.stop - request.stored.start for request in requests)
 
 
-def find_snapshots(source: Source) -> Script[list[tuple[str, Commit]]]:
-    """The snapshots one level below the URL, by name; damaged ones are left out."""
+def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | None]]:
+    """The snapshots one level below the URL, by name.
 
-    async def step(host: Host) -> list[tuple[str, Commit]]:
-        found = []
+    Returns:
+        The commit object; what is wrong with it; or None where there are unfinished attempts
+        only.
+    """
+
+    async def step(host: Host) -> dict[str, Commit | FormatError | None]:
+        found: dict[str, Commit | FormatError | None] = {}
         async with source.opened(host) as (storage, _):
             async for info in storage.list(""):
                 name, _, key = info.key.partition("/")
                 if key == COMMIT_KEY:
                     try:
-                        found.append((name, decode_commit(await storage.get(info.key))))
+                        found[name] = decode_commit(await storage.get(info.key))
                     except FormatError as error:
-                        logger.warning("%s: %s", info.key, error)
+                        found[name] = error
+                elif attempt_of(key) is not None:
+                    found.setdefault(name, None)
         return found
 
-    found: list[tuple[str, Commit]] = yield step
+    found: dict[str, Commit | FormatError | None] = yield step
     return found

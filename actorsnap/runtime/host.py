@@ -246,7 +246,11 @@ class Host:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         """Starts ``coroutine`` on the loop."""
         call = Call(self, coroutine)
-        call.start()
+        try:
+            call.start()
+        except KeyboardInterrupt:
+            call.cancel()
+            raise
         return call
 
     def begin(self, call: Call[Any]) -> None:

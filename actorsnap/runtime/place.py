@@ -19,9 +19,16 @@ from actorsnap.options import Options
 from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable
 from actorsnap.runtime.host import Host, host_id
 from actorsnap.storage.base import Storage, StorageContext
-from actorsnap.storage.registry import open_storage
+from actorsnap.storage.registry import find_opener, is_ready, open_storage
 
-__all__ = ["Place", "Source", "collect_garbage", "committed_attempt", "open_place"]
+__all__ = [
+    "Place",
+    "Source",
+    "collect_garbage",
+    "committed_attempt",
+    "open_place",
+    "open_ready_place",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +47,27 @@ class Place:
     storage_options: dict[str, Any]
 
 
-def open_place(host: Host, place: Place, *, fsync: bool) -> Storage:
-    """Opens the storage. No I/O.
+async def open_place(host: Host, place: Place, *, fsync: bool) -> Storage:
+    """Opens the storage. No I/O; a backend is loaded on a worker thread.
 
     Raises:
         UsageError: unknown scheme or storage option.
     """
-    context = StorageContext(
+    if is_ready(place.at):
+        return open_ready_place(host, place, fsync=fsync)
+    opener = await host.run_blocking(find_opener, place.at)
+    return opener(_context(host, place, fsync))
+
+
+def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
+    """``open_place`` where the backend ``is_ready``."""
+    return open_storage(place.at, _context(host, place, fsync))
+
+
+def _context(host: Host, place: Place, fsync: bool) -> StorageContext:
+    return StorageContext(
         options=place.storage_options, run_blocking=host.run_blocking, durable=fsync
     )
-    return open_storage(place.at, context)
 
 
 class Source:
@@ -64,7 +82,7 @@ class Source:
     @asynccontextmanager
     async def opened(self, host: Host) -> AsyncIterator[tuple[Storage, SnapshotReader]]:
         host.set_budget(self.options.memory_budget_bytes)
-        storage = open_place(host, self.place, fsync=True)
+        storage = await open_place(host, self.place, fsync=True)
         try:
             yield storage, SnapshotReader(storage, host.run_blocking)
         finally:
@@ -131,7 +149,7 @@ async def collect_garbage(
             is_older = began_s is not None and info.modified_s < began_s
             if is_old or is_older or force:
                 keys.append(info.key)
-    garbage = by_attempt.keys()
+    garbage = list(by_attempt)
     if not force:
         garbage = await host.run_blocking(_find_collectable, host, by_attempt, now_s, superseded)
     committed = await committed_attempt(storage)

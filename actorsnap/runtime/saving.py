@@ -139,9 +139,11 @@ class SaveJob:
             if isinstance(error, Exception):
                 shown: BaseException = error
                 # Until staged the caller waits and gets the error; later nobody may ask.
-                is_watched = not (self._copies and self.staged.done())
+                is_expected = not (self._copies and self.staged.done()) or (
+                    isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
+                )
                 logger.log(
-                    logging.DEBUG if is_watched else logging.ERROR, "%s: %s", self.label, error
+                    logging.DEBUG if is_expected else logging.ERROR, "%s: %s", self.label, error
                 )
             else:
                 shown = SnapshotAborted(reason="the runtime was stopped", rank=0, stage="cancel")
@@ -162,7 +164,7 @@ class SaveJob:
     async def _save(self) -> Commit:
         options = self._options
         deadline = anyio.current_time() + options.timeout_s
-        storage = open_place(self._host, self._place, fsync=options.fsync)
+        storage = await open_place(self._host, self._place, fsync=options.fsync)
         try:
             older = await self._look(storage, deadline)
             commit = await self._attempt_save(storage, deadline)

@@ -7,6 +7,7 @@ paths, entries or storage.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
@@ -119,6 +120,19 @@ def assemble(
     Raises:
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
     """
+    with warnings.catch_warnings():
+        # That torch means to drop a kind of tensor must not keep anybody from reading one.
+        warnings.simplefilter("ignore", UserWarning)
+        return _assemble(layout, dtype, shape, parameters, parts)
+
+
+def _assemble(
+    layout: str,
+    dtype: str,
+    shape: Sequence[int],
+    parameters: Mapping[str, Any],
+    parts: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
     kind = DTYPES[dtype]
     size = tuple(shape)
     if layout == "sparse_coo":

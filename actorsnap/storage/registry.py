@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module, metadata
 
 from actorsnap.errors import UsageError
@@ -24,6 +26,8 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "absolute",
     "check_url",
+    "find_opener",
+    "is_ready",
     "known_schemes",
     "open_storage",
     "register",
@@ -78,13 +82,40 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
         UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
             refuses the options.
     """
+    return find_opener(url)(context)
+
+
+def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Storage]:
+    """``open_storage`` in two steps: what reads files and imports is done when this returns.
+
+    Raises:
+        UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded.
+    """
     text = check_url(url)
+    scheme, rest = _split(url, text)
+    if scheme is None:
+        scheme = "fs"
+    else:
+        text = f"{scheme}://{rest}"
+    factory = _factory(scheme)
+    return lambda context: _checked(scheme, factory(text, context))
+
+
+def is_ready(url: str | os.PathLike[str]) -> bool:
+    """Whether ``open_storage`` would read no file, so that an event loop may call it."""
+    scheme = _split(url, check_url(url))[0] or "fs"
+    with _lock:
+        if scheme in _registered:
+            return True
+    return scheme in _BUILT_IN and _BUILT_IN[scheme].partition(":")[0] in sys.modules
+
+
+def _split(url: object, text: str) -> tuple[str | None, str]:
+    """The scheme, or None for a path, and what follows."""
     match = _SCHEME.match(text)
     if match is None or not isinstance(url, str):
-        return _checked("fs", _load("fs", _BUILT_IN["fs"])(text, context))
-    scheme = match[1].lower()
-    text = f"{scheme}://{text[match.end() :]}"
-    return _checked(scheme, _factory(scheme)(text, context))
+        return None, text
+    return match[1].lower(), text[match.end() :]
 
 
 def absolute(url: str) -> str:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
+import importlib
+import json
 import logging
 import os
 import signal
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import coordinator
-from actorsnap.runtime.host import Host, shutdown
+from actorsnap.runtime import calls
+from actorsnap.runtime.host import Host, shutdown, wait_done
 from actorsnap.storage.base import Storage
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import leftovers, number_at, runtime_threads, state
 
+# The children may be somebody who cannot read the installed packages.
+importlib.import_module("actorsnap.storage.fs")
 torch.set_num_threads(1)
 logging.disable(logging.WARNING)
 
@@ -117,15 +127,97 @@ def look_and_save_again(url: str, number: int) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def race(url: str, number: int, *, overwrite: bool, go: str, num_rounds: int) -> list[str]:
-    """Saves to ``<url>/<round>`` in step with a twin, by way of the FIFOs ``go``."""
+def race(url: str, number: int, *, overwrite: bool, fifos: list[str], num_rounds: int) -> list[str]:
+    """Saves to ``<url>/<round>`` in step with a twin that has the same two FIFOs, swapped."""
+    Host.get()
     outcomes = []
-    with open(f"{go}-out", "wb", buffering=0) as out, open(f"{go}-in", "rb", buffering=0) as into:
-        for round_ in range(num_rounds):
-            out.write(b"x")
-            into.read(1)
-            outcomes.append(save(f"{url}/{round_}", number, overwrite=overwrite))
+    out, into = (os.open(path, os.O_RDWR) for path in fifos)
+    for round_ in range(num_rounds):
+        os.write(out, b"x")
+        os.read(into, 1)
+        outcomes.append(save(f"{url}/{round_}", number, overwrite=overwrite))
     return outcomes
+
+
+def outcome_of(call: Callable[[], object]) -> dict[str, str]:
+    """How a save ended, in words."""
+    try:
+        call()
+    except SnapshotAborted as error:
+        return {
+            "error": type(error).__name__,
+            "cause": type(error.__cause__).__name__,
+            "says": str(error),
+            "key": error.key or "",
+        }
+    except ActorSnapError as error:
+        return {"error": type(error).__name__}
+    return {"error": ""}
+
+
+def save_as_nobody(folder: str) -> dict[str, Any]:
+    """Saves to a folder that is only readable, and looks at one that is not even that."""
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    with tempfile.TemporaryDirectory() as hidden:
+        os.chmod(hidden, 0)
+        return {
+            "new": outcome_of(lambda: sync.Snapshot.take(f"{folder}/new", state(2))),
+            "replacing": outcome_of(
+                lambda: sync.Snapshot.take(f"{folder}/s", state(2), overwrite=True)
+            ),
+            "restored": asyncio.run(number_at(f"{folder}/s")),
+            "hidden": outcome_of(lambda: sync.Snapshot(f"{hidden}/s").restore(state(-1)))["error"],
+        }
+
+
+def fill_disk(folder: str) -> dict[str, Any]:
+    """Saves to a small file system of its own, with a page more of free space each time."""
+    _mount_tmpfs(folder, size=6 << 20)
+    sync.Snapshot.take(f"{folder}/old", state(1))
+    page = 4096
+    rounds: list[dict[str, Any]] = []
+    with open(f"{folder}/filler", "wb") as filler:
+        status = os.statvfs(folder)
+        size = status.f_bavail * status.f_frsize
+        os.posix_fallocate(filler.fileno(), 0, size)
+        # Too little for the large object; then just about enough for all.
+        needed = _bytes_below(f"{folder}/old")
+        for free in (0, needed // 2, *range(needed - 8 * page, needed + 8 * page, page)):
+            os.ftruncate(filler.fileno(), size - free)
+            one: dict[str, Any] = outcome_of(
+                lambda: sync.Snapshot.take(f"{folder}/old", state(2), overwrite=True)
+            )
+            one["older"] = asyncio.run(number_at(f"{folder}/old"))
+            one["left"] = asyncio.run(leftovers(f"{folder}/old"))
+            rounds.append(one)
+            if not one["error"]:
+                break
+            os.posix_fallocate(filler.fileno(), 0, size)
+    return {"rounds": rounds}
+
+
+def _bytes_below(folder: str) -> int:
+    return sum(
+        os.stat(os.path.join(parent, name)).st_blocks * 512
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def _mount_tmpfs(folder: str, *, size: int) -> None:
+    """A file system that only this process sees, gone with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_user, private = 0x20000, 0x10000000, 0x44000  # MS_REC | MS_PRIVATE
+    flags = new_mounts if os.geteuid() == 0 else new_mounts | new_user
+    for answer in (
+        libc.unshare(flags),
+        libc.mount(b"none", b"/", None, private, None),
+        libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, f"size={size}".encode()),
+    ):
+        if answer:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def interrupted(
@@ -166,6 +258,7 @@ def interrupted(
     return {
         "was_hit": barrier.was_reached,
         "verb": barrier.verb,
+        "key": barrier.key,
         "raised": raised,
         "idle": idle,
         "found": found,
@@ -178,18 +271,39 @@ def interrupted(
     }
 
 
+def interrupted_restore(url: str, at: int) -> dict[str, Any]:
+    """SIGINT when operation number ``at`` of a restore begins, which then stalls."""
+    barrier = _InterruptingBarrier(at, stalls=True)
+    raised = False
+    with faulty(lambda inner: BarrierStorage(inner, barrier)):
+        try:
+            sync.Snapshot(faulty_url(url)).restore(state(-1))
+        except KeyboardInterrupt:
+            raised = True
+    return {
+        "was_hit": barrier.was_reached,
+        "raised": raised,
+        "num_calls": len(Host.get()._calls),
+        "again": asyncio.run(number_at(url)),
+    }
+
+
 def interrupted_while_waiting(url: str) -> dict[str, Any]:
     """SIGINT while ``wait`` blocks: the save goes on."""
     barrier = Barrier(1, verbs=frozenset({"put_if_absent"}))
     raised = ""
 
-    def interrupt() -> None:
-        assert barrier.wait_reached()
-        os.kill(os.getpid(), signal.SIGINT)
+    async def interrupting(future: Any) -> None:
+        if not raised:
+            os.kill(os.getpid(), signal.SIGINT)
+        await wait_done(future)
 
-    with faulty(lambda inner: BarrierStorage(inner, barrier)):
+    with (
+        faulty(lambda inner: BarrierStorage(inner, barrier)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         pending = sync.Snapshot.async_take(faulty_url(url), state(2), options=FAST)
-        threading.Thread(target=interrupt).start()
+        patch.setattr(calls, "wait_done", interrupting)
         try:
             pending.wait()
         except KeyboardInterrupt:
@@ -215,3 +329,73 @@ class _InterruptingBarrier(Barrier):
         self._reached.set()
         os.kill(os.getpid(), signal.SIGINT)
         return self._stalls
+
+
+def fork_with_pending(url: str) -> dict[str, Any]:
+    """Forks while a save is held up; what works in the child, and what becomes of the save."""
+    assert save(f"{url}/older", 1) == ""
+    barrier = Barrier(1, verbs=frozenset({"put"}))
+    with faulty(lambda inner: BarrierStorage(inner, barrier)):
+        pending = sync.Snapshot.async_take(faulty_url(f"{url}/s"), state(2), options=FAST)
+        assert barrier.wait_reached()
+
+        def in_child() -> dict[str, Any]:
+            return {
+                "wait": raised_by(pending.wait),
+                "staged": raised_by(pending.staged),
+                "done": raised_by(pending.done),
+                "cancel": raised_by(pending.cancel),
+                "events": raised_by(lambda: list(pending.events())),
+                "saved": save(f"{url}/child", 1),
+                "restored": asyncio.run(number_at(f"{url}/child")),
+                "read": asyncio.run(number_at(f"{url}/older")),
+            }
+
+        child = forked(in_child)
+        barrier.release()
+        pending.wait()
+    return {"child": child, "parent": asyncio.run(number_at(f"{url}/s"))}
+
+
+def fork_and_exit(url: str) -> dict[str, Any]:
+    """A child that exits with all its handlers while the parent's save is held up."""
+    barrier = Barrier(1, verbs=frozenset({"put"}))
+    with faulty(lambda inner: BarrierStorage(inner, barrier)):
+        pending = sync.Snapshot.async_take(faulty_url(f"{url}/s"), state(2), options=FAST)
+        assert barrier.wait_reached()
+        pid = fork()
+        if pid == 0:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        barrier.release()
+        pending.wait()
+    return {"child": status, "parent": asyncio.run(number_at(f"{url}/s"))}
+
+
+def raised_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ActorSnapError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks of processes with threads: that is the point here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def forked(call: Callable[[], Any]) -> Any:
+    """The JSON that ``call`` returns in a fork of this process."""
+    out, into = os.pipe()
+    if fork() == 0:
+        signal.alarm(60)
+        with os.fdopen(into, "w") as stream:
+            json.dump(call(), stream)
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        return json.load(stream)

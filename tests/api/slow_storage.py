@@ -19,7 +19,7 @@ from actorsnap.storage.registry import register
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
 
-__all__ = ["Gate", "GatedStorage", "gated"]
+__all__ = ["Gate", "GatedStorage", "GatedWriter", "gated"]
 
 
 class Gate:
@@ -69,10 +69,12 @@ class GatedStorage(Wrapper):
         self._gate = gate
 
     async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _GatedWriter(await self.inner.writer(key, size), self._gate)
+        return GatedWriter(await self.inner.writer(key, size), self._gate)
 
 
-class _GatedWriter(WriterWrapper):
+class GatedWriter(WriterWrapper):
+    """The writer of a ``GatedStorage``."""
+
     def __init__(self, inner: ObjectWriter, gate: Gate) -> None:
         super().__init__(inner)
         self.gate = gate

@@ -32,7 +32,7 @@ from tests.api.places import assert_idle, assert_whole, leftovers, number_at, nu
 from tests.api.zygote import Zygote
 from tests.conftest import LeakCheck
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 FAST = Options(fsync=False)
 
 
@@ -128,8 +128,9 @@ async def test_cancelling_a_take(
             assert number in (before, 2)  # the commit may be faster than the cancellation
         else:
             assert number == (2 if is_after else before)
-        if not is_commit and not is_after:
-            # (An unanswered commit may take effect later, so its objects stay.)
+        if number == before and not is_commit:
+            # (An unanswered commit may take effect later, so its objects stay; and a clean-up
+            # after the commit is cut short. Both are the next save's to collect.)
             assert await leftovers(url) == []
         await take(url, 3, overwrite=number is not None)
         await assert_whole(url, 3)
@@ -207,6 +208,16 @@ async def test_cancelling_a_pending_snapshot_by_its_handle(
     assert num_aborted >= 6
 
 
+async def turns_of_the_runtime() -> None:
+    """Returns when everything that was under way on the runtime's loop has been dealt with."""
+
+    async def turns() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(turns(), host.Host.get()._loop))
+
+
 async def test_a_cancellation_that_comes_during_a_commit_lets_it_succeed(tmp_path: Path) -> None:
     url = str(tmp_path / "s")
     barrier = Barrier(1, verbs=frozenset({"put_if_absent"}))
@@ -214,6 +225,7 @@ async def test_a_cancellation_that_comes_during_a_commit_lets_it_succeed(tmp_pat
         pending = await async_take(faulty_url(url), 2)
         assert await asyncio.to_thread(barrier.wait_reached)
         pending.cancel()
+        await turns_of_the_runtime()  # the cancellation has come to the commit
         barrier.release()
         with anyio.fail_after(LIMIT_S):
             await pending.wait()
@@ -290,6 +302,23 @@ async def _cancel_at(barrier: Barrier, scope: anyio.CancelScope) -> None:
     barrier.release()
 
 
+class Clock:
+    """The time on the runtime's loop, which a test may put forward: no deadline takes seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._loop = host.Host.get()._loop
+        self._time = self._loop.time
+        self._ahead_s = 0.0
+        monkeypatch.setattr(self._loop, "time", self._now, raising=False)
+
+    def _now(self) -> float:
+        return self._time() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        self._ahead_s += seconds
+        self._loop.call_soon_threadsafe(lambda: None)  # looks at its timers
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["take", "async_take"])
 async def test_the_deadline_ends_a_stalled_save(
     tmp_path: Path,
@@ -297,38 +326,41 @@ async def test_the_deadline_ends_a_stalled_save(
     monkeypatch: pytest.MonkeyPatch,
     no_leaks_behind: None,
 ) -> None:
-    """Wherever the storage stops answering, the caller is told in time."""
-    monkeypatch.setattr(saving, "_CLEANUP_S", 0.4)
-    options = Options(fsync=False, timeout_s=0.4)
+    """Wherever the storage stops answering, the caller is told when the time is over."""
+    options = Options(fsync=False, timeout_s=3000)
+    clock = Clock(monkeypatch)
     verbs_hit = []
+
+    async def work(url: str) -> None:
+        if is_async:
+            await (await Snapshot.async_take(url, state(2), options=options)).wait()
+        else:
+            await Snapshot.take(url, state(2), options=options)
+
     for k in itertools.count(1):
         url = str(tmp_path / str(k))
         barrier = Barrier(k)
-        with held(barrier):
-            try:
-                # Far less than the bounds of cleaning up; far more than the deadline.
-                with anyio.fail_after(15):
-                    if is_async:
-                        await (
-                            await Snapshot.async_take(faulty_url(url), state(2), options=options)
-                        ).wait()
-                    else:
-                        await Snapshot.take(faulty_url(url), state(2), options=options)
-            except SnapshotAborted as error:
-                aborted: SnapshotAborted | None = error
-            else:
-                aborted = None
-            if barrier.was_reached and barrier.verb == "list":
-                break  # committed: what follows is only cleaning up, which cannot fail it
-        assert aborted is not None
+        with held(barrier), anyio.fail_after(LIMIT_S):
+            task = asyncio.create_task(work(faulty_url(url)))
+            reached = asyncio.create_task(asyncio.to_thread(barrier.wait_reached))
+            await asyncio.wait([task, reached], return_when=asyncio.FIRST_COMPLETED)
+            clock.advance(2990)
+            assert not task.done()
+            clock.advance(20)
+            await asyncio.wait([task, reached])
+        assert barrier.was_reached
+        if barrier.verb == "list":
+            break  # committed: what follows is only cleaning up
         verbs_hit.append(barrier.verb)
-        assert "timeout_s=0.4 is over" in aborted.reason
-        assert aborted.rank == 0
+        error = task.exception()
+        assert isinstance(error, SnapshotAborted)
+        assert "timeout_s=3000 is over" in error.reason
+        assert error.rank == 0
         assert_idle()
         await assert_whole(url, None, is_clean=barrier.verb != "put_if_absent")
         await take(url, 3)
         await assert_whole(url, 3)
-    assert aborted is None
+    assert task.exception() is None
     assert {"get", "writer", "write_at", "complete", "put", "put_if_absent"} <= {*verbs_hit}
 
 
@@ -360,8 +392,11 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrit
         assert found["raised"] == "KeyboardInterrupt", found
         assert found["idle"], found
         assert found["found"] in (before, 2), found
-        is_end = found["verb"] in ("put_if_absent", "list", "delete") or at > 8
-        assert found["left"] == [] or is_end, found
+        # Not cleaned up: what an unanswered commit may yet name, and, where the commit was faster
+        # than the interrupt, what it has replaced. The next save does that.
+        is_commit = found["verb"].startswith("put") and found["key"] == ".actorsnap"
+        if found["found"] == before and not is_commit:
+            assert found["left"] == [], found
         assert found["again"] == "", found
         assert (found["then"], found["left_then"]) == (3, []), found
         assert found["threads_at_end"] == [], found
@@ -393,6 +428,20 @@ def test_ctrl_c_between_two_steps_of_a_call(
     with pytest.raises(NotASnapshot, match="nothing is there"):
         sync.Snapshot(url).get_manifest()
     sync.Snapshot.take(url, state(2), options=FAST)
+
+
+def test_ctrl_c_in_a_restore(zygote: Zygote, tmp_path: Path) -> None:
+    """When it is raised, nobody writes to the tensors any more."""
+    url = str(tmp_path)
+    assert zygote.call("save", url=url, number=1).result() == ""
+    for at in itertools.count(1):
+        found = zygote.call("interrupted_restore", url=url, at=at).result()
+        if not found["was_hit"]:
+            break
+        assert found["raised"]
+        assert found["num_calls"] == 0
+        assert found["again"] == 1
+    assert at > 3
 
 
 def test_ctrl_c_while_waiting_leaves_the_save_running(zygote: Zygote, tmp_path: Path) -> None:

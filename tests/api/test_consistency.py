@@ -26,10 +26,11 @@ from actorsnap.actors import staging, uploader
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.staging import StagingActor
 from actorsnap.planning.packing import Chunk
+from actorsnap.storage.wrappers import WriterWrapper
 from actorsnap.sync import PendingSnapshot, Snapshot
 from tests.api.facades import Facade, each_facade
 from tests.api.same import assert_same
-from tests.api.slow_storage import gated
+from tests.api.slow_storage import GatedWriter, gated
 from tests.api.states import CASES, dense, scribble
 
 MIB = 1 << 20
@@ -255,9 +256,9 @@ def test_blocking_take_reads_the_memory_itself() -> None:
     copied: list[int] = []
     original = staging._copy
 
-    def count(sources: Any, pieces: Any, memory: memoryview) -> list[memoryview]:
+    def count(sources: Any, pieces: Any, memory: memoryview) -> None:
         copied.append(len(memory))
-        return original(sources, pieces, memory)
+        original(sources, pieces, memory)
 
     state = {"plain": dense(torch.float32, 1024, 1024), "small": dense(torch.int8, 7)}
     with pytest.MonkeyPatch.context() as patch:
@@ -280,22 +281,21 @@ def staging_taken_out() -> Iterator[None]:
     copy_now = staging._copy
     store = uploader.UploaderActor._store
 
-    def copy_later(sources: Any, pieces: Any, memory: memoryview) -> list[memoryview]:
-        sizes = [piece.stop - piece.start for piece in pieces]
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        views = [memory[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        late[id(views)] = lambda: copy_now(sources, pieces, memory)
-        return views
+    def copy_later(sources: Any, pieces: Any, memory: memoryview) -> None:
+        late[id(memory)] = lambda: copy_now(sources, pieces, memory)
 
     async def store_late(self: Any, staged: StagedChunk) -> None:
-        if id(staged.views) in late:
-            await self._writers[staged.chunk.object].gate.pass_through(1)
-            late.pop(id(staged.views))()
+        if staged.lease is not None:
+            nbytes = staged.chunk.stop - staged.chunk.start
+            await self._writers[staged.chunk.object].gate.pass_through(nbytes)
+            late.pop(id(staged.lease.view))()
         await store(self, staged)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_copy", copy_later)
         patch.setattr(uploader.UploaderActor, "_store", store_late)
+        # The gate stands before the copy now, and each byte passes it once.
+        patch.setattr(GatedWriter, "write_at", WriterWrapper.write_at)
         yield
     assert not late
 

@@ -357,7 +357,7 @@ def test_what_a_stateful_lacks_is_handed_over(api: Facade, place: str) -> None:
 @pytest.fixture
 def shelf(place: str) -> str:
     """The URL of a snapshot with something of everything in it."""
-    state = {
+    state: dict[Any, Any] = {
         "w": dense(torch.float32, 600, 700),
         "f8": dense(torch.float8_e5m2, 64),
         "deep": {"list": [1, {"x": dense(torch.int16, 4)}], "none": None},
@@ -762,7 +762,7 @@ def _arrays(draw: st.DrawFn) -> Any:
     dtype = draw(st.sampled_from(["<f4", ">f8", "?", "<i2", "<u8", "<c8", "<U3", "S2", "<M8[s]"]))
     shape = draw(_shapes)
     array = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 99, shape).astype(dtype)
-    return array[::-1] if shape and draw(st.booleans()) else array
+    return array[::-1] if len(shape) > 0 and draw(st.booleans()) else array
 
 
 _leaves = st.one_of(

@@ -22,7 +22,7 @@ from typing import Any
 __all__ = ["Ending", "Zygote"]
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120
+LIMIT_S = 60
 """A child that hangs is killed by SIGALRM after so long."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,7 +60,7 @@ RECORD = ManifestRecord(key=f"{ATTEMPT}/manifest/0.json", size=1, crc32c=1)
 ITEM = Item("m/w", "uint8", (1,), 1, 1)
 
 
-def failure(stage: Stage = Stage.STORE, **more: bool) -> Failure:
+def failure(stage: Stage = Stage.STORE, **more: Any) -> Failure:
     return Failure(reason="broken", stage=stage, rank=0, **more)
 
 

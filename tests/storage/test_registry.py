@@ -229,3 +229,22 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     for scheme, words in (("mine", "taken"), ("fs", "taken"), ("no scheme", "not a URL scheme")):
         with pytest.raises(UsageError, match=words):
             register(scheme, other)
+
+
+def test_a_loop_may_open_what_is_ready(
+    entry_points: PointsOf, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_points(mine=f"{mine}:MineStorage")
+    assert registry_module.is_ready("/a/b")
+    assert registry_module.is_ready("memory://name")
+    assert not registry_module.is_ready("mine://x")
+    assert not registry_module.is_ready("nosuch://x")
+    opener = registry_module.find_opener("mine://x")
+
+    def fail(*, group: str) -> metadata.EntryPoints:
+        raise AssertionError("entry points were read")
+
+    monkeypatch.setattr(metadata, "entry_points", fail)
+    assert opener(CONTEXT).url == "mine://x"
+    monkeypatch.delitem(sys.modules, "actorsnap.storage.memory")
+    assert not registry_module.is_ready("memory://name")

@@ -1,0 +1,729 @@
+"""Bad input and bad places: each has an error that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorsnap import (
+    ChecksumMismatch,
+    FormatError,
+    IncompatibleState,
+    NotASnapshot,
+    ObjectExists,
+    Options,
+    Snapshot,
+    SnapshotAborted,
+    StateDict,
+    StorageError,
+    UnsupportedFormat,
+    UsageError,
+    sync,
+)
+from actorsnap.options import from_env
+from actorsnap.runtime.host import Host
+from actorsnap.testing import FaultyStorage
+from actorsnap.testing.faults import Verb
+from tests.api.damage import files, flip_bit, resign, rewrite_commit
+from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
+from tests.api.places import assert_whole, leftovers, number_at, number_of, state
+from tests.api.zygote import Zygote
+
+FAST = Options(fsync=False)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The folder of a snapshot of state 1."""
+    sync.Snapshot.take(tmp_path / "saved", state(1), options=FAST)
+    return tmp_path / "saved"
+
+
+# What is given
+
+
+class Untouchable:
+    """A stateful of which nothing may be asked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("state_dict was called")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("load_state_dict was called")
+
+
+APP_STATES = [
+    ({"model": torch.ones(3)}, r"'model' is of type Tensor.*StateDict"),
+    ({"a": {"x": 1}, "b": 2}, r"(?s)'a' is of type dict.*'b' is of type int"),
+    ({3: Untouchable()}, r"3 is of type int, not str"),
+    ({"model": Untouchable}, r"'model' is of type type"),
+    ([("model", Untouchable())], r"must be a dict.*not a list"),
+    ({}, r"empty"),
+    (None, r"must be a dict"),
+]
+
+
+@pytest.mark.parametrize(("app_state", "says"), APP_STATES)
+def test_no_stateful(tmp_path: Path, app_state: Any, says: str) -> None:
+    for call in (sync.Snapshot.take, sync.Snapshot.async_take):
+        with pytest.raises(UsageError, match=says):
+            call(tmp_path / "s", app_state)
+    with pytest.raises(UsageError, match=says):
+        sync.Snapshot(tmp_path / "s").restore(app_state)
+    assert os.listdir(tmp_path) == []
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"replicated": "model/**"}, r"replicated must be a list of globs: \['model/\*\*'\]"),
+    ({"replicated": 3}, "replicated must be a list"),
+    ({"replicated": [3]}, "replicated must be a list"),
+    ({"metadata": [1]}, "metadata"),
+    ({"metadata": 7}, "metadata"),
+    ({"metadata": {"a": {1, 2}}}, "metadata"),
+    ({"metadata": {"a": (1, 2)}}, "metadata"),
+    ({"metadata": {1: 2}}, "metadata"),
+    ({"metadata": {"a": float("nan")}}, "metadata"),
+    ({"metadata": {"a": [float("inf")]}}, "metadata"),
+    ({"metadata": {"a": 1 << 64}}, "metadata"),
+    ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ({"metadata": {"a": torch.ones(1)}}, "metadata"),
+    ({"metadata": {"a": b"bytes"}}, "metadata"),
+    ({"storage_options": 3}, "storage_options must be a dict"),
+    ({"storage_options": {"region": "x"}}, "takes no storage_options, but got: region"),
+    ({"options": {"fsync": False}}, "options must be actorsnap.Options, not dict"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
+    for call in (sync.Snapshot.take, sync.Snapshot.async_take):
+        with pytest.raises(UsageError, match=says):
+            call(tmp_path / "s", {"model": Untouchable()}, **arguments)
+    assert os.listdir(tmp_path) == []
+
+
+def test_metadata_that_nests_too_deep(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(600):
+        deep = {"a": deep}
+    with pytest.raises(UsageError, match="metadata"):
+        sync.Snapshot.take(tmp_path / "s", state(1), metadata=deep)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["", None, 3, b"bytes", ["list"], "nul\0"])
+def test_a_bad_path(path: Any) -> None:
+    with pytest.raises(UsageError, match="path"):
+        sync.Snapshot.take(path, {"model": Untouchable()})
+    with pytest.raises(UsageError, match="path"):
+        sync.Snapshot(path).get_manifest()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"fsync": "no"},
+    {"verify": None},
+    {"allow_pickle": 1},
+    {"timeout_s": 0},
+    {"timeout_s": -1.0},
+    {"timeout_s": float("nan")},
+    {"timeout_s": float("inf")},
+    {"timeout_s": "60"},
+    {"timeout_s": None},
+    {"timeout_s": 24 * 3600 + 1},
+    {"memory_budget_bytes": 0},
+    {"memory_budget_bytes": 1.5},
+    {"chunk_bytes": 1 << 20},
+    {"chunk_bytes": "16MiB"},
+    {"num_uploaders": 0},
+    {"max_objects": True},
+    {"min_object_bytes": 0},
+    {"max_gap_bytes": -1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"Options.{next(iter(options))} must"):
+        Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("ACTORSNAP_FSYNC", "maybe", "ACTORSNAP_FSYNC='maybe'"),
+        ("ACTORSNAP_CHUNK_BYTES", "16MiB", "ACTORSNAP_CHUNK_BYTES='16MiB'"),
+        ("ACTORSNAP_CHUNK_BYTES", "1", "Options.chunk_bytes must be"),
+        ("ACTORSNAP_TIMEOUT_S", "inf", "Options.timeout_s must"),
+        ("ACTORSNAP_CHUNKS", "1", "ACTORSNAP_CHUNKS: there is no option 'chunks'"),
+    ],
+)
+def test_bad_environment(
+    tmp_path: Path, variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)):
+        from_env({variable: value, "OTHER": "x"})
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        sync.Snapshot.take(tmp_path / "s", {"model": Untouchable()})
+    with pytest.raises(UsageError, match=re.escape(says)):
+        sync.Snapshot(tmp_path / "s")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_unknown_scheme_lists_the_known_ones() -> None:
+    says = r"unknown storage scheme 'ftp'; known are: .*file, fs, .*memory"
+    with pytest.raises(UsageError, match=says):
+        sync.Snapshot.take("ftp://host/s", {"model": Untouchable()})
+    with pytest.raises(UsageError, match=says):
+        sync.Snapshot("ftp://host/s").restore({"model": Untouchable()})
+
+
+async def test_an_unknown_scheme_is_looked_up_without_blocking() -> None:
+    """Entry points are files. (A blocking call in an event loop fails the test.)"""
+    with pytest.raises(UsageError, match="unknown storage scheme 'ftp'"):
+        await Snapshot.take("ftp://host/s", {"model": Untouchable()})
+    with pytest.raises(UsageError, match="unknown storage scheme 'ftp'"):
+        await Snapshot("ftp://host/s").restore({"model": Untouchable()})
+
+
+def test_bad_reading(saved: Path) -> None:
+    snapshot = sync.Snapshot(saved)
+    with pytest.raises(UsageError, match=r'level must be "quick" or "full"'):
+        snapshot.verify("fast")
+    with pytest.raises(UsageError, match=r"no key 'modle'; it has 'model', 'optimizer'"):
+        snapshot.get_state_dict_for_key("modle")
+    with pytest.raises(UsageError, match="model/weight"):
+        snapshot.read_object("0/model/wieght")
+    with pytest.raises(UsageError, match="the ranks 0 to 0"):
+        snapshot.read_object("1/model/weight")
+    with pytest.raises(UsageError, match="memory_budget_bytes must be at least 1048576"):
+        snapshot.read_object("0/model/weight", memory_budget_bytes=1000)
+    with pytest.raises(UsageError, match="path"):
+        snapshot.read_object(3)  # type: ignore[arg-type]
+    with pytest.raises(IncompatibleState, match="float64"):
+        snapshot.read_object("0/model/weight", out=torch.zeros(270_000, dtype=torch.float64))
+
+
+@pytest.mark.blocking
+async def test_sync_in_a_running_loop(tmp_path: Path) -> None:
+    await Snapshot.take(tmp_path / "s", state(1), options=FAST)
+    snapshot = sync.Snapshot(tmp_path / "s")
+    says = r"would block the event loop that runs in this thread; use `await`"
+    pending = sync.PendingSnapshot(
+        (await Snapshot.async_take(tmp_path / "p", state(1), options=FAST))._job
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: sync.Snapshot.take(tmp_path / "t", {"model": Untouchable()}),
+        lambda: sync.Snapshot.async_take(tmp_path / "t", {"model": Untouchable()}),
+        lambda: snapshot.restore({"model": Untouchable()}),
+        lambda: snapshot.read_object("model/weight"),
+        lambda: snapshot.get_manifest(),
+        lambda: snapshot.get_state_dict_for_key("model"),
+        lambda: snapshot.metadata,
+        lambda: snapshot.verify(),
+        lambda: snapshot.delete(),
+        lambda: pending.staged(),
+        lambda: pending.wait(),
+        lambda: next(iter(pending.events())),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no coroutine is left that was never awaited
+        for call in calls:
+            with pytest.raises(UsageError, match=says):
+                call()
+    assert not (tmp_path / "t").exists()
+    # In a thread without a loop the same works, while the loop of this one runs.
+    assert (await asyncio.to_thread(snapshot.verify)).ok
+    await asyncio.to_thread(pending.wait)
+
+
+# Places
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    for call in (sync.Snapshot.take, lambda *args: sync.Snapshot.async_take(*args).wait()):
+        with pytest.raises(SnapshotAborted, match="is a file; name a folder") as caught:
+            call(path, state(1))
+        assert isinstance(caught.value.__cause__, StorageError)
+        with pytest.raises(SnapshotAborted, match="is a file"):
+            call(path / "below", state(1))
+    with pytest.raises(StorageError, match="is a file; name a folder"):
+        sync.Snapshot(path).restore(state(1))
+    assert path.read_text() == "mine"
+
+
+def test_a_folder_without_permission(zygote: Zygote) -> None:
+    # Not tmp_path: another user must be able to come near it.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sync.Snapshot.take(folder / "s", state(1), options=FAST)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        try:
+            found = zygote.call("save_as_nobody", folder=name).result()
+        finally:
+            for path in (folder, *folder.rglob("*")):
+                path.chmod(0o755)
+        for outcome in (found["new"], found["replacing"]):
+            assert outcome["error"] == "SnapshotAborted"
+            assert outcome["cause"] == "AccessDenied"
+            assert "check owner and mode of the folder, this process has uid" in outcome["says"]
+        assert found["restored"] == 1
+        assert found["hidden"] == "AccessDenied"
+        assert os.listdir(folder) == ["s"]
+        assert asyncio.run(number_at(folder / "s")) == 1
+        assert asyncio.run(leftovers(folder / "s")) == []
+
+
+def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
+    found = zygote.call("fill_disk", folder=str(tmp_path)).result()
+    failures, last = found["rounds"][:-1], found["rounds"][-1]
+    assert len(failures) > 3
+    for one in failures:
+        assert one["error"] == "SnapshotAborted", one
+        assert one["cause"] == "StorageFull", one
+        assert "bytes are free. Delete old snapshots or store elsewhere" in one["says"], one
+        assert one["older"] == 1, one
+        assert one["left"] == [], one
+    # Every object has been the one that did not fit.
+    keys = {re.sub(r"^[0-9T]+-[0-9a-f-]+", "", one["key"]) for one in failures}
+    assert {"/data/model/0-0.safetensors", "/manifest/0.json", ".actorsnap"} <= keys
+    assert last == {"error": "", "older": 2, "left": []}
+
+
+# What lies there
+
+
+OBJECTS = ["commit", "manifest", "data"]
+READERS: dict[str, Callable[[Path], object]] = {
+    "restore": lambda path: sync.Snapshot(path).restore(state(-1)),
+    "read_object": lambda path: sync.Snapshot(path).read_object("0/model/weight"),
+    "get_state_dict_for_key": lambda path: sync.Snapshot(path).get_state_dict_for_key("model"),
+}
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _flip(path: Path) -> None:
+    flip_bit(path, 8 * path.stat().st_size * 2 // 3)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated": _truncate,
+    "emptied": _empty,
+    "flipped": _flip,
+    "missing": os.unlink,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("reader", READERS)
+def test_reading_what_is_damaged(saved: Path, name: str, damage: str, reader: str) -> None:
+    path = files(saved)[name]
+    DAMAGES[damage](path)
+    with pytest.raises(FormatError) as caught:
+        READERS[reader](saved)
+    if (name, damage) == ("commit", "missing"):
+        assert isinstance(caught.value, NotASnapshot)
+        assert caught.value.found == "unfinished"
+    elif (name, damage) == ("commit", "emptied"):
+        assert isinstance(caught.value, NotASnapshot)
+        assert caught.value.key == ".actorsnap"
+    else:
+        assert isinstance(caught.value, ChecksumMismatch)
+        assert caught.value.key == str(path.relative_to(saved))
+        assert caught.value.key in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["manifest", "data"])
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_verifying_what_is_damaged(saved: Path, name: str, damage: str, level: str) -> None:
+    path = files(saved)[name]
+    DAMAGES[damage](path)
+    report = sync.Snapshot(saved).verify(level)
+    if (name, damage, level) == ("data", "flipped", "quick"):
+        assert report.ok  # it looks at sizes only, and says so
+        return
+    assert not report.ok
+    (problem,) = report.problems
+    assert isinstance(problem, ChecksumMismatch)
+    assert problem.key == str(path.relative_to(saved))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_snapshot_can_be_replaced_and_deleted(saved: Path, damage: str) -> None:
+    DAMAGES[damage](files(saved)["commit"])
+    if damage != "missing":
+        with pytest.raises(ObjectExists):
+            sync.Snapshot.take(saved, state(2), options=FAST)
+    sync.Snapshot.take(saved, state(2), overwrite=True, options=FAST)
+    asyncio.run(assert_whole(saved, 2))
+    DAMAGES[damage](files(saved)["data"])
+    sync.Snapshot(saved).delete()
+    assert [path for path in saved.rglob("*") if path.is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("victim") / "s"
+    small = {"model": StateDict(w=torch.arange(300.0), b=torch.ones(7), c=[1, "x"])}
+    sync.Snapshot.take(path, small, metadata={"epoch": 3}, options=FAST)
+    return path
+
+
+@given(data=st.data())
+def test_any_flipped_bit_is_found(victim: Path, data: st.DataObject) -> None:
+    everything = sorted(path for path in victim.rglob("*") if path.is_file())
+    assert len(everything) == 3
+    path = data.draw(st.sampled_from(everything))
+    bit = data.draw(st.integers(0, 8 * path.stat().st_size - 1))
+    flip_bit(path, bit)
+    try:
+        found: list[Any] = list(sync.Snapshot(victim).verify("full").problems)
+    except FormatError as error:
+        found = [error]
+    finally:
+        flip_bit(path, bit)
+    assert len(found) == 1
+    assert found[0].key == str(path.relative_to(victim))
+    assert sync.Snapshot(victim).verify("full").ok
+
+
+BAD_KEYS = ["../../outside", "/etc/passwd", "{attempt}/../../outside", "{attempt}//x", "other/x"]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+@pytest.mark.parametrize("of", ["data", "manifest"])
+def test_a_manifest_that_names_what_is_outside(saved: Path, key: str, of: str) -> None:
+    (saved.parent / "outside").write_bytes(files(saved)[of].read_bytes())
+    bad = key.format(attempt=files(saved)["manifest"].parts[-3])
+
+    def change_data(manifest: dict[str, Any]) -> None:
+        manifest["objects"][0]["key"] = bad
+
+    def change_manifest(commit: dict[str, Any]) -> None:
+        commit["manifests"][0]["key"] = bad
+
+    if of == "data":
+        resign(saved, change_data)
+    else:
+        rewrite_commit(saved, change_manifest)
+    for reader in READERS.values():
+        with pytest.raises(FormatError, match=f"{re.escape(bad)}.* is no key in") as caught:
+            reader(saved)
+        assert type(caught.value) is FormatError
+
+
+def test_signing_anew_is_right(saved: Path) -> None:
+    """The tests around it are worth nothing if it is not."""
+    resign(saved, lambda manifest: None)
+    rewrite_commit(saved, lambda commit: None)
+    asyncio.run(assert_whole(saved, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "format version 2, and this release reads up to version 1"),
+        ({"version": 2, "manifests": "elsewhere", "new": 1}, "format version 2"),
+        ({"features": ["delta", "zstd"]}, "needs the features delta, zstd"),
+    ],
+)
+def test_a_snapshot_of_a_newer_release(saved: Path, change: dict[str, Any], says: str) -> None:
+    rewrite_commit(saved, lambda commit: commit.update(change))
+    for reader in READERS.values():
+        with pytest.raises(UnsupportedFormat, match=f"{says}.*Install a newer actorsnap"):
+            reader(saved)
+    with pytest.raises(UnsupportedFormat):
+        sync.Snapshot(saved).verify()
+    with pytest.raises(UnsupportedFormat):
+        sync.Snapshot(saved).delete()
+    with pytest.raises(ObjectExists):
+        sync.Snapshot.take(saved, state(2), options=FAST)
+
+
+def _write_dcp(path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
+
+
+def _write_torchsnapshot(path: Path) -> None:
+    (path / "0" / "model").mkdir(parents=True)
+    (path / "0" / "model" / "weight").write_bytes(b"1234")
+    (path / ".snapshot_metadata").write_text("version: 0.1.0\n")
+
+
+def _write_hugging_face(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+
+
+def _write_torch_save(path: Path) -> None:
+    path.mkdir()
+    torch.save({"w": torch.ones(3)}, path / "last.pt")
+
+
+def _delete(path: Path) -> None:
+    sync.Snapshot(path).delete()
+
+
+FOREIGN = [
+    (_write_dcp, r"torch\.distributed\.checkpoint \(DCP\)"),
+    (_write_torchsnapshot, "torchsnapshot"),
+    (_write_hugging_face, "Hugging Face"),
+    (_write_torch_save, r"'last\.pt', which another program wrote"),
+]
+
+
+@pytest.mark.parametrize(("write", "says"), FOREIGN)
+def test_another_librarys_folder(tmp_path: Path, write: Callable[[Path], None], says: str) -> None:
+    path = tmp_path / "s"
+    write(path)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for reader in [*READERS.values(), _delete]:
+        with pytest.raises(NotASnapshot, match=says) as caught:
+            reader(path)
+        assert caught.value.found == "foreign"
+    # What others wrote is nobody's garbage.
+    sync.Snapshot.take(path, state(1), options=FAST)
+    sync.Snapshot.take(path, state(2), overwrite=True, options=FAST)
+    assert asyncio.run(number_at(path)) == 2
+    sync.Snapshot(path).delete()
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
+    with pytest.raises(NotASnapshot, match="nothing is there; check the path") as caught:
+        sync.Snapshot(saved.parent / "svaed").restore(state(-1))
+    assert caught.value.found == "absent"
+    with pytest.raises(NotASnapshot, match="one level below: saved"):
+        sync.Snapshot(saved.parent).restore(state(-1))
+
+
+def test_an_unfinished_attempt_says_what_is_in_it(zygote: Zygote, tmp_path: Path) -> None:
+    url = str(tmp_path / "s")
+    killed = zygote.call(
+        "save_and_die_at_operation",
+        url=url,
+        number=1,
+        how="take",
+        overwrite=False,
+        at=6,
+        when="after",
+    )
+    assert killed.was_killed
+    (attempt,) = os.listdir(url)
+    for reader in READERS.values():
+        says = rf"only unfinished attempts.*{attempt} \(3 objects\).*actorsnap rm --garbage"
+        with pytest.raises(NotASnapshot, match=says) as caught:
+            reader(Path(url))
+        assert caught.value.found == "unfinished"
+
+
+# Two at once
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
+def test_two_processes_take_to_the_same_path(
+    zygote: Zygote, tmp_path: Path, overwrite: bool
+) -> None:
+    num_rounds = 25
+    for name in "ab":
+        os.mkfifo(tmp_path / name)
+    with Zygote() as other:
+        fifos = [str(tmp_path / name) for name in "ab"]
+        for number, (one, pair) in enumerate([(zygote, fifos), (other, fifos[::-1])]):
+            one.start(
+                "race",
+                url=str(tmp_path),
+                number=number,
+                overwrite=overwrite,
+                fifos=pair,
+                num_rounds=num_rounds,
+            )
+        outcomes = list(zip(zygote.end().result(), other.end().result(), strict=True))
+    for round_, outcome in enumerate(outcomes):
+        url = str(tmp_path / str(round_))
+        found = asyncio.run(number_at(url))
+        if overwrite:
+            assert outcome == ("", "")
+            assert found in (0, 1)
+        else:
+            assert sorted(outcome) == ["", "ObjectExists"]
+            assert found == outcome.index("")
+            assert asyncio.run(leftovers(url)) == []
+        sync.Snapshot.take(url, state(3), overwrite=True, options=FAST)
+        asyncio.run(assert_whole(url, 3))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
+@pytest.mark.parametrize("scheme", ["fs", "memory"])
+async def test_two_tasks_take_to_the_same_path(
+    tmp_path: Path, overwrite: bool, scheme: str
+) -> None:
+    for round_ in range(8):
+        url = str(tmp_path / str(round_)) if scheme == "fs" else f"memory://two-tasks/{round_}"
+        outcomes = dict.fromkeys(range(4), "")
+
+        async def save(number: int, url: str = url, outcomes: dict[int, str] = outcomes) -> None:
+            try:
+                await Snapshot.take(url, state(number), overwrite=overwrite, options=FAST)
+            except ObjectExists:
+                outcomes[number] = "ObjectExists"
+
+        async with anyio.create_task_group() as tasks:
+            for number in outcomes:
+                tasks.start_soon(save, number)
+        committed = [number for number, outcome in outcomes.items() if not outcome]
+        assert len(committed) == (4 if overwrite else 1)
+        assert await number_at(url) in committed
+        await Snapshot.take(url, state(5), overwrite=True, options=FAST)
+        await assert_whole(url, 5)
+
+
+async def test_a_late_collector_spares_what_was_committed_meanwhile(tmp_path: Path) -> None:
+    """The first of two has committed and looks for garbage; then the second replaces it."""
+    url = str(tmp_path / "s")
+    late = LateCollector(url)
+    with faulty(late.wrap):
+        await Snapshot.take(faulty_url(url), state(1), overwrite=True, options=FAST)
+    assert late.was_late
+    await assert_whole(url, 2, is_clean=False)
+
+
+class LateCollector:
+    """Takes another snapshot to ``url`` just after somebody else has listed it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.was_late = False
+
+    def wrap(self, inner: Any) -> Any:
+        collector = self
+
+        class Late(FaultyStorage):
+            async def list(self, prefix: str) -> AsyncIterator[Any]:
+                await Snapshot.take(collector._url, state(2), overwrite=True, options=FAST)
+                collector.was_late = True
+                async for info in super().list(prefix):
+                    yield info
+
+        return Late(inner)
+
+
+async def test_deleting_spares_what_another_is_writing(tmp_path: Path) -> None:
+    """It would commit a ruin."""
+    url = str(tmp_path / "s")
+    await Snapshot.take(url, state(1), options=FAST)
+    barrier = Barrier(1, verbs=frozenset({"put"}))
+    with faulty(lambda inner: BarrierStorage(inner, barrier)):
+        pending = await Snapshot.async_take(faulty_url(url), state(2), overwrite=True, options=FAST)
+        assert await asyncio.to_thread(barrier.wait_reached)
+        await Snapshot(url).delete()
+        assert await number_at(url) is None
+        barrier.release()
+        await pending.wait()
+    await assert_whole(url, 2)
+
+
+# What does not fit
+
+
+class Module(torch.nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 2, dtype=dtype)
+
+
+class Recorded(Untouchable):
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+    url = str(tmp_path / "s")
+    old = Module(3, torch.float32)
+    old.extra = torch.nn.Parameter(torch.ones(1))
+    sync.Snapshot.take(
+        url,
+        {"net": old, "loose": StateDict(a=torch.ones(2), b=torch.ones(3), c=1, fits=torch.ones(9))},
+        options=FAST,
+    )
+    net = Module(4, torch.float64)
+    loose = Recorded(
+        a=torch.zeros(5),
+        b=torch.zeros(3, dtype=torch.int8),
+        new=torch.zeros(1),
+        fits=torch.zeros(9),
+    )
+    other = Recorded(x=1)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    storages: list[FaultyStorage] = []
+
+    def counted(inner: Any) -> FaultyStorage:
+        storages.append(FaultyStorage(inner))
+        return storages[-1]
+
+    with faulty(counted), pytest.raises(IncompatibleState) as caught:
+        sync.Snapshot(faulty_url(url)).restore({"net": net, "loose": loose, "other": other})
+    error = caught.value
+    assert set(error.missing) == {"loose/new", "other"}
+    assert set(error.unexpected) == {"net/extra"}
+    mismatched = "\n".join(error.mismatched)
+    for path in ("net/layer.weight", "net/layer.bias", "loose/a", "loose/b"):
+        assert path in mismatched
+    assert len(error.mismatched) == 4
+    for path in (*error.missing, *error.unexpected, *error.mismatched):
+        assert path in str(error)
+    assert "strict=False" in str(error)
+    # Only the index was read, and nobody's tensor was touched.
+    (storage,) = storages
+    assert storage.counts[Verb.READ_INTO] == 0
+    assert storage.counts[Verb.GET] == 2
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert loose.values["a"].tolist() == [0] * 5
+    assert loose.values["fits"].tolist() == [0] * 9
+
+
+def test_usable_after_all_that(tmp_path: Path) -> None:
+    sync.Snapshot.take(tmp_path / "s", state(4), options=FAST)
+    target = state(-1)
+    sync.Snapshot(tmp_path / "s").restore(target)
+    assert number_of(target) == 4
+    assert Host.get().budget.statistics().leased_bytes == 0

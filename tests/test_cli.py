@@ -1,0 +1,520 @@
+"""The command line: what it prints, what it ends with, and what it never does to a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actorsnap import Options, StateDict, cli
+from actorsnap.sync import Snapshot
+
+ROOT = Path(__file__).parents[1]
+V1 = Path(__file__).parent / "golden" / "v1"
+
+
+class Ended:
+    """How a command ended: exit code, stdout and stderr."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+def run(*arguments: object, answer: str | None = None) -> Ended:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], input=answer)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ended(result.exit_code, result.stdout, result.stderr)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "actorsnap", *map(str, arguments)]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def state() -> dict[str, Any]:
+    weight = torch.arange(12.0).reshape(3, 4)
+    return {
+        "model": StateDict(
+            w=weight, row=weight[1], big=torch.ones(300_000), sparse=torch.eye(2).to_sparse()
+        ),
+        "progress": StateDict(
+            {"step": 7, "nan": float("nan"), "name": "run", "log": [1, 2], "blob": b"x" * 5000}
+        ),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    Snapshot.take(tmp_path / "s", state(), metadata={"step": 7})
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """What a killed process of another machine leaves."""
+    attempt = tmp_path / "dead" / "20990101T000000-ffffffff-1-00000000" / "data" / "model"
+    attempt.mkdir(parents=True)
+    (attempt / "0-0.safetensors").write_bytes(b"half")
+    return tmp_path / "dead"
+
+
+# ls -------------------------------------------------------------------------------------------
+
+
+def test_ls_of_a_snapshot(saved: Path) -> None:
+    ended = run("ls", saved)
+    assert ended.code == 0
+    assert ended.lines == [
+        "0/model/w\tfloat32[3, 4]\t48 B",
+        "0/model/row\tfloat32[4]\tview of model/w",
+        "0/model/big\tfloat32[300000]\t1.1 MiB",
+        "0/model/sparse\tfloat32[2, 2]\tsparse_coo",
+        "0/model/sparse@indices\tint64[2, 2]\t32 B",
+        "0/model/sparse@values\tfloat32[2]\t8 B",
+        "0/progress/step\t7",
+        "0/progress/nan\tnan",
+        '0/progress/name\t"run"',
+        "0/progress/log/0\t1",
+        "0/progress/log/1\t2",
+        "0/progress/blob\tbytes\t4.9 KiB",
+    ]
+    assert ended.err == ""
+
+
+def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
+    for step in (1, 2):
+        Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"step": step})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
+    (tmp_path / "notes.txt").write_text("something else")
+    ended = run("ls", tmp_path)
+    assert ended.code == 0
+    rows = [line.split("\t") for line in ended.lines]
+    assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2"]
+    assert rows[0][1].startswith("damaged: ")
+    assert rows[1][1:] == ["unfinished"]
+    assert rows[2][2:] == ["world size 1", '{"step": 1}']
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
+
+
+def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
+    for place, text in ((tmp_path / "no", "nothing is there"), (unfinished, "unfinished")):
+        ended = run("ls", place)
+        assert ended.code == 3
+        assert text in ended.err
+        assert ended.out == ""
+
+
+def test_paths_of_ls_are_paths_of_cat(saved: Path) -> None:
+    for line in run("ls", V1).lines:
+        path = line.split("\t")[0]
+        if "@" in path or "/pickled/" in path or "\\" in path:
+            continue
+        ended = run("cat", V1, path)
+        if ended.code:
+            # torch has dtypes that it does not print, and no bytes for packed elements.
+            assert re.search("/(u?int|bits)[0-9x]+$|packed", path), ended.err
+            assert "use --raw" in ended.err
+            assert run("cat", V1, path, "--raw").code == 0, path
+
+
+# inspect --------------------------------------------------------------------------------------
+
+
+def test_inspect(saved: Path) -> None:
+    ended = run("inspect", saved)
+    assert ended.code == 0
+    assert ended.lines[0] == f"{saved}  1.2 MiB in 2 data objects"
+    assert re.fullmatch(r"created \S+Z, world size 1, format 1", ended.lines[1])
+    assert ended.lines[2:] == [
+        'metadata {"step": 7}',
+        "├── model  (6 leaves, 1.1 MiB)",
+        "│   ├── w  float32[3, 4]  48 B",
+        "│   ├── row  float32[4]  view of model/w",
+        "│   ├── big  float32[300000]  1.1 MiB",
+        "│   ├── sparse  float32[2, 2]  sparse_coo",
+        "│   ├── sparse@indices  int64[2, 2]  32 B",
+        "│   └── sparse@values  float32[2]  8 B",
+        "└── progress  (6 leaves, 4.9 KiB)",
+        "    ├── step  7",
+        "    ├── nan  nan",
+        '    ├── name  "run"',
+        "    ├── log  (list, 2 leaves, 0 B)",
+        "    │   ├── 0  1",
+        "    │   └── 1  2",
+        "    └── blob  bytes  4.9 KiB",
+    ]
+
+
+def test_inspect_says_when_fsync_was_off_and_stops_at_a_depth(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", state(), options=Options(fsync=False))
+    ended = run("inspect", tmp_path / "s", "--depth", 1)
+    assert ended.lines[2:] == [
+        "written with fsync=False: may not have survived a power loss",
+        "├── model  (6 leaves, 1.1 MiB)",
+        "└── progress  (6 leaves, 4.9 KiB)",
+    ]
+
+
+def test_inspect_json_is_for_scripts(saved: Path) -> None:
+    ended = run("inspect", "--json", saved)
+    assert ended.code == 0
+    document = json.loads(ended.out)
+    assert list(document) == [
+        *("path", "format_version", "created", "world_size", "attempt", "fsync"),
+        *("metadata", "objects", "entries"),
+    ]
+    assert document["path"] == str(saved)
+    assert document["metadata"] == {"step": 7}
+    assert [set(record) for record in document["objects"]] == [
+        {"key", "size", "header_bytes", "header_crc32c"}
+    ] * 2
+    entries = {entry["path"]: entry for entry in document["entries"]}
+    weight = entries["model/w"]
+    assert weight["kind"] == "tensor"
+    assert (weight["rank"], weight["dtype"], weight["shape"]) == (0, "float32", [3, 4])
+    assert entries["progress/step"] == {
+        "rank": 0,
+        "kind": "value",
+        "path": "progress/step",
+        "value": 7,
+    }
+    assert entries["progress/log"]["type"] == "list"
+
+
+def test_deep_states(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(850):
+        deep = {"x": deep}
+    Snapshot.take(tmp_path, {"s": StateDict(deep)})
+    ended = run("inspect", tmp_path)
+    assert ended.code == 0
+    assert ended.lines[-1].endswith("└── x  1")
+
+
+# verify ---------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_whole_one(saved: Path) -> None:
+    assert run("verify", saved).out == "ok: 2 data objects\n"
+    ended = run("verify", "--full", saved)
+    assert ended.out == "ok: 2 data objects, 1.2 MiB compared with checksums\n"
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_verify_of_a_damaged_one(saved: Path) -> None:
+    (data,) = saved.glob("*/data/model/*")
+    raw = bytearray(data.read_bytes())
+    raw[-50] ^= 1
+    data.write_bytes(raw)
+    assert run("verify", saved).code == 0  # sizes are right
+    ended = run("verify", "--full", saved)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith("damaged ")
+    assert "data/model/0-0.safetensors" in ended.err
+    assert "model/big" in ended.err
+    data.unlink()
+    (other,) = saved.glob("*/data/=small/*")
+    other.write_bytes(other.read_bytes()[:-1])
+    ended = run("verify", saved)
+    assert ended.code == 1
+    assert len(ended.err.splitlines()) == 2
+    assert "the object is missing" in ended.err
+
+
+def test_verify_where_the_index_is_damaged(saved: Path, tmp_path: Path) -> None:
+    (manifest,) = saved.glob("*/manifest/0.json")
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    ended = run("verify", saved)
+    assert ended.code == 1
+    assert "manifest/0.json" in ended.err
+    (saved / ".actorsnap").write_bytes((saved / ".actorsnap").read_bytes()[:-1])
+    ended = run("verify", saved)
+    assert ended.code == 1
+    assert "its checksum does not fit" in ended.err
+    assert run("ls", saved).code == 4
+    assert run("verify", tmp_path / "no").code == 3
+
+
+# diff -----------------------------------------------------------------------------------------
+
+
+def test_diff_of_equal_ones(saved: Path, tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "t", state())
+    ended = run("diff", saved, tmp_path / "t")
+    assert (ended.code, ended.out, ended.err) == (0, "equal: 13 leaves\n", "")
+
+
+def test_diff(saved: Path, tmp_path: Path) -> None:
+    other = state()
+    other["model"]["big"][77] = 2.0
+    other["model"]["w"] = torch.zeros(4, 4)
+    other["progress"]["step"] = 8
+    other["progress"]["log"] = (1, 2)
+    del other["progress"]["name"]
+    other["progress"]["new"] = []
+    Snapshot.take(tmp_path / "t", other)
+    ended = run("diff", saved, tmp_path / "t")
+    assert ended.code == 1
+    assert ended.lines == [
+        "~ 0/model/big\tfloat32[300000]\t1.1 MiB\tother values",
+        "! 0/model/row\tfloat32[4]  view of model/w -> float32[4]  16 B",
+        "! 0/model/w\tfloat32[3, 4]  48 B -> float32[4, 4]  64 B",
+        "! 0/progress/log\tlist -> tuple",
+        '- 0/progress/name\t"run"',
+        "+ 0/progress/new\tlist",
+        "! 0/progress/step\t7 -> 8",
+    ]
+    assert ended.err == "7 of 14 leaves differ\n"
+    assert run("diff", saved, tmp_path / "no").code == 3
+
+
+# cat ------------------------------------------------------------------------------------------
+
+
+def test_cat(saved: Path) -> None:
+    assert run("cat", saved, "0/progress/step").out == "7\n"
+    assert run("cat", saved, "progress/name").out == "run\n"
+    assert run("cat", saved, "progress/log").out == "[1, 2]\n"
+    assert run("cat", saved, "model/row").out == "tensor([4., 5., 6., 7.])\n"
+    ended = run("cat", saved, "progress/stepp")
+    assert ended.code == 2
+    assert "no path 'progress/stepp'; near it are 'progress/step'" in ended.err
+
+
+def test_cat_raw(saved: Path) -> None:
+    def raw(path: str) -> bytes:
+        return CliRunner().invoke(cli.app, ["cat", str(saved), path, "--raw"]).stdout_bytes
+
+    assert raw("model/w") == np.arange(12, dtype="<f4").tobytes()
+    assert raw("model/row") == np.arange(4, 8, dtype="<f4").tobytes()
+    assert raw("progress/blob") == b"x" * 5000
+    assert raw("progress/name") == b"run"
+    ended = run("cat", saved, "progress/step", "--raw")
+    assert ended.code == 2
+    assert "a value of type int has no raw bytes; leave out --raw" in ended.err
+
+
+def test_cat_of_a_pickled_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run("cat", V1, "pickled/date")
+    assert ended.code == 2
+    assert "ACTORSNAP_ALLOW_PICKLE=true" in ended.err
+    monkeypatch.setenv("ACTORSNAP_ALLOW_PICKLE", "true")
+    assert run("cat", V1, "pickled/date").out == "datetime.date(2026, 1, 2)\n"
+
+
+# rm -------------------------------------------------------------------------------------------
+
+
+def test_rm_asks(saved: Path) -> None:
+    ended = run("rm", saved, answer="n\n")
+    assert ended.code == 1
+    assert f"Delete the snapshot {saved} (1.2 MiB, created 2" in ended.err
+    assert Snapshot(saved).verify().ok
+    assert run("rm", saved).code == 1  # nobody answers
+    assert Snapshot(saved).verify().ok
+    ended = run("rm", saved, answer="y\n")
+    assert ended.code == 0
+    assert ended.lines[-1].endswith(f"deleted {saved}")  # after the echo of the answer
+    assert not saved.exists()
+    assert run("rm", "--yes", saved).code == 3
+
+
+def test_rm_yes(saved: Path) -> None:
+    (saved / "notes.txt").write_text("not ours")
+    assert run("rm", "-y", saved).code == 0
+    assert os.listdir(saved) == ["notes.txt"]
+
+
+def test_rm_of_a_damaged_one(saved: Path) -> None:
+    (saved / ".actorsnap").write_bytes((saved / ".actorsnap").read_bytes()[:-1])
+    ended = run("rm", saved, answer="y\n")
+    assert ended.code == 0
+    assert "the damaged snapshot" in ended.err
+
+
+def test_rm_of_what_is_no_snapshot(tmp_path: Path, unfinished: Path) -> None:
+    """It is refused before anybody is asked."""
+    for place in (tmp_path / "no", unfinished):
+        ended = run("rm", place, answer="y\n")
+        assert ended.code == 3
+        assert "Delete" not in ended.err
+    assert list(unfinished.rglob("*.safetensors"))
+
+
+def test_rm_garbage(saved: Path, unfinished: Path) -> None:
+    (attempt,) = unfinished.iterdir()
+    attempt.rename(saved / attempt.name)
+    ended = run("rm", "--garbage", saved)
+    assert (ended.code, ended.out) == (0, "deleted 0 objects of unfinished attempts\n")
+    assert ended.err == f"left {attempt.name}: it may be running, elsewhere (see --force)\n"
+    ended = run("rm", "--garbage", "--force", saved)
+    assert ended.out == "deleted 1 object of unfinished attempts\n"
+    assert ended.err == ""
+    assert Snapshot(saved).verify("full").ok
+    assert run("rm", "--force", saved).code == 2
+    assert Snapshot(saved).verify("full").ok
+
+
+# Usage, terminals, pipes ----------------------------------------------------------------------
+
+
+def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run().code == 2
+    assert run("ls").code == 2
+    assert run("lss", saved).code == 2
+    ended = run("ls", "s4://bucket/x")
+    assert ended.code == 2
+    assert re.search(r"unknown storage scheme 's4'; known are: .*file, fs, .*memory", ended.err)
+    monkeypatch.setenv("ACTORSNAP_VERIFY", "perhaps")
+    ended = run("ls", saved)
+    assert ended.code == 2
+    assert "ACTORSNAP_VERIFY='perhaps'" in ended.err
+
+
+def test_help_and_version() -> None:
+    ended = run("--help")
+    assert ended.code == 0
+    for name in ("ls", "inspect", "verify", "diff", "cat", "rm"):
+        assert re.search(rf"\b{name}\b", ended.out)
+        assert run(name, "--help").code == 0
+    assert re.fullmatch(r"actorsnap \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+def test_an_interrupt(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_sync", interrupt)
+    assert run("verify", saved).code == 130
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(saved: Path) -> None:
+    saved.chmod(0)
+    try:
+        ended = run("ls", saved)
+    finally:
+        saved.chmod(0o700)
+    assert ended.code == 4
+    assert ended.err.startswith("error: ")
+
+
+def test_a_file_instead_of_a_folder(saved: Path) -> None:
+    ended = run("ls", saved / ".actorsnap")
+    assert ended.code in (3, 4)
+    assert ended.err.startswith("error: ")
+
+
+def test_nothing_steers_the_terminal(tmp_path: Path) -> None:
+    """A snapshot may come from anybody; its keys and values are text, not commands."""
+    evil = "\x1b[2J\x07new\nline[red]:smile:\u202e"
+    state = {evil: StateDict({evil: evil, "x": [evil]})}
+    Snapshot.take(tmp_path / "a", state, metadata={evil: evil})
+    Snapshot.take(tmp_path / "b", {evil: StateDict({evil: 1})})
+    for arguments in (
+        ("ls", tmp_path / "a"),
+        ("ls", tmp_path),
+        ("inspect", tmp_path / "a"),
+        ("inspect", "--json", tmp_path / "a"),
+        ("diff", tmp_path / "a", tmp_path / "b"),
+        ("cat", tmp_path / "a", evil),
+    ):
+        ended = run(*arguments)
+        text = ended.out + ended.err
+        assert not set("\x1b\x07\u202e") & set(text), arguments
+        if arguments[1] != tmp_path and arguments[0] != "cat":
+            assert "[red]:smile:" in text, arguments
+    assert len(run("ls", tmp_path / "a").lines) == 2
+    ended = run("cat", tmp_path / "a", "no" + evil)
+    assert ended.code == 2
+    assert "\x1b" not in ended.err
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A snapshot whose listing is longer than any pipe."""
+    folder = tmp_path_factory.mktemp("cli")
+    values = {f"a-rather-long-name-of-a-leaf-{n:06}": n for n in range(5_000)}
+    tensors = {"w": torch.ones(3_000_000)}
+    Snapshot.take(folder / "s", {"k": StateDict({**values, **tensors})})
+    return folder / "s"
+
+
+def test_a_real_process(long: Path) -> None:
+    done = subprocess.run(
+        command("ls", long), env=ENVIRONMENT, capture_output=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout.splitlines()) == 5_001
+
+
+def test_nobody_reads_on(long: Path) -> None:
+    """``actorsnap ls X | head -1``"""
+    with subprocess.Popen(
+        command("ls", long), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"0/k/a-rather")
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == b""
+
+
+def on_a_terminal(*arguments: object) -> tuple[int, str]:
+    """Exit code, and all that a terminal of 100 columns was sent."""
+    ours, theirs = pty.openpty()
+    environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100", "LC_ALL": "C.UTF-8"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        command(*arguments), env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    received = bytearray()
+    with open(ours, "rb", buffering=0) as terminal:
+        while True:
+            try:
+                data = terminal.read(65536)
+            except OSError:  # Linux' way to say that the other end is closed
+                break
+            if not data:
+                break
+            received += data
+    return process.wait(60), received.decode()
+
+
+def test_a_terminal_sees_a_progress_bar(long: Path) -> None:
+    code, text = on_a_terminal("verify", "--full", long)
+    assert code == 0
+    assert "verifying" in text
+    assert "━" in text
+    # The sum is known from the start, and the bar is gone in the end.
+    assert "11.4 MiB" in text
+    assert "ok: 1 data object, 11.4 MiB compared" in text.replace("\r", "").splitlines()[-1]
+
+
+def test_a_terminal_sees_columns() -> None:
+    code, text = on_a_terminal("ls", V1)
+    assert code == 0
+    assert "\t" not in text
+    lines = text.replace("\r", "").splitlines()
+    starts = {re.match(r"0/dense/\S+ +", line).end() for line in lines if "0/dense/float" in line}  # type: ignore[union-attr]
+    assert len(starts) == 1

@@ -1,0 +1,99 @@
+"""What ``import actorsnap`` brings along. How long it takes is a row of the benchmarks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+HEAVY = (
+    *("aiobotocore", "aiohttp", "boto3", "botocore", "gcloud", "google.cloud"),
+    *("rich", "typer", "click", "safetensors", "pytest", "hypothesis", "trio"),
+    # Parts of torch that cost seconds, and that saving does not need.
+    *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "triton"),
+)
+
+
+def run(script: str) -> str:
+    """What a fresh process prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def added_by(statement: str) -> set[str]:
+    """Modules that a statement loads in a process that has torch and numpy."""
+    script = (
+        "import sys, torch, numpy\n"
+        "before = set(sys.modules)\n"
+        f"{statement}\n"
+        "print('\\n'.join(set(sys.modules) - before))"
+    )
+    return set(run(script).split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import actorsnap, actorsnap.sync, actorsnap.testing",
+        # Also what opens a storage and saves has no need of other backends.
+        "import actorsnap, actorsnap.sync\n"
+        "state = {'s': actorsnap.StateDict(x=torch.ones(3))}\n"
+        "actorsnap.sync.Snapshot.take('memory://x', state).restore(state)",
+    ],
+    ids=["import", "use"],
+)
+def test_only_what_is_needed_is_imported(statement: str) -> None:
+    added = added_by(statement)
+    assert "actorsnap.snapshot" in added
+    heavy = {
+        name for name in added if any(name == root or name.startswith(f"{root}.") for root in HEAVY)
+    }
+    assert heavy == set()
+
+
+def test_the_command_line_brings_its_own() -> None:
+    """The test above would notice."""
+    assert {"rich", "typer"} <= added_by("import actorsnap.cli")
+
+
+def test_importing_starts_nothing() -> None:
+    output = run(
+        "import os, threading, torch\n"
+        "threads, files = threading.active_count(), os.listdir('/proc/self/fd')\n"
+        "import signal, sys\n"
+        "handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
+        "import actorsnap, actorsnap.sync, actorsnap.cli\n"
+        "print(threading.active_count() - threads)\n"
+        "print(len(os.listdir('/proc/self/fd')) - len(files))\n"
+        "print(handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)])\n"
+        "print(actorsnap.runtime.host.Host._instance)\n"
+        "print('asyncio' in sys.modules and __import__('asyncio')._get_running_loop())\n"
+    )
+    assert output.split() == ["0", "0", "True", "None", "None"]
+
+
+def test_nothing_public_is_missing() -> None:
+    import actorsnap
+    import actorsnap.sync
+
+    for module in (actorsnap, actorsnap.sync):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+    asynchronous = {name for name in dir(actorsnap.Snapshot) if not name.startswith("_")}
+    blocking = {name for name in dir(actorsnap.sync.Snapshot) if not name.startswith("_")}
+    assert asynchronous == blocking
+    pending = {name for name in dir(actorsnap.PendingSnapshot) if not name.startswith("_")}
+    assert pending == {n for n in dir(actorsnap.sync.PendingSnapshot) if not n.startswith("_")}
