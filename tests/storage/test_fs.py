@@ -624,13 +624,13 @@ async def test_temporaries_are_listed_and_can_be_deleted(root: Path) -> None:
     ],
 )
 def test_names_of_temporaries(key: str, start: str) -> None:
-    path = posix.temporary_path(f"/root/{key}")
+    path = posix.temporary_path(f"/folder/{key}")
     folder, name = os.path.split(path)
-    assert folder == os.path.dirname(f"/root/{key}")
+    assert folder == os.path.dirname(f"/folder/{key}")
     assert name.startswith(start)
     assert name.endswith(".tmp")
     assert len(os.fsencode(name)) <= 255
-    assert path != posix.temporary_path(f"/root/{key}")
+    assert path != posix.temporary_path(f"/folder/{key}")
 
 
 @bounded(10)
