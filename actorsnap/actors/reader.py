@@ -123,7 +123,7 @@ class FetcherPool:
         verify: Compare checksums.
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
-        budget: Lends memory for leaves that cannot be read in place, and for gaps.
+        budget: Lends memory for leaves that cannot be read in place.
     """
 
     def __init__(

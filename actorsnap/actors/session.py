@@ -58,7 +58,7 @@ from actorsnap.state.tensors import MemorySource
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 from actorsnap.transport.base import ParticipantEnd
 
-__all__ = ["ParticipantActor", "SaveSettings", "first_error"]
+__all__ = ["ParticipantActor", "SaveSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class ParticipantActor:
         try:
             await step(*args)
         except Exception as error:
-            cause = first_error(error)
+            cause = _first_error(error)
             if not isinstance(cause, ActorSnapError):
                 logger.debug("%s: %s failed", self._board.label, stage, exc_info=cause)
             self._on_failure(cause)
@@ -402,7 +402,7 @@ def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
                 chunk.lease.release()
 
 
-def first_error(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     """The first exception of a group that is no group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
