@@ -7,6 +7,7 @@ the very memory that the caller gets. What to read is planned by ``planning.rest
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import anyio
@@ -36,6 +37,9 @@ _MAX_LISTED = 10_000
 """So many keys are looked at to say what is there instead of a snapshot."""
 
 _MAX_VIEWS = 256
+
+_TURN_BYTES = 64 << 20
+"""So much a thread reads before others have their turn on it."""
 
 
 class SnapshotReader:
@@ -154,32 +158,54 @@ class FetcherPool:
             StorageError: reading failed.
         Cancellation: reads in flight on threads end first. Sinks hold any mixture.
         """
-        reads = await self._run_blocking(self._plan, requests)
-        queue = iter(reads)
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(self._num_fetchers, len(reads))):
-                tasks.start_soon(self._fetch_next, requests, queue)
+        in_place, others = await self._run_blocking(self._plan, requests)
+        has_ended = False
 
-    def _plan(self, requests: Sequence[Request]) -> list[Read]:
-        return plan_reads(
+        def drain() -> bool:
+            """Reads on this thread for a while; True if there may be more."""
+            nbytes = 0
+            for read in ready:
+                with _missing_is_damage(read):
+                    self._read_in_place(requests, read)
+                nbytes += read.stop - read.start
+                if has_ended or nbytes >= _TURN_BYTES:
+                    return not has_ended
+            return False
+
+        async def work() -> None:
+            while await self._run_blocking(drain):
+                pass
+            for read in rest:
+                with _missing_is_damage(read):
+                    await self._fetch_one(requests, read)
+
+        # Iterators of lists may be shared by threads.
+        ready, rest = iter(in_place), iter(others)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(min(self._num_fetchers, len(in_place) + len(others))):
+                    tasks.start_soon(work)
+        finally:
+            has_ended = True
+
+    def _plan(self, requests: Sequence[Request]) -> tuple[list[Read], list[Read]]:
+        """The reads that threads can do alone, and the others."""
+        reads = plan_reads(
             [Range(r.key, r.stored.start, r.stored.stop) for r in requests],
             chunk_bytes=self._chunk_bytes,
             max_gap_bytes=self._max_gap_bytes,
         )
-
-    async def _fetch_next(self, requests: Sequence[Request], queue: Iterator[Read]) -> None:
-        for read in queue:
-            try:
-                await self._fetch_one(requests, read)
-            except ObjectNotFound as error:
-                raise ChecksumMismatch(key=read.key, detail="the object is missing") from error
+        if not self._storage.capabilities.has_blocking_io:
+            return [], reads
+        in_place: list[Read] = []
+        others: list[Read] = []
+        for read in reads:
+            (in_place if _is_addressable(requests, read) else others).append(read)
+        return in_place, others
 
     async def _fetch_one(self, requests: Sequence[Request], read: Read) -> None:
         has_blocking_io = self._storage.capabilities.has_blocking_io
-        if all(requests[part.request].sink.is_addressable for part in read.parts):
-            if has_blocking_io:
-                await self._run_blocking(self._read_in_place, requests, read)
-                return
+        if _is_addressable(requests, read):
             targets = await self._run_blocking(lambda: list(_targets(requests, read)))
             await self._storage.read_into(read.key, read.start, [t.view for t in targets])
             if self._verify:
@@ -193,25 +219,26 @@ class FetcherPool:
                 await self._run_blocking(self._deliver, requests, read, lease.view)
 
     def _read_in_place(self, requests: Sequence[Request], read: Read) -> None:
-        """Reads and verifies block by block, while a block is still in the CPU's cache."""
-        at, nbytes = read.start, 0
+        self._storage.read_into_blocking(read.key, read.start, self._batches(requests, read))
+
+    def _batches(self, requests: Sequence[Request], read: Read) -> Iterator[Sequence[memoryview]]:
+        """Views to fill, block by block; each is verified while it is in the CPU's cache."""
+        nbytes = 0
         batch: list[_Target] = []
         for target in _targets(requests, read):
+            if nbytes + len(target.view) > BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
+                yield [target.view for target in batch]
+                if self._verify:
+                    _verify_all(batch)
+                nbytes, batch = 0, []
             batch.append(target)
             nbytes += len(target.view)
-            if nbytes >= BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
-                self._read_batch(read.key, at, batch)
-                at, nbytes, batch = at + nbytes, 0, []
-        if batch:
-            self._read_batch(read.key, at, batch)
-
-    def _read_batch(self, key: str, at: int, batch: Sequence[_Target]) -> None:
-        self._storage.read_into_blocking(key, at, [target.view for target in batch])
+        yield [target.view for target in batch]
         if self._verify:
             _verify_all(batch)
 
     def _read_through(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
-        self._storage.read_into_blocking(read.key, read.start, [memory])
+        self._storage.read_into_blocking(read.key, read.start, [[memory]])
         self._deliver(requests, read, memory)
 
     def _deliver(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
@@ -227,6 +254,18 @@ class FetcherPool:
                 request.sink.view(part.start, part.stop)[:] = view
             else:
                 request.sink.copy_from(part.start, view)
+
+
+@contextmanager
+def _missing_is_damage(read: Read) -> Iterator[None]:
+    try:
+        yield
+    except ObjectNotFound as error:
+        raise ChecksumMismatch(key=read.key, detail="the object is missing") from error
+
+
+def _is_addressable(requests: Sequence[Request], read: Read) -> bool:
+    return all(requests[part.request].sink.is_addressable for part in read.parts)
 
 
 class _Target(NamedTuple):

@@ -14,7 +14,7 @@ this docstring as a test suite; every backend, also a stranger's, must pass it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -204,8 +204,14 @@ class Storage(ABC):
                 is then unspecified.
         """
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """``read_into`` for worker threads; only where ``has_blocking_io``."""
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        """``read_into`` for worker threads; only where ``has_blocking_io``.
+
+        Batches are filled one after the other. Each is asked for when the one before is full,
+        so that a generator may look at bytes while they are in the CPU's cache.
+        """
         raise NotImplementedError
 
     @abstractmethod

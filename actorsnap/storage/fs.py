@@ -32,7 +32,7 @@ import logging
 import os
 import stat
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import anyio
@@ -237,17 +237,21 @@ class FsStorage(Storage):
             ChecksumMismatch: the object ends before the views are full.
             AccessDenied, StorageError: it cannot be read.
         """
-        await self._run(self.read_into_blocking, key, offset, views)
+        await self._run(self.read_into_blocking, key, offset, [views])
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         """``read_into`` for worker threads."""
         check_key(key)
         if offset < 0:
             raise UsageError(f"not an offset: {offset}")
         with self._mapped("read_into", key), opened_for_reading(self._path(key)) as fd:
-            wanted = num_bytes(views)
-            if pread_into(fd, offset, views) != wanted:
-                raise truncated(key, offset + wanted, os.fstat(fd).st_size)
+            for views in batches:
+                wanted = num_bytes(views)
+                if pread_into(fd, offset, views) != wanted:
+                    raise truncated(key, offset + wanted, os.fstat(fd).st_size)
+                offset += wanted
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Objects in key order, temporaries included, folder by folder.

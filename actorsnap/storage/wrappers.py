@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -76,8 +84,10 @@ class Wrapper(Storage):
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        self.inner.read_into_blocking(key, offset, views)
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        self.inner.read_into_blocking(key, offset, batches)
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         return self.inner.list(prefix)
@@ -150,9 +160,11 @@ class PrefixStorage(Wrapper):
         with self._relative():
             await self.inner.read_into(self._full(key), offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         with self._relative():
-            self.inner.read_into_blocking(self._full(key), offset, views)
+            self.inner.read_into_blocking(self._full(key), offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async with _closing(self.inner.list(self._prefix + prefix)) as found:
@@ -262,7 +274,9 @@ class LimitedStorage(Wrapper):
         async with self._turns:
             await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         raise NotImplementedError("a limited storage has no blocking I/O")
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -397,7 +411,9 @@ class RetryStorage(Wrapper):
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         await self._retry(lambda: self.inner.read_into(key, offset, views))
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         raise NotImplementedError("a retrying storage has no blocking I/O")
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:

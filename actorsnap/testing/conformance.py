@@ -759,7 +759,7 @@ class StorageConformance:
 
         def read(n: int) -> None:
             view = memoryview(target)[n * part : (n + 1) * part]
-            storage.read_into_blocking("key", n * part, [view[:7], view[7:]])
+            storage.read_into_blocking("key", n * part, [[view[:7], view[7:9]], [], [view[9:]]])
 
         def run_all(function: Callable[[int], None]) -> None:
             with ThreadPoolExecutor(4) as pool:
@@ -778,7 +778,7 @@ class StorageConformance:
         await storage.put("key", [memoryview(b"0123456789")])
 
         def read(key: str, offset: int, size: int) -> None:
-            storage.read_into_blocking(key, offset, [memoryview(bytearray(size))])
+            storage.read_into_blocking(key, offset, [[memoryview(bytearray(size))]])
 
         expected: list[tuple[type[ActorSnapError], str, int, int]] = [
             (ChecksumMismatch, "key", 5, 6),

@@ -13,7 +13,15 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 
@@ -176,9 +184,11 @@ class FaultyStorage(Wrapper):
         async with self._operation(Verb.READ_INTO, key):
             await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         with self._blocking_operation(Verb.READ_INTO, key):
-            self.inner.read_into_blocking(key, offset, views)
+            self.inner.read_into_blocking(key, offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         # Fails before its first item, or after its last one.
@@ -316,7 +326,9 @@ class ThrottledStorage(Wrapper):
         await self._pay(num_bytes(views))
         await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         raise NotImplementedError("a throttled storage has no blocking I/O")
 
     async def _pay(self, count: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, StorageContext
@@ -171,9 +171,11 @@ class BarrierStorage(Wrapper):
         async with self._passed("read_into", key):
             await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
         self._barrier.enter_blocking("read_into", key)
-        self.inner.read_into_blocking(key, offset, views)
+        self.inner.read_into_blocking(key, offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async with self._passed("list", prefix):

@@ -86,7 +86,7 @@ async def work(storage: Storage) -> None:
     await storage.get("put")
     views = [memoryview(bytearray(2))]
     if storage.capabilities.has_blocking_io:
-        await anyio.to_thread.run_sync(storage.read_into_blocking, "written", 0, views)
+        await anyio.to_thread.run_sync(storage.read_into_blocking, "written", 0, [views])
     else:
         await storage.read_into("written", 0, views)
     assert len(await keys_in(storage)) == 3
