@@ -63,6 +63,10 @@ __all__ = ["ParticipantActor", "SaveSettings"]
 logger = logging.getLogger(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
+_HEAD_START_S = 0.002
+"""Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
+comes to run a switch interval (5 ms) later."""
+
 _CLEANUP_S = 30.0
 """Cleaning up after an abort takes no longer; what is left is garbage."""
 
@@ -248,8 +252,6 @@ class ParticipantActor:
         items = [self._leaves[index].item for index in self._written]
         self._objects = await self._run_blocking(self._pack, items)
         self._ledgers = [ChecksumLedger(plan) for plan in self._objects]
-        for plan in self._objects:
-            self._writers.append(await self._storage.writer(plan.key, plan.size))
         self._board.plan(sum(plan.size for plan in self._objects))
         await self._post(Planned(tuple(len(plan.chunks) for plan in self._objects)))
 
@@ -263,9 +265,9 @@ class ParticipantActor:
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
-        begin = anyio.Event()
+        may_store, begin = anyio.Event(), anyio.Event()
         if not copies:
-            begin.set()
+            may_store.set()
         staging = StagingActor(
             objects=self._objects,
             order=order,
@@ -276,7 +278,7 @@ class ParticipantActor:
             copies=copies,
             out=staged_in,
             budget=self._budget,
-            full=begin,
+            full=may_store,
             run_blocking=self._run_blocking,
             num_copiers=self._settings.num_copiers if copies else 1,
             board=self._board,
@@ -284,6 +286,9 @@ class ParticipantActor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._guard, Stage.STAGE, None, self._stage, staging)
+                tasks.start_soon(
+                    self._guard, Stage.STORE, None, self._open_writers, may_store, begin
+                )
                 for _ in range(num_uploaders):
                     uploader = UploaderActor(
                         chunks=staged_out.clone(),
@@ -301,6 +306,15 @@ class ParticipantActor:
         if not copies:
             # The trainer's own memory was read until the last chunk was written.
             await self._post(StagingEnded())
+
+    async def _open_writers(self, may_store: anyio.Event, begin: anyio.Event) -> None:
+        """Lets uploaders begin when there is something to write to, and staging permits."""
+        for plan in self._objects:
+            self._writers.append(await self._storage.writer(plan.key, plan.size))
+        await may_store.wait()
+        if self._settings.copies:
+            await anyio.sleep(_HEAD_START_S)
+        begin.set()
 
     async def _stage(self, staging: StagingActor) -> None:
         await staging.run()
