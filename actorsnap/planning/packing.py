@@ -1,20 +1,24 @@
-"""Packs the leaves that one rank writes into data objects, and cuts the objects into chunks.
+"""Packs leaves into data objects, and cuts what one rank writes of them into chunks.
 
 Implements "Objects" and "Data object" of ``docs/format.md``. What it aims at: a handful of
 objects (one inode lock or one multipart upload each), balanced, so that they finish
 together; large leaves whole in one object; small leaves together, in traversal order, so
-that a reader needs few requests. It must not know where bytes come from or go to. Equal
-input gives an equal plan on every rank.
+that a reader needs few requests. It must not know where bytes come from or go to.
+
+What several ranks hold is packed by each of them by itself, and equal input gives an equal
+plan on every rank: so only byte ranges travel (``RankPlan``), and the ranks write one object
+together.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
 import msgspec
 
+from actorsnap.format.geometry import flat_range_boxes
 from actorsnap.format.layout import (
     MAX_HEADER_BYTES,
     Slot,
@@ -27,13 +31,28 @@ from actorsnap.format.layout import (
 )
 from actorsnap.format.manifest import BLOCK_BYTES
 
-__all__ = ["Chunk", "Item", "ObjectPlan", "PackingRules", "Piece", "pack", "write_order"]
+__all__ = [
+    "Arranged",
+    "Chunk",
+    "Item",
+    "ItemBox",
+    "ObjectPart",
+    "ObjectPlan",
+    "PackingRules",
+    "Piece",
+    "RankPlan",
+    "Share",
+    "arrange",
+    "canonical",
+    "pack",
+    "write_order",
+]
 
 _SMALL_KEY_BYTES = 1 << 20
 _RUN_BYTES = 8 << 20
 
 
-class Item(msgspec.Struct, frozen=True, gc=False):
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf's bytes, as the planner sees them.
 
     Attributes:
@@ -44,6 +63,7 @@ class Item(msgspec.Struct, frozen=True, gc=False):
         itemsize: Bytes of an element.
         replicated: Every rank holds the same value.
         offsets, global_shape: Only for a shard: where it begins, and the tensor's shape.
+        is_whole: One rank writes all of it: other entries refer to it, or it has no elements.
     """
 
     path: str
@@ -54,6 +74,22 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     replicated: bool = False
     offsets: tuple[int, ...] | None = None
     global_shape: tuple[int, ...] | None = None
+    is_whole: bool = False
+
+
+class ItemBox(msgspec.Struct, frozen=True, gc=False):
+    """A box of an item: a shard of its own in the manifest. Contiguous in the item's bytes.
+
+    Attributes:
+        start: Its first byte in the item.
+        shape: In elements.
+        offsets, global_shape: Where it begins in the whole tensor, and the tensor's shape.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -66,7 +102,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of item number ``item`` of the object (in stored order)."""
+    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan: of the item, or of its
+    box where ``ObjectPlan.boxes`` gives one."""
 
     item: int
     start: int
@@ -74,17 +111,25 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
-    """A data object to write.
+    """What one rank writes of a data object; mostly all of it.
+
+    Its leaves are whole items, and boxes of the items that others write a part of. Either
+    has checksum blocks of its own. ``items``, ``starts``, ``ends`` and ``boxes`` run in
+    parallel, in stored order.
 
     Attributes:
         key: Where.
-        header: The safetensors header; the object's first bytes.
-        items: Indices into the rank's items, in stored order.
-        starts: Absolute offset of each item's first byte, in the same order.
-        ends: Absolute offset behind each item's last byte.
-        size: Bytes of the object.
-        chunks: Together they cover ``[0, size)``. The first one includes the header. Cuts
-            inside an item fall on multiples of the checksum block, counted from its start.
+        header: The safetensors header of the whole object; its first bytes.
+        items: Per leaf, the index of its item among the rank's items.
+        starts: Absolute offset of each leaf's first byte.
+        ends: Absolute offset behind each leaf's last byte.
+        boxes: Per leaf, which box of the item it is; None for all of it.
+        size: Bytes of the whole object.
+        opens: This rank creates the object, writes the header and completes the object.
+        is_shared: Other ranks write to it too.
+        chunks: Together they cover what the rank writes, which is one range. The opener's
+            first one includes the header. Cuts inside a leaf fall on multiples of the
+            checksum block, counted from the leaf's start.
     """
 
     key: str
@@ -92,11 +137,19 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     items: tuple[int, ...]
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    boxes: tuple[ItemBox | None, ...]
     size: int
+    opens: bool
+    is_shared: bool
     chunks: tuple[Chunk, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes this rank writes."""
+        return self.chunks[-1].stop - self.chunks[0].start
+
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
-        """The parts of items that lie in ``chunk``, in order. Empty items have none."""
+        """The parts of leaves that lie in ``chunk``, in order. Empty leaves have none."""
         start, stop = max(chunk.start, len(self.header)), chunk.stop
         index = bisect_right(self.ends, start)
         while index < len(self.starts) and self.starts[index] < stop:
@@ -106,7 +159,7 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
             index += 1
 
 
-class PackingRules(msgspec.Struct, frozen=True, kw_only=True):
+class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Knobs of ``pack``, in bytes.
 
     Attributes:
@@ -120,41 +173,110 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True):
     min_object_bytes: int
 
 
+class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank writes of an object that its scope shares. Never empty but for empty objects.
+
+    Attributes:
+        number: Of the object, as ``arrange`` counts them.
+        start, stop: Byte range, counted from the end of the object's header.
+        opens: This rank creates the object, writes the header and completes the object. It is
+            the one that writes the first byte.
+        is_shared: Other ranks write to it too.
+    """
+
+    number: int
+    start: int
+    stop: int
+    opens: bool
+    is_shared: bool
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank writes of the items that a group of ranks holds.
+
+    Attributes:
+        scope: Index of the scope in the rank's own inventory.
+        items: Which items of the scope's list the group holds, as rising runs
+            ``(start, stop)``; they are packed in ``canonical`` order. None: all of them, in the
+            order of the list.
+        rank: The lowest holder, in whose name the objects lie.
+        first: Number of the group's first object among all in that rank's name.
+        num_holders: How many ranks hold the items; more of them get more objects.
+        parts: By rising object number. Together they are one range of the group's bytes.
+    """
+
+    scope: int
+    items: tuple[tuple[int, int], ...] | None
+    rank: int
+    first: int
+    num_holders: int
+    parts: tuple[ObjectPart, ...]
+
+
+class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank writes, besides what it alone holds.
+
+    Attributes:
+        shares: In the order of the objects that they lead to.
+        first: Number of the first object of what the rank alone holds.
+    """
+
+    shares: tuple[Share, ...] = ()
+    first: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the rank writes to an object that others write to, too."""
+        return any(part.is_shared for share in self.shares for part in share.parts)
+
+
+_NOTHING_SHARED = RankPlan()
+
+
 def pack(
-    items: Sequence[Item], *, attempt: str, rank: int, rules: PackingRules
+    items: Sequence[Item],
+    *,
+    attempt: str,
+    rank: int,
+    rules: PackingRules,
+    scopes: Sequence[Sequence[int]] = (),
+    plan: RankPlan = _NOTHING_SHARED,
 ) -> tuple[ObjectPlan, ...]:
-    """Plans the data objects of one rank. Covers each item exactly once.
+    """Plans the data objects that one rank writes to, those of its shares first.
+
+    Covers each byte that the plan assigns to the rank once, and each item outside of
+    ``scopes``.
 
     Args:
-        items: What the rank writes, in traversal order.
+        items: What the rank holds, in traversal order.
         attempt: The attempt's folder.
-        rank: For the objects' names.
-        rules: Sizes.
+        rank: This one.
+        rules: Sizes; the same on all ranks.
+        scopes: Per scope of the rank's inventory, the indices of its items, in list order.
+        plan: Of ``plan_save``, for this rank.
     """
-    by_key: dict[str, list[int]] = {}
-    totals: dict[str, int] = {}
-    for index, item in enumerate(items):
-        token = item.path.partition("/")[0]
-        if token in by_key:
-            by_key[token].append(index)
-            totals[token] += item.nbytes
-        else:
-            by_key[token] = [index]
-            totals[token] = item.nbytes
-
     plans: list[ObjectPlan] = []
-    small: list[int] = []
-    for token, members in by_key.items():
-        if totals[token] < _SMALL_KEY_BYTES:
-            small.extend(members)
-            continue
-        groups = _distribute(items, members, totals[token], rules)
-        for number, group in enumerate(groups):
-            key = data_key(attempt, top_level_key(token), rank, number)
-            plans.append(_plan_object(items, group, key, len(token) + 1, len(plans), rules))
-    for number, group in enumerate(_split_headers(items, small)):
-        key = small_data_key(attempt, rank, number)
-        plans.append(_plan_object(items, group, key, 0, len(plans), rules))
+
+    def add(
+        members: Sequence[int], arranged: Arranged, key: str, part: ObjectPart | None = None
+    ) -> None:
+        order = [members[position] for position in arranged.items]
+        strip = 0 if arranged.token is None else len(arranged.token) + 1
+        plans.append(_plan_object(items, order, key, strip, len(plans), rules, part))
+
+    for share in plan.shares:
+        members = scopes[share.scope]
+        if share.items is not None:
+            members = [members[i] for start, stop in share.items for i in range(start, stop)]
+            members.sort(key=lambda index: canonical(items[index]))
+        objects = arrange([items[index] for index in members], rules, share.num_holders)
+        for part in share.parts:
+            arranged = objects[part.number]
+            add(members, arranged, _key(arranged, attempt, share.rank, share.first), part)
+    shared = {index for members in scopes for index in members}
+    own = [index for index in range(len(items)) if index not in shared]
+    for arranged in arrange([items[index] for index in own], rules):
+        add(own, arranged, _key(arranged, attempt, rank, plan.first))
     return tuple(plans)
 
 
@@ -169,11 +291,67 @@ def write_order(objects: Sequence[ObjectPlan]) -> list[Chunk]:
     return chunks
 
 
-def _distribute(
-    items: Sequence[Item], members: list[int], total: int, rules: PackingRules
-) -> list[list[int]]:
+class Arranged(msgspec.Struct, frozen=True, gc=False):
+    """The items of one object.
+
+    Attributes:
+        token: Of the top-level key; None for the object of all small ones.
+        number: Of the object, among those of its key.
+        items: Positions among the items that were arranged, in stored order.
+    """
+
+    token: str | None
+    number: int
+    items: list[int]
+
+
+def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) -> list[Arranged]:
+    """Decides which items stand in which object, and in which order.
+
+    Args:
+        items: Each stands in one object.
+        rules: Sizes.
+        num_writers: Ranks that write together: no fewer objects, if they are large enough.
+    """
+    by_key: dict[str, list[int]] = {}
+    totals: dict[str, int] = {}
+    for index, item in enumerate(items):
+        token = item.path.partition("/")[0]
+        if token in by_key:
+            by_key[token].append(index)
+            totals[token] += item.nbytes
+        else:
+            by_key[token] = [index]
+            totals[token] = item.nbytes
+
+    objects: list[Arranged] = []
+    small: list[int] = []
+    max_objects = max(rules.max_objects, num_writers)
+    for token, members in by_key.items():
+        if totals[token] < _SMALL_KEY_BYTES:
+            small.extend(members)
+            continue
+        count = min(max_objects, totals[token] // max(1, rules.min_object_bytes))
+        groups = _distribute(items, members, max(1, count))
+        for number, group in enumerate(groups):
+            objects.append(Arranged(token, number, _stored_order(items, group)))
+    for number, group in enumerate(_split_headers(items, small)):
+        objects.append(Arranged(None, number, _stored_order(items, group)))
+    return objects
+
+
+def canonical(item: Item) -> tuple[str, tuple[int, ...]]:
+    """Key of the order in which ranks pack common items that their lists order differently."""
+    return item.path, item.offsets or ()
+
+
+def _stored_order(items: Sequence[Item], members: list[int]) -> list[int]:
+    # Falling item size keeps each tensor aligned to its own, without gaps.
+    return sorted(members, key=lambda index: -items[index].itemsize)
+
+
+def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[list[int]]:
     """Spreads a key's items over objects: largest unit first, to the lightest object."""
-    count = max(1, min(rules.max_objects, total // max(1, rules.min_object_bytes)))
     if count == 1:
         return _split_headers(items, members)
     units: list[tuple[int, list[int]]] = []
@@ -234,46 +412,116 @@ def _name(item: Item, strip: int) -> str:
     return name if item.offsets is None else shard_name(name, item.offsets)
 
 
+def _key(arranged: Arranged, attempt: str, rank: int, first: int) -> str:
+    number = first + arranged.number
+    if arranged.token is None:
+        return small_data_key(attempt, rank, number)
+    return data_key(attempt, top_level_key(arranged.token), rank, number)
+
+
 def _plan_object(
     items: Sequence[Item],
-    members: list[int],
+    order: Sequence[int],
     key: str,
     strip: int,
     number: int,
     rules: PackingRules,
+    part: ObjectPart | None,
 ) -> ObjectPlan:
-    # Falling item size keeps each tensor aligned to its own, without gaps.
-    order = sorted(members, key=lambda index: -items[index].itemsize)
+    """Lays an object out, and plans what ``part`` says of it, or all."""
     layout = lay_out(
         [
             Slot(_name(item, strip), item.dtype, item.shape, item.nbytes)
             for item in (items[index] for index in order)
         ]
     )
-    ends = tuple(
-        start + items[index].nbytes for start, index in zip(layout.starts, order, strict=True)
+    leaves = _Leaves(
+        items=tuple(order),
+        starts=layout.starts,
+        ends=tuple(
+            [start + items[index].nbytes for start, index in zip(layout.starts, order, strict=True)]
+        ),
+        boxes=(None,) * len(order),
     )
+    begin, end = 0, layout.size
+    if part is not None and part.is_shared:
+        data_start = len(layout.header)
+        begin, end = data_start + part.start, data_start + part.stop
+        leaves = _leaves_within(items, leaves, begin, end, layout.size)
+        begin = 0 if part.opens else begin
+    cuts = _cut(leaves.starts, leaves.ends, begin, end, rules.chunk_bytes)
     return ObjectPlan(
         key=key,
         header=layout.header,
-        items=tuple(order),
-        starts=layout.starts,
-        ends=ends,
+        items=leaves.items,
+        starts=leaves.starts,
+        ends=leaves.ends,
+        boxes=leaves.boxes,
         size=layout.size,
-        chunks=tuple(
-            Chunk(number, index, start, stop)
-            for index, (start, stop) in enumerate(
-                _cut(layout.starts, ends, layout.size, rules.chunk_bytes)
-            )
-        ),
+        opens=part is None or part.opens,
+        is_shared=part is not None and part.is_shared,
+        chunks=tuple([Chunk(number, index, *cut) for index, cut in enumerate(cuts)]),
     )
 
 
+class _Leaves(msgspec.Struct, frozen=True, gc=False):
+    """Fields of ``ObjectPlan``."""
+
+    items: tuple[int, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    boxes: tuple[ItemBox | None, ...]
+
+
+def _leaves_within(
+    items: Sequence[Item], leaves: _Leaves, begin: int, end: int, size: int
+) -> _Leaves:
+    """The leaves of an object's bytes ``[begin, end)``.
+
+    An empty item belongs to the range that it lies in or at the start of; at the very end of
+    the object, to the last one.
+    """
+    first = bisect_left(leaves.starts, begin)
+    if first and leaves.ends[first - 1] > begin:
+        first -= 1
+    last = len(leaves.starts) if end == size else bisect_left(leaves.starts, end)
+    members: list[int] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    boxes: list[ItemBox | None] = []
+    for position in range(first, last):
+        index = leaves.items[position]
+        low, high = leaves.starts[position], leaves.ends[position]
+        if begin <= low and high <= end:
+            members.append(index)
+            starts.append(low)
+            ends.append(high)
+            boxes.append(None)
+            continue
+        item = items[index]
+        for box, nbytes in _boxes(item, max(begin, low) - low, min(end, high) - low):
+            members.append(index)
+            starts.append(low + box.start)
+            ends.append(low + box.start + nbytes)
+            boxes.append(box)
+    return _Leaves(tuple(members), tuple(starts), tuple(ends), tuple(boxes))
+
+
+def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
+    """The boxes that are an item's bytes ``[start, stop)``, each with its size in bytes."""
+    origin = item.offsets or (0,) * len(item.shape)
+    whole = item.shape if item.global_shape is None else item.global_shape
+    for box in flat_range_boxes(item.shape, start // item.itemsize, stop // item.itemsize):
+        nbytes = box.volume * item.itemsize
+        offsets = tuple([a + b for a, b in zip(origin, box.offsets, strict=True)])
+        yield ItemBox(start, box.sizes, offsets, whole), nbytes
+        start += nbytes
+
+
 def _cut(
-    starts: Sequence[int], ends: Sequence[int], size: int, chunk_bytes: int
+    starts: Sequence[int], ends: Sequence[int], begin: int, stop: int, chunk_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Cuts ``[0, size)`` between items, or inside one on its block grid."""
-    begin = 0
+    """Cuts ``[begin, stop)`` between leaves, or inside one on its block grid."""
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
             # No room for a block: what came before goes alone (a large header, small items).
@@ -281,5 +529,5 @@ def _cut(
             cut = start + room // BLOCK_BYTES * BLOCK_BYTES
             yield begin, cut
             begin = cut
-    if size > begin or size == 0:
-        yield begin, size
+    if stop > begin:
+        yield begin, stop

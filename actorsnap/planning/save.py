@@ -1,46 +1,436 @@
 """Decides which rank writes what, from the ranks' inventories.
 
-A replicated leaf, and a shard that several ranks hold, is written once, by the rank that has
-least to write so far. Deterministic: largest first, ties by path, then by rank.
+What several ranks hold is written once, by all of them together: each gets one range of the
+bytes, so sized that the ranks end up with equal loads. Items that only one rank holds are
+not even named here. The planner sees each distinct list of items once, however many ranks have
+it, and what it tells a rank does not grow with the number of ranks or items.
+
+Theory of operation. Ranks that list the same items of a scope are a *group*. Groups are taken
+in order, those with the fewest holders first, because they have the least choice; each fills
+up its holders' loads like water (``_fill``). The bytes of a group stand in the order in which
+``packing.arrange`` lays them out, and are cut into one range per writer, in rank order
+(``_Line``). A cut falls on an object's or an item's edge if one is near, else between rows.
+Cuts that had to move make loads uneven; the larger groups that follow make up for it.
+
+It must not know how bytes travel, nor what the ranks say to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
 
-from actorsnap.planning.packing import Item
+import msgspec
 
-__all__ = ["plan_save"]
+from actorsnap.errors import UsageError
+from actorsnap.planning.packing import (
+    Arranged,
+    Item,
+    ObjectPart,
+    PackingRules,
+    RankPlan,
+    Share,
+    arrange,
+    canonical,
+)
+
+__all__ = [
+    "Inventory",
+    "RankPlan",
+    "SavePlan",
+    "Scope",
+    "inventory_digest",
+    "item_digest",
+    "plan_digest",
+    "plan_save",
+]
+
+_MAX_ROW_BYTES = 1 << 20
+"""Larger rows are cut inside."""
+
+_MIN_RANGE_BYTES = 256 << 10
+"""A rank is not asked to take part in a group for less: opening an object costs more."""
+
+_SLACK = 64
+"""A cut moves to an edge that is within this fraction of the ranges on its sides: 1/64 on both
+ends of a range leaves the busiest rank within 1.05 of the mean."""
+
+_MAX_LINES = 50
+"""Of an error message, which goes to every rank."""
 
 
-def plan_save(inventories: Sequence[Sequence[Item]]) -> list[tuple[int, ...]]:
-    """Balances shared items over ranks.
+class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Items that a rank holds together with others: all with equal values.
+
+    Attributes:
+        ranks: Who holds them, rising; each of them lists this scope, though perhaps not the
+            same items. None: all ranks of the job, and one that lists no such scope has none.
+        digest: Of the item list, by ``item_digest``.
+        nbytes: Of the items.
+    """
+
+    ranks: tuple[int, ...] | None
+    digest: bytes
+    nbytes: int
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank holds. Names each scope once.
+
+    Attributes:
+        private_bytes: Of the items that no other rank holds.
+        scopes: The rest.
+    """
+
+    private_bytes: int
+    scopes: tuple[Scope, ...] = ()
+
+
+class SavePlan(msgspec.Struct, frozen=True, gc=False):
+    """Who writes what.
+
+    Attributes:
+        ranks: Per rank, what it is told.
+        digests: Per rank, the digest of that.
+        joiners: Per rank, for each object that it opens for others as well, in the order in
+            which ``pack`` plans them: who else writes to it, rising.
+    """
+
+    ranks: tuple[RankPlan, ...]
+    digests: tuple[bytes, ...]
+    joiners: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _digest(value: Any) -> bytes:
+    return blake2b(_encoder.encode(value), digest_size=16).digest()
+
+
+def item_digest(items: Sequence[Item]) -> bytes:
+    """Returns 16 bytes that stand for a list of items; the same in every process."""
+    return _digest(items)
+
+
+def inventory_digest(inventory: Inventory) -> bytes:
+    """Returns 16 bytes that stand for an inventory."""
+    return _digest(inventory)
+
+
+def plan_digest(plan: RankPlan) -> bytes:
+    """Returns 16 bytes that stand for a rank's plan."""
+    return _digest(plan)
+
+
+def plan_save(
+    inventories: Sequence[Inventory],
+    lists: Mapping[bytes, Sequence[Item]],
+    rules: PackingRules,
+) -> SavePlan:
+    """Shares out what several ranks hold. Deterministic.
 
     Args:
-        inventories: Per rank, its items in traversal order.
+        inventories: Per rank.
+        lists: The items of every scope, by digest. A path and offsets stand in a list once.
+        rules: Sizes; every rank must pack with the same.
+
+    Raises:
+        UsageError: Ranks disagree about the dtype or shape of what they share, or about who
+            shares it. Names all such paths.
+        ValueError: An inventory names a scope twice, or a list an item.
+    """
+    loads = [inventory.private_bytes for inventory in inventories]
+    firsts = [0] * len(inventories)
+    shares: list[list[Share]] = [[] for _ in inventories]
+    joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
+    for group in _groups(inventories, lists):
+        lowest, num_holders = group.holders[0], len(group.holders)
+        objects = arrange(group.items, rules, num_holders)
+        line = _Line(group.items, objects)
+        wanted = _fill(loads, group.holders, line.nbytes)
+        writers: list[list[int]] = [[] for _ in objects]
+        for rank, parts in zip(wanted, line.divide(list(wanted.values())), strict=True):
+            if not parts:
+                continue
+            scope, runs = group.places[rank]
+            shares[rank].append(Share(scope, runs, lowest, firsts[lowest], num_holders, parts))
+            loads[rank] += sum([part.stop - part.start for part in parts])
+            for part in parts:
+                writers[part.number].append(rank)
+        for opener, *others in writers:
+            if others:
+                joiners[opener].append(tuple(others))
+        firsts[lowest] += len(objects)
+    plans = tuple([RankPlan(tuple(own), first) for own, first in zip(shares, firsts, strict=True)])
+    return SavePlan(
+        ranks=plans,
+        digests=tuple([plan_digest(plan) for plan in plans]),
+        joiners=tuple([tuple(found) for found in joiners]),
+    )
+
+
+# Groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Ranks that hold the same items of a scope.
+
+    Attributes:
+        holders: Rising.
+        items: In the order in which each holder packs them.
+        places: Per holder, the index of the scope in its inventory, and ``Share.items``.
+    """
+
+    holders: tuple[int, ...]
+    items: Sequence[Item]
+    places: Mapping[int, tuple[int, tuple[tuple[int, int], ...] | None]]
+
+
+def _groups(
+    inventories: Sequence[Inventory], lists: Mapping[bytes, Sequence[Item]]
+) -> list[_Group]:
+    """Finds the groups; those with few holders first."""
+    # By scope and digest: which rank lists it as its how many-th scope.
+    scopes: dict[tuple[int, ...] | None, dict[bytes, dict[int, int]]] = {}
+    for rank, inventory in enumerate(inventories):
+        for index, scope in enumerate(inventory.scopes):
+            by_digest = scopes.setdefault(scope.ranks, {})
+            by_digest.setdefault(scope.digest, {})[rank] = index
+        if len({scope.ranks for scope in inventory.scopes}) < len(inventory.scopes):
+            raise ValueError(f"rank {rank} lists a scope twice")
+    groups: list[_Group] = []
+    complaints: list[str] = []
+    for ranks, by_digest in scopes.items():
+        if ranks is not None:
+            complaints += _absent(ranks, by_digest, lists)
+        if len(by_digest) > 1:
+            groups += _resolve(by_digest, lists, complaints)
+            continue
+        for digest, indices in by_digest.items():
+            places = {rank: (index, None) for rank, index in indices.items()}
+            groups.append(_Group(tuple(places), lists[digest], places))
+    if complaints:
+        more = len(complaints) - _MAX_LINES
+        raise UsageError(
+            "\n  ".join(
+                [
+                    "the ranks disagree about what they share. Pass the same app state and the "
+                    "same replicated= on all of them; what differs from rank to rank must not "
+                    "be called replicated:",
+                    *complaints[:_MAX_LINES],
+                    *([f"... and {more} more"] if more > 0 else []),
+                ]
+            )
+        )
+    groups.sort(key=lambda group: (len(group.holders), group.holders))
+    return groups
+
+
+def _absent(
+    ranks: tuple[int, ...],
+    by_digest: Mapping[bytes, Mapping[int, int]],
+    lists: Mapping[bytes, Sequence[Item]],
+) -> list[str]:
+    """Says which ranks do not list a scope that names them, or list one that does not."""
+    listing = {rank for found in by_digest.values() for rank in found}
+    complaints = []
+    for digest, found in by_digest.items():
+        absent = sorted(set(ranks) - listing)
+        strangers = sorted(found.keys() - set(ranks))
+        example = lists[digest][0].path if lists[digest] else ""
+        if absent:
+            complaints.append(
+                f"{example!r} is shared by {_named(ranks)}, says {_named(sorted(found))}, but "
+                f"{_named(absent)} shares nothing with them"
+            )
+        if strangers:
+            complaints.append(
+                f"{example!r} is shared by {_named(ranks)}, says {_named(strangers)}, which "
+                "is none of them"
+            )
+    return complaints
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _resolve(
+    by_digest: Mapping[bytes, Mapping[int, int]],
+    lists: Mapping[bytes, Sequence[Item]],
+    complaints: list[str],
+) -> list[_Group]:
+    """Groups of a scope whose ranks list different items: by who has an item.
+
+    An item that stands in a list with another dtype or shape is added to ``complaints``.
+    """
+    listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
+    # By path and offsets, by all that must be equal: number of the list, and the index in it.
+    found: dict[object, dict[object, list[tuple[int, int]]]] = {}
+    for number, (items, _) in enumerate(listed):
+        for index, item in enumerate(items):
+            value = (item.dtype, item.shape, item.nbytes, item.itemsize, item.global_shape)
+            at = found.setdefault((item.path, item.offsets), {}).setdefault(value, [])
+            at.append((number, index))
+    # By the numbers of the lists that have them: indices in each of those lists.
+    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for variants in found.values():
+        if len(variants) > 1:
+            complaints.append(_disagreement(listed, variants.values()))
+            continue
+        for at in variants.values():
+            numbers, indices = zip(*at, strict=True)
+            if len(set(numbers)) < len(numbers):
+                raise ValueError(f"{listed[numbers[0]][0][indices[0]].path!r} is listed twice")
+            members.setdefault(numbers, []).append(indices)
+    groups = []
+    for numbers, rows in members.items():
+        items = [
+            _whole_if_any([listed[n][0][i] for n, i in zip(numbers, row, strict=True)])
+            for row in rows
+        ]
+        places = {
+            rank: (scope, runs)
+            for number, column in zip(numbers, zip(*rows, strict=True), strict=True)
+            for runs in [_runs(column)]
+            for rank, scope in listed[number][1].items()
+        }
+        groups.append(_Group(tuple(sorted(places)), sorted(items, key=canonical), places))
+    return groups
+
+
+def _whole_if_any(items: Sequence[Item]) -> Item:
+    if items[0].is_whole or not any(item.is_whole for item in items):
+        return items[0]
+    return msgspec.structs.replace(items[0], is_whole=True)
+
+
+def _runs(indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return tuple(runs)
+
+
+def _disagreement(
+    listed: Sequence[tuple[Sequence[Item], Mapping[int, int]]],
+    variants: Iterable[Sequence[tuple[int, int]]],
+) -> str:
+    """Says what each variant of an item is, and on which rank."""
+    seen = []
+    for at in variants:
+        number, index = at[0]
+        item = listed[number][0][index]
+        whole = "" if item.global_shape is None else f" of {item.global_shape}"
+        rank = min([min(listed[n][1]) for n, _ in at])
+        seen.append((rank, f"{item.dtype} {item.shape}{whole} on rank {rank}"))
+    offsets = "" if item.offsets is None else f" at {item.offsets}"
+    return f"{item.path!r}{offsets} is " + ", ".join([text for _, text in sorted(seen)])
+
+
+# Levels and cuts
+
+
+def _fill(loads: Sequence[int], holders: Sequence[int], nbytes: int) -> dict[int, int]:
+    """Pours ``nbytes`` over the holders, to the lightest ones first.
 
     Returns:
-        Per rank, the indices of the items that it does *not* write, rising. Across ranks,
-        each replicated path and each distinct shard is written exactly once.
+        Per writer, in rank order, its bytes. All writers end up on one level, and each gets at
+        least ``_MIN_RANGE_BYTES``, or there is one only.
     """
-    loads = [0] * len(inventories)
-    holders: dict[tuple[str, tuple[int, ...] | None], list[tuple[int, int]]] = {}
-    for rank, inventory in enumerate(inventories):
-        for index, item in enumerate(inventory):
-            if item.replicated or item.offsets is not None:
-                holders.setdefault((item.path, item.offsets), []).append((rank, index))
-            else:
-                loads[rank] += item.nbytes
-    skipped: list[list[int]] = [[] for _ in inventories]
-    shared = [
-        (-inventories[held[0][0]][held[0][1]].nbytes, key[0], key[1] or (), held)
-        for key, held in holders.items()
-    ]
-    shared.sort(key=lambda entry: entry[:3])
-    for negative_bytes, _, _, held in shared:
-        writer = min(held, key=lambda place: (loads[place[0]], place[0]))
-        loads[writer[0]] -= negative_bytes
-        for rank, index in held:
-            if (rank, index) != writer:
-                skipped[rank].append(index)
-    return [tuple(sorted(indices)) for indices in skipped]
+    order = sorted(holders, key=lambda rank: (loads[rank], rank))
+    count, below = 1, loads[order[0]]
+    while count < len(order):
+        load = loads[order[count]]
+        if (nbytes + below + load) // (count + 1) - load < _MIN_RANGE_BYTES:
+            break
+        count, below = count + 1, below + load
+    level, rest = divmod(nbytes + below, count)
+    return {
+        rank: level - loads[rank] + (position < rest)
+        for rank, position in sorted(zip(order[:count], range(count), strict=True))
+    }
+
+
+class _Line:
+    """The bytes of a group's items, in one line.
+
+    Args:
+        items: The group's.
+        objects: What ``arrange`` made of them.
+
+    Attributes:
+        nbytes: How many there are.
+    """
+
+    def __init__(self, items: Sequence[Item], objects: Sequence[Arranged]) -> None:
+        self._items = [items[index] for arranged in objects for index in arranged.items]
+        self._edges = [0, *accumulate([item.nbytes for item in self._items])]
+        counts = accumulate([len(arranged.items) for arranged in objects])
+        self._object_edges = [0, *[self._edges[count] for count in counts]]
+        self.nbytes = self._edges[-1]
+
+    def divide(self, sizes: Sequence[int]) -> list[tuple[ObjectPart, ...]]:
+        """Cuts the line into ranges of about these sizes, which add up to ``nbytes``.
+
+        Returns:
+            Per range, its parts of the objects. Of a range that becomes empty there are none.
+        """
+        cuts = [0]
+        target = 0
+        for left, right in pairwise(sizes):
+            target += left
+            cuts.append(max(cuts[-1], self._cut(target, min(left, right) // _SLACK)))
+        cuts.append(self.nbytes)
+        ranges: list[tuple[ObjectPart, ...]] = []
+        number, count = 0, len(self._object_edges) - 1
+        for begin, end in pairwise(cuts):
+            parts: list[ObjectPart] = []
+            # Whoever writes the last byte also gets the empty objects behind it.
+            is_last = end == self.nbytes
+            while number < count and (is_last or begin < end):
+                low, high = self._object_edges[number : number + 2]
+                if low >= end and not is_last:
+                    break
+                start, stop = max(begin, low), min(end, high)
+                is_shared = (start, stop) != (low, high)
+                parts.append(ObjectPart(number, start - low, stop - low, start == low, is_shared))
+                if high > end:
+                    break
+                number += 1
+            ranges.append(tuple(parts))
+        return ranges
+
+    def _cut(self, target: int, slack: int) -> int:
+        """Returns where to cut near ``target``, which lies before the end."""
+        for edges in (self._object_edges, self._edges):
+            index = bisect_right(edges, target) - 1
+            low, high = edges[index], edges[index + 1]
+            nearest = low if target - low <= high - target else high
+            if abs(nearest - target) <= slack:
+                return nearest
+        row = _row_bytes(self._items[index])
+        return low + (target - low + row // 2) // row * row
+
+
+def _row_bytes(item: Item) -> int:
+    """Returns the granularity of cuts: the largest slab of inner dims that is small enough."""
+    if item.is_whole or prod(item.shape) * item.itemsize != item.nbytes:
+        return item.nbytes
+    row = item.itemsize
+    for size in reversed(item.shape[1:]):
+        if row * size > _MAX_ROW_BYTES:
+            break
+        row *= size
+    return row

@@ -6,39 +6,54 @@ transports: the deadline is an event, the commit is a command with two endings.
 
 Rules:
 
-1. Nothing is assigned before every rank has joined with the same release.
-2. ``WriteCommit`` is given once, after every rank reported ``Stored``; never after a
-   failure, a cancellation or the deadline.
-3. Once it is given, the outcome is the commit's ending, whatever else arrives. A cancellation
+1. Nothing is assigned before every rank has joined with the same release, and every
+   inventory is known. Equal inventories are asked for once, whoever has them, and those of
+   the save before are remembered (``Memory``).
+2. Objects that several ranks write are completed after every rank has written.
+3. ``WriteCommit`` is given once, after every rank reported ``Stored``; never after a
+   failure, a cancellation, the loss of a rank or the deadline.
+4. Once it is given, the outcome is the commit's ending, whatever else arrives. A cancellation
    or the deadline only ends the waiting for it (``StopCommit``).
-4. Every path ends in COMMITTED or ABORTED, and every rank is told the same.
+5. Every path ends in COMMITTED or ABORTED, and every rank is told the same.
 
-An event that the table does not have for the state is a ``ProtocolViolation``, except in
-the two final states, where late events are harmless.
+Messages may come twice and late. An event that the table does not have for the state is a
+``ProtocolViolation``, except in the two final states, where late events are harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
+from actorsnap.errors import UsageError
+from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.save import plan_save
+from actorsnap.planning.packing import Item, PackingRules
+from actorsnap.planning.save import Inventory, RankPlan, SavePlan, plan_save
 from actorsnap.protocol.messages import (
     Aborted,
+    AskInventory,
+    AskItems,
     Assign,
     Committed,
+    Complete,
     Failed,
     Failure,
     FromCoordinator,
+    Items,
     Join,
+    Offer,
+    Opened,
     Stage,
     Staged,
     Stored,
     ToCoordinator,
+    Token,
+    Tokens,
+    Written,
 )
 
 __all__ = [
@@ -49,7 +64,9 @@ __all__ = [
     "CoordinatorMachine",
     "CoordinatorState",
     "DeadlinePassed",
+    "Memory",
     "ProtocolViolation",
+    "RankLost",
     "SendToRank",
     "StopCommit",
     "WriteCommit",
@@ -72,6 +89,13 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
     """The time that the caller allowed is over; ``timeout_s`` is for the message."""
 
     timeout_s: float
+
+
+class RankLost(msgspec.Struct, frozen=True):
+    """A rank that was heard before was not heard for ``silent_s``."""
+
+    rank: int
+    silent_s: float
 
 
 class CommitWritten(msgspec.Struct, frozen=True):
@@ -110,10 +134,44 @@ class StopCommit(msgspec.Struct, frozen=True):
     has_grace: bool
 
 
-CoordinatorEvent: TypeAlias = ToCoordinator | DeadlinePassed | CommitWritten | CommitFailed
+CoordinatorEvent: TypeAlias = (
+    ToCoordinator | DeadlinePassed | RankLost | CommitWritten | CommitFailed
+)
 CoordinatorCommand: TypeAlias = SendToRank | WriteCommit | StopCommit
 
 _S = CoordinatorState
+
+
+class Memory:
+    """What the coordinator of a group remembers from its last save: bounded by one save.
+
+    Attributes:
+        inventories: By digest.
+        lists: Item lists, by digest.
+        plan: The last plan, with what it was made from.
+    """
+
+    def __init__(self) -> None:
+        self.inventories: dict[bytes, Inventory] = {}
+        self.lists: dict[bytes, tuple[Item, ...]] = {}
+        self._made_from: object = None
+        self._plan: SavePlan | None = None
+
+    def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
+        """The plan for ranks with these inventories; forgets what is not in it.
+
+        Raises:
+            UsageError: the inventories contradict each other.
+        """
+        if self._plan is None or self._made_from != (structures, rules):
+            self._plan = plan_save(
+                [self.inventories[digest] for digest in structures], self.lists, rules
+            )
+            self._made_from = (structures, rules)
+        self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
+        used = {scope.digest for found in self.inventories.values() for scope in found.scopes}
+        self.lists = {digest: self.lists[digest] for digest in used}
+        return self._plan
 
 
 class CoordinatorMachine:
@@ -121,19 +179,38 @@ class CoordinatorMachine:
 
     Args:
         attempt: Its name.
+        url: Where it is saved to.
         world_size: Ranks that take part.
         release: This release; every rank must be of the same.
+        rules: How all ranks pack.
+        memory: The group's; of the save before, if that has ended.
     """
 
-    def __init__(self, *, attempt: str, world_size: int, release: str) -> None:
+    def __init__(
+        self,
+        *,
+        attempt: str,
+        url: str,
+        world_size: int,
+        release: str,
+        rules: PackingRules,
+        memory: Memory | None = None,
+    ) -> None:
         self.attempt = attempt
+        self.url = url
         self.world_size = world_size
         self.release = release
+        self.rules = rules
         self.state = _S.JOINING
         self.failure: Failure | None = None
+        self._memory = memory or Memory()
         self._joined: dict[int, Join] = {}
+        # Digests that are asked for, and the rank that will answer.
+        self._asked: dict[bytes, int] = {}
+        self._plan: SavePlan | None = None
+        self._writing: set[int] = set()
         self._staged: set[int] = set()
-        self._stored: dict[int, ManifestRecord] = {}
+        self._stored: dict[int, Stored] = {}
 
     @property
     def is_final(self) -> bool:
@@ -145,7 +222,7 @@ class CoordinatorMachine:
         Raises:
             ProtocolViolation: the table has no such transition.
         """
-        if self.is_final or self._is_stale(event):
+        if self.is_final:
             return []
         rule = _TABLE.get((self.state, type(event)))
         if rule is None:
@@ -157,21 +234,18 @@ class CoordinatorMachine:
     def validate(self) -> None:
         """Asserts the invariants; called after each step, cheap."""
         assert (self.failure is not None) == (self.state is _S.ABORTED)
-        if self.state is not _S.JOINING and self.state is not _S.ABORTED:
+        if self.state not in (_S.JOINING, _S.ABORTED):
             assert len(self._joined) == self.world_size
+            assert self._plan is not None
         if self.state in (_S.COMMITTING, _S.COMMITTED):
             assert len(self._stored) == self.world_size
+            assert not self._writing
 
-    def _is_stale(self, event: CoordinatorEvent) -> bool:
-        if isinstance(event, Staged | Stored):
-            return event.attempt != self.attempt
-        if isinstance(event, Failed):
-            return event.attempt not in (None, self.attempt)
-        return False
-
-    def _missing(self, present: dict[int, object]) -> str:
+    def _missing(self, present: Mapping[int, object]) -> str:
         absent = [str(rank) for rank in range(self.world_size) if rank not in present]
         return ", ".join(absent[:16]) + (" ..." if len(absent) > 16 else "")
+
+    # Joining
 
     def _on_join(self, event: Join) -> list[CoordinatorCommand]:
         if event.release != self.release:
@@ -183,46 +257,128 @@ class CoordinatorMachine:
                     rank=event.rank,
                 )
             )
-        self._joined.setdefault(event.rank, event)
-        if len(self._joined) < self.world_size:
+        if event.rank in self._joined:
             return []
-        self.state = _S.STORING
-        skips = plan_save([self._joined[rank].inventory for rank in range(self.world_size)])
-        return [
-            SendToRank(rank, Assign(attempt=self.attempt, skip=skip))
-            for rank, skip in enumerate(skips)
-        ]
+        self._joined[event.rank] = event
+        structure = event.structure
+        if structure not in self._memory.inventories and structure not in self._asked:
+            self._asked[structure] = event.rank
+            return [SendToRank(event.rank, AskInventory())]
+        return self._assign_if_known()
 
-    def _on_repeated_join(self, event: Join) -> list[CoordinatorCommand]:
-        return []
+    def _on_offer(self, event: Offer) -> list[CoordinatorCommand]:
+        structure = self._joined[event.rank].structure
+        if self._asked.pop(structure, None) is None:
+            return []
+        self._memory.inventories[structure] = event.inventory
+        wanted: list[bytes] = []
+        for scope in event.inventory.scopes:
+            if scope.digest not in self._memory.lists and scope.digest not in self._asked:
+                self._asked[scope.digest] = event.rank
+                wanted.append(scope.digest)
+        if wanted:
+            return [SendToRank(event.rank, AskItems(tuple(wanted)))]
+        return self._assign_if_known()
+
+    def _on_items(self, event: Items) -> list[CoordinatorCommand]:
+        asked = [digest for digest, rank in self._asked.items() if rank == event.rank]
+        for digest, items in zip(asked, event.lists, strict=False):
+            del self._asked[digest]
+            self._memory.lists[digest] = items
+        return self._assign_if_known()
+
+    def _assign_if_known(self) -> list[CoordinatorCommand]:
+        if self._asked or len(self._joined) < self.world_size:
+            return []
+        structures = tuple(self._joined[rank].structure for rank in range(self.world_size))
+        try:
+            plan = self._plan = self._memory.plan(structures, self.rules)
+        except UsageError as error:
+            return self._abort(Failure(reason=str(error), stage=Stage.PLAN, is_usage=True))
+        self.state = _S.STORING
+        self._writing = {rank for rank, own in enumerate(plan.ranks) if own.is_shared}
+        return [SendToRank(rank, self._assignment(rank, plan)) for rank in self._joined]
+
+    def _assignment(self, rank: int, plan: SavePlan) -> Assign:
+        is_known = self._joined[rank].plan == plan.digests[rank]
+        return Assign(
+            self.attempt,
+            self.url,
+            self.rules,
+            plan.digests[rank],
+            None if is_known else plan.ranks[rank],
+        )
+
+    # Storing
+
+    def _on_opened(self, event: Opened) -> list[CoordinatorCommand]:
+        assert self._plan is not None
+        tokens: dict[int, list[Token]] = {}
+        for token, joiners in zip(event.tokens, self._plan.joiners[event.rank], strict=True):
+            for rank in joiners:
+                tokens.setdefault(rank, []).append(token)
+        return [SendToRank(rank, Tokens(tuple(found))) for rank, found in tokens.items()]
 
     def _on_staged(self, event: Staged) -> list[CoordinatorCommand]:
         self._staged.add(event.rank)
         return []
 
+    def _on_written(self, event: Written) -> list[CoordinatorCommand]:
+        assert self._plan is not None
+        if event.rank not in self._writing:
+            return []
+        self._writing.remove(event.rank)
+        if self._writing:
+            return []
+        return [
+            SendToRank(rank, Complete())
+            for rank, own in enumerate(self._plan.ranks)
+            if own.is_shared
+        ]
+
     def _on_stored(self, event: Stored) -> list[CoordinatorCommand]:
-        self._stored[event.rank] = event.manifest
+        self._stored[event.rank] = event
         if len(self._stored) < self.world_size:
             return []
         self.state = _S.COMMITTING
-        return [WriteCommit(tuple(self._stored[rank] for rank in range(self.world_size)))]
+        return [WriteCommit(tuple(self._record(rank) for rank in range(self.world_size)))]
+
+    def _record(self, rank: int) -> ManifestRecord:
+        stored = self._stored[rank]
+        key = manifest_key(self.attempt, rank)
+        return ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c)
+
+    # Trouble
 
     def _on_failed(self, event: Failed) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
+    def _on_lost(self, event: RankLost) -> list[CoordinatorCommand]:
+        return self._abort(
+            Failure(
+                reason=f"rank {event.rank} was not heard for {event.silent_s:.0f} s: it was "
+                "killed or stopped, or its machine or network is gone",
+                stage=self._stage,
+                rank=event.rank,
+            )
+        )
+
     def _on_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
-        if self.state is _S.JOINING:
-            waiting, stage = self._missing(dict(self._joined)), Stage.JOIN
-        else:
-            waiting, stage = self._missing(dict(self._stored)), Stage.STORE
+        waiting = self._missing(self._joined if self.state is _S.JOINING else self._stored)
+        if not waiting:  # all have joined, and somebody does not answer what was asked
+            waiting = ", ".join(sorted({str(rank) for rank in self._asked.values()}))
         return self._abort(
             Failure(
                 reason=f"timeout_s={event.timeout_s:g} is over; still waiting for rank(s) "
                 f"{waiting}. Raise Options.timeout_s if the storage is that slow",
-                stage=stage,
+                stage=self._stage,
                 rank=int(waiting) if waiting.isdigit() else None,
             )
         )
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage.JOIN if self.state is _S.JOINING else Stage.STORE
 
     def _on_late_failure(self, event: Failed) -> list[CoordinatorCommand]:
         return [StopCommit(event.failure.reason, has_grace=True)]
@@ -230,12 +386,12 @@ class CoordinatorMachine:
     def _on_late_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
         return [StopCommit(f"timeout_s={event.timeout_s:g} is over", has_grace=False)]
 
-    def _too_late(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+    def _ignore(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
         return []
 
     def _on_commit_written(self, event: CommitWritten) -> list[CoordinatorCommand]:
         self.state = _S.COMMITTED
-        return self._tell_all(Committed(attempt=self.attempt))
+        return self._tell_all(Committed())
 
     def _on_commit_failed(self, event: CommitFailed) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
@@ -243,7 +399,7 @@ class CoordinatorMachine:
     def _abort(self, failure: Failure) -> list[CoordinatorCommand]:
         self.state = _S.ABORTED
         self.failure = failure
-        return self._tell_all(Aborted(attempt=self.attempt, failure=failure))
+        return self._tell_all(Aborted(failure))
 
     def _tell_all(self, message: FromCoordinator) -> list[CoordinatorCommand]:
         return [SendToRank(rank, message) for rank in range(self.world_size)]
@@ -252,18 +408,25 @@ class CoordinatorMachine:
 _M = CoordinatorMachine
 _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorCommand]]] = {
     (_S.JOINING, Join): _M._on_join,
-    (_S.JOINING, Failed): _M._on_failed,
-    (_S.JOINING, DeadlinePassed): _M._on_deadline,
-    (_S.STORING, Join): _M._on_repeated_join,
+    (_S.JOINING, Offer): _M._on_offer,
+    (_S.JOINING, Items): _M._on_items,
+    (_S.STORING, Opened): _M._on_opened,
     (_S.STORING, Staged): _M._on_staged,
+    (_S.STORING, Written): _M._on_written,
     (_S.STORING, Stored): _M._on_stored,
-    (_S.STORING, Failed): _M._on_failed,
-    (_S.STORING, DeadlinePassed): _M._on_deadline,
-    (_S.COMMITTING, Join): _M._too_late,
-    (_S.COMMITTING, Staged): _M._too_late,
-    (_S.COMMITTING, Stored): _M._too_late,
     (_S.COMMITTING, Failed): _M._on_late_failure,
     (_S.COMMITTING, DeadlinePassed): _M._on_late_deadline,
     (_S.COMMITTING, CommitWritten): _M._on_commit_written,
     (_S.COMMITTING, CommitFailed): _M._on_commit_failed,
+    # All have stored: what happens to a rank now does not matter.
+    (_S.COMMITTING, RankLost): _M._ignore,
+    **{(state, Failed): _M._on_failed for state in (_S.JOINING, _S.STORING)},
+    **{(state, DeadlinePassed): _M._on_deadline for state in (_S.JOINING, _S.STORING)},
+    **{(state, RankLost): _M._on_lost for state in (_S.JOINING, _S.STORING)},
+    # Messages that came twice.
+    **{(_S.STORING, message): _M._ignore for message in (Join, Offer, Items)},
+    **{
+        (_S.COMMITTING, message): _M._ignore
+        for message in (Join, Offer, Items, Opened, Staged, Written, Stored)
+    },
 }

@@ -1,8 +1,9 @@
 """What ranks and the coordinator say to each other while a snapshot is taken.
 
-Encoded as msgpack between processes; passed as they are inside one. Both ends are of the
-same release: ``Join`` names it, and the coordinator refuses another one. Every message but
-the first names the attempt, so that late ones of an older attempt are told apart.
+Encoded as msgpack between processes, as arrays, because a job of thousands of ranks sends
+all of them through one place; passed as they are inside one process. Both ends are of the
+same release: ``Join`` names it, and the coordinator refuses another one. No message names
+its attempt: the transport tells saves apart, and gives none of one to another.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.packing import Item
+from actorsnap.planning.packing import Item, PackingRules
+from actorsnap.planning.save import Inventory, RankPlan
 
 __all__ = [
     "Aborted",
+    "AskInventory",
+    "AskItems",
     "Assign",
     "Committed",
+    "Complete",
     "Failed",
     "Failure",
     "FromCoordinator",
+    "Items",
     "Join",
+    "Offer",
+    "Opened",
     "Stage",
     "Staged",
     "Stored",
     "ToCoordinator",
+    "Token",
+    "Tokens",
+    "Written",
 ]
 
 
@@ -35,6 +45,7 @@ class Stage(StrEnum):
 
     CAPTURE = "capture"
     JOIN = "join"
+    PLAN = "plan"
     STAGE = "stage"
     STORE = "store"
     COMMIT = "commit"
@@ -50,6 +61,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         rank: On which rank, or None.
         key: The object concerned, or None.
         already_exists: The commit lost against another one: reported as ``ObjectExists``.
+        is_usage: The caller's mistake: reported as ``UsageError``.
         may_be_visible: The commit failed in a way that may have left the commit object in
             place. What it names must then stay, or readers would find a broken snapshot.
     """
@@ -59,63 +71,139 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     key: str | None = None
     already_exists: bool = False
+    is_usage: bool = False
     may_be_visible: bool = False
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="m"):
+class _Message(msgspec.Struct, frozen=True, array_like=True):
     pass
 
 
-class Join(_Message, frozen=True, kw_only=True, tag="join"):
-    """A rank takes part. ``inventory`` is in traversal order."""
+# To the coordinator -------------------------------------------------------------------------
+
+
+class Join(_Message, frozen=True, tag="j"):
+    """A rank takes part.
+
+    Attributes:
+        structure: Digest of its inventory.
+        plan: Digest of the plan that it remembers from the save before; empty if none.
+    """
 
     rank: int
     release: str
-    inventory: tuple[Item, ...]
+    structure: bytes
+    plan: bytes = b""
 
 
-class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
+class Offer(_Message, frozen=True, tag="o"):
+    """The answer to ``AskInventory``."""
+
+    rank: int
+    inventory: Inventory
+
+
+class Items(_Message, frozen=True, tag="i"):
+    """The answer to ``AskItems``: the lists, in the order that was asked."""
+
+    rank: int
+    lists: tuple[tuple[Item, ...], ...]
+
+
+class Token(_Message, frozen=True):
+    """What ``Storage.join_writer`` needs of the object ``key``."""
+
+    key: str
+    token: bytes
+
+
+class Opened(_Message, frozen=True, tag="p"):
+    """The objects that others write to as well are open."""
+
+    rank: int
+    tokens: tuple[Token, ...]
+
+
+class Staged(_Message, frozen=True, tag="g"):
     """The rank's trainer may overwrite its tensors."""
 
-    attempt: str
     rank: int
 
 
-class Stored(_Message, frozen=True, kw_only=True, tag="stored"):
-    """All objects of the rank and its manifest are durable."""
+class Written(_Message, frozen=True, tag="w"):
+    """Whatever the rank writes to objects of several ranks is durable, or as durable as the
+    opener's ``complete`` makes it."""
 
-    attempt: str
     rank: int
-    manifest: ManifestRecord
 
 
-class Failed(_Message, frozen=True, kw_only=True, tag="failed"):
+class Stored(_Message, frozen=True, tag="s"):
+    """All objects of the rank and its manifest are durable. Size and checksum of the latter."""
+
+    rank: int
+    size: int
+    crc32c: int
+
+
+class Failed(_Message, frozen=True, tag="f"):
     """The rank cannot go on."""
 
-    attempt: str | None
     rank: int
     failure: Failure
 
 
-class Assign(_Message, frozen=True, kw_only=True, tag="assign"):
-    """What a rank writes: its inventory without the items ``skip`` (indices)."""
+# To a rank ----------------------------------------------------------------------------------
+
+
+class AskInventory(_Message, frozen=True, tag="I"):
+    """Send your inventory: no rank before you had the same."""
+
+
+class AskItems(_Message, frozen=True, tag="L"):
+    """Send the items of your scopes with these digests."""
+
+    digests: tuple[bytes, ...]
+
+
+class Assign(_Message, frozen=True, tag="A"):
+    """What the rank writes.
+
+    Attributes:
+        attempt: The attempt's name.
+        url: Where the coordinator saves to; it holds for all.
+        rules: Its packing rules, likewise.
+        digest: Of the plan.
+        plan: None if the rank said that it remembers it.
+    """
 
     attempt: str
-    skip: tuple[int, ...]
+    url: str
+    rules: PackingRules
+    digest: bytes
+    plan: RankPlan | None
 
 
-class Committed(_Message, frozen=True, kw_only=True, tag="committed"):
+class Tokens(_Message, frozen=True, tag="T"):
+    """Objects that others have opened, to join."""
+
+    tokens: tuple[Token, ...]
+
+
+class Complete(_Message, frozen=True, tag="D"):
+    """Every rank has written: complete the objects that you opened for others as well."""
+
+
+class Committed(_Message, frozen=True, tag="C"):
     """The snapshot is visible and durable."""
 
-    attempt: str
 
-
-class Aborted(_Message, frozen=True, kw_only=True, tag="aborted"):
+class Aborted(_Message, frozen=True, tag="X"):
     """The attempt ended without commit."""
 
-    attempt: str
     failure: Failure
 
 
-ToCoordinator: TypeAlias = Join | Staged | Stored | Failed
-FromCoordinator: TypeAlias = Assign | Committed | Aborted
+ToCoordinator: TypeAlias = Join | Offer | Items | Opened | Staged | Written | Stored | Failed
+FromCoordinator: TypeAlias = (
+    AskInventory | AskItems | Assign | Tokens | Complete | Committed | Aborted
+)

@@ -5,38 +5,52 @@ and decides what comes next; it sees numbers of chunks and objects, never buffer
 
 Rules:
 
-1. The manifest is written only when staging has ended and every object is complete.
-2. ``Send(Stored)`` follows the manifest; nothing else does.
-3. After the first failure or a cancellation no more work is begun (``StopWork``), and the
+1. Objects that this rank opened for others as well are completed only when the coordinator
+   says that all have written; ``Send(Written)`` follows when all chunks of shared objects
+   are stored, and joined objects released.
+2. The manifest is written only when staging has ended and every object is complete.
+3. ``Send(Stored)`` follows the manifest; nothing else does.
+4. After the first failure or a cancellation no more work is begun (``StopWork``), and the
    rank waits for the coordinator's verdict. It may still be ``Committed``: a cancellation
    can lose the race.
-4. ``Finish`` is given exactly once; with ``Aborted``, ``DiscardObjects`` comes before it,
+5. Without a coordinator the rank ends by itself. Before ``Stored`` nothing can have been
+   committed; after it the storage is asked (``LookForCommit``), and nothing is deleted.
+6. ``Finish`` is given exactly once; with ``Aborted``, ``DiscardObjects`` comes before it,
    unless a commit object that names the objects may be visible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.packing import Item
+from actorsnap.planning.packing import Item, PackingRules
+from actorsnap.planning.save import Inventory, RankPlan, inventory_digest
 from actorsnap.protocol.coordinator import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
+    AskInventory,
+    AskItems,
     Assign,
     Committed,
+    Complete,
     Failed,
     Failure,
     FromCoordinator,
+    Items,
     Join,
+    Offer,
+    Opened,
     Stage,
     Staged,
     Stored,
     ToCoordinator,
+    Token,
+    Tokens,
+    Written,
 )
 
 __all__ = [
@@ -45,15 +59,23 @@ __all__ = [
     "CancelRequested",
     "ChunkStored",
     "CompleteObject",
+    "CoordinatorLost",
     "DiscardObjects",
     "Finish",
+    "JoinObjects",
+    "LookForCommit",
+    "Looked",
     "ManifestStored",
     "ObjectCompleted",
+    "ObjectReleased",
+    "ObjectWork",
+    "ObjectsOpened",
     "ParticipantCommand",
     "ParticipantEvent",
     "ParticipantMachine",
     "ParticipantState",
     "Planned",
+    "ReleaseObject",
     "Send",
     "StagingEnded",
     "StartStoring",
@@ -70,21 +92,47 @@ class ParticipantState(StrEnum):
     STORING = "storing"
     PUBLISHING = "publishing"
     REPORTED = "reported"
+    LOOKING = "looking"
     FAILED = "failed"
     COMMITTED = "committed"
     ABORTED = "aborted"
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """The rank's state is captured; this is what it holds."""
+# Events -------------------------------------------------------------------------------------
 
-    inventory: tuple[Item, ...]
+
+class Begun(msgspec.Struct, frozen=True):
+    """The rank's state is captured; this is what it holds.
+
+    Attributes:
+        lists: The items of each scope, by digest.
+        remembered: The plan of the save before, by its digest, or None.
+    """
+
+    inventory: Inventory
+    lists: Mapping[bytes, tuple[Item, ...]]
+    remembered: tuple[bytes, RankPlan] | None = None
+
+
+class ObjectWork(msgspec.Struct, frozen=True):
+    """What this rank does for an object: so many chunks; opens (and completes) it or joins it;
+    alone or with others."""
+
+    num_chunks: int
+    opens: bool = True
+    is_shared: bool = False
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """``StartStoring`` has packed the objects: the number of chunks of each."""
+    """``StartStoring`` has packed the objects."""
 
-    num_chunks: tuple[int, ...]
+    objects: tuple[ObjectWork, ...]
+
+
+class ObjectsOpened(msgspec.Struct, frozen=True):
+    """The objects that others join are open; one token each, in the order of the objects."""
+
+    tokens: tuple[Token, ...]
 
 
 class StagingEnded(msgspec.Struct, frozen=True):
@@ -103,10 +151,17 @@ class ObjectCompleted(msgspec.Struct, frozen=True):
     object: int
 
 
+class ObjectReleased(msgspec.Struct, frozen=True):
+    """``ReleaseObject`` succeeded."""
+
+    object: int
+
+
 class ManifestStored(msgspec.Struct, frozen=True):
     """``StoreManifest`` succeeded."""
 
-    record: ManifestRecord
+    size: int
+    crc32c: int
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -121,6 +176,21 @@ class CancelRequested(msgspec.Struct, frozen=True):
     reason: str
 
 
+class CoordinatorLost(msgspec.Struct, frozen=True):
+    """The coordinator was not heard for a while, or cannot be reached any more."""
+
+    reason: str
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """The ending of ``LookForCommit``; None if the storage did not answer."""
+
+    is_committed: bool | None
+
+
+# Commands -----------------------------------------------------------------------------------
+
+
 class Send(msgspec.Struct, frozen=True):
     """Send ``message`` to the coordinator."""
 
@@ -128,10 +198,19 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class StartStoring(msgspec.Struct, frozen=True):
-    """Pack all items but ``skip`` into objects, then stage and store them."""
+    """Pack what the plan says into objects, then stage and store."""
 
     attempt: str
-    skip: tuple[int, ...]
+    url: str
+    rules: PackingRules
+    plan: RankPlan
+    digest: bytes
+
+
+class JoinObjects(msgspec.Struct, frozen=True):
+    """Open these objects of others for writing."""
+
+    tokens: tuple[Token, ...]
 
 
 class AnnounceStaged(msgspec.Struct, frozen=True):
@@ -144,8 +223,18 @@ class CompleteObject(msgspec.Struct, frozen=True):
     object: int
 
 
+class ReleaseObject(msgspec.Struct, frozen=True):
+    """Make what was written to an object of another rank as durable as a joiner can."""
+
+    object: int
+
+
 class StoreManifest(msgspec.Struct, frozen=True):
     """Write the rank manifest, durable."""
+
+
+class LookForCommit(msgspec.Struct, frozen=True):
+    """Look whether the commit object names this attempt."""
 
 
 class StopWork(msgspec.Struct, frozen=True):
@@ -166,19 +255,26 @@ ParticipantEvent: TypeAlias = (
     FromCoordinator
     | Begun
     | Planned
+    | ObjectsOpened
     | StagingEnded
     | ChunkStored
     | ObjectCompleted
+    | ObjectReleased
     | ManifestStored
     | StepFailed
     | CancelRequested
+    | CoordinatorLost
+    | Looked
 )
 ParticipantCommand: TypeAlias = (
     Send
     | StartStoring
+    | JoinObjects
     | AnnounceStaged
     | CompleteObject
+    | ReleaseObject
     | StoreManifest
+    | LookForCommit
     | StopWork
     | DiscardObjects
     | Finish
@@ -199,10 +295,18 @@ class ParticipantMachine:
         self.rank = rank
         self.release = release
         self.state = _S.NEW
-        self.attempt: str | None = None
+        self._begun: Begun | None = None
         self._is_staged = False
+        self._objects: tuple[ObjectWork, ...] = ()
         self._pending_chunks: list[int] = []
+        # Objects that are neither complete nor released.
         self._open_objects = 0
+        # Of these, the shared ones that chunks or a release are missing of.
+        self._unwritten = 0
+        self._may_complete = False
+        self._early_tokens: tuple[Token, ...] = ()
+        self._has_reported = False
+        self._lost: CoordinatorLost | None = None
 
     @property
     def is_final(self) -> bool:
@@ -214,7 +318,7 @@ class ParticipantMachine:
         Raises:
             ProtocolViolation: the table has no such transition.
         """
-        if self.is_final or self._is_stale(event):
+        if self.is_final:
             return []
         rule = _TABLE.get((self.state, type(event)))
         if rule is None:
@@ -225,45 +329,92 @@ class ParticipantMachine:
 
     def validate(self) -> None:
         """Asserts the invariants; called after each step, cheap."""
-        assert self._open_objects >= 0
-        if self.state in (_S.PUBLISHING, _S.REPORTED, _S.COMMITTED):
+        assert 0 <= self._unwritten <= self._open_objects
+        if self.state in (_S.PUBLISHING, _S.REPORTED, _S.LOOKING, _S.COMMITTED):
             assert self._is_staged
             assert self._open_objects == 0
 
-    def _is_stale(self, event: ParticipantEvent) -> bool:
-        if isinstance(event, Committed | Aborted) and self.attempt is not None:
-            return event.attempt != self.attempt
-        return False
+    # Joining
 
     def _on_begun(self, event: Begun) -> list[ParticipantCommand]:
         self.state = _S.JOINING
-        return [Send(Join(rank=self.rank, release=self.release, inventory=event.inventory))]
+        self._begun = event
+        remembered = event.remembered[0] if event.remembered else b""
+        return [Send(Join(self.rank, self.release, inventory_digest(event.inventory), remembered))]
+
+    def _on_ask_inventory(self, event: AskInventory) -> list[ParticipantCommand]:
+        assert self._begun is not None
+        return [Send(Offer(self.rank, self._begun.inventory))]
+
+    def _on_ask_items(self, event: AskItems) -> list[ParticipantCommand]:
+        assert self._begun is not None
+        lists = self._begun.lists
+        return [Send(Items(self.rank, tuple(lists[digest] for digest in event.digests)))]
 
     def _on_assign(self, event: Assign) -> list[ParticipantCommand]:
+        assert self._begun is not None
         self.state = _S.PLANNING
-        self.attempt = event.attempt
-        return [StartStoring(event.attempt, event.skip)]
+        plan = event.plan
+        if plan is None:
+            assert self._begun.remembered is not None
+            plan = self._begun.remembered[1]
+        self._begun = None
+        return [StartStoring(event.attempt, event.url, event.rules, plan, event.digest)]
+
+    # Storing
 
     def _on_planned(self, event: Planned) -> list[ParticipantCommand]:
         self.state = _S.STORING
-        self._pending_chunks = list(event.num_chunks)
-        self._open_objects = len(event.num_chunks)
-        return self._publish_if_complete()
+        self._objects = event.objects
+        self._pending_chunks = [work.num_chunks for work in event.objects]
+        self._open_objects = len(event.objects)
+        self._unwritten = sum(work.is_shared for work in event.objects)
+        joins = [JoinObjects(self._early_tokens)] if self._early_tokens else []
+        return [*joins, *self._publish_if_complete()]
+
+    def _on_opened(self, event: ObjectsOpened) -> list[ParticipantCommand]:
+        return [Send(Opened(self.rank, event.tokens))]
+
+    def _on_early_tokens(self, event: Tokens) -> list[ParticipantCommand]:
+        self._early_tokens += event.tokens
+        return []
+
+    def _on_tokens(self, event: Tokens) -> list[ParticipantCommand]:
+        return [JoinObjects(event.tokens)]
 
     def _on_staging_ended(self, event: StagingEnded) -> list[ParticipantCommand]:
-        assert self.attempt is not None
         self._is_staged = True
-        return [
-            AnnounceStaged(),
-            Send(Staged(attempt=self.attempt, rank=self.rank)),
-            *self._publish_if_complete(),
-        ]
+        return [AnnounceStaged(), Send(Staged(self.rank)), *self._publish_if_complete()]
 
     def _on_chunk_stored(self, event: ChunkStored) -> list[ParticipantCommand]:
-        self._pending_chunks[event.object] -= 1
-        if self._pending_chunks[event.object] < 0:
-            raise ProtocolViolation(f"object {event.object} has fewer chunks")
-        return [CompleteObject(event.object)] if not self._pending_chunks[event.object] else []
+        number = event.object
+        self._pending_chunks[number] -= 1
+        if self._pending_chunks[number] < 0:
+            raise ProtocolViolation(f"object {number} has fewer chunks")
+        if self._pending_chunks[number]:
+            return []
+        work = self._objects[number]
+        if not work.opens:
+            return [ReleaseObject(number)]
+        return self._note_written() if work.is_shared else [CompleteObject(number)]
+
+    def _on_object_released(self, event: ObjectReleased) -> list[ParticipantCommand]:
+        self._open_objects -= 1
+        return [*self._note_written(), *self._publish_if_complete()]
+
+    def _note_written(self) -> list[ParticipantCommand]:
+        self._unwritten -= 1
+        return [] if self._unwritten else [Send(Written(self.rank))]
+
+    def _on_complete(self, event: Complete) -> list[ParticipantCommand]:
+        if self._may_complete:
+            return []
+        self._may_complete = True
+        return [
+            CompleteObject(number)
+            for number, work in enumerate(self._objects)
+            if work.opens and work.is_shared
+        ]
 
     def _on_object_completed(self, event: ObjectCompleted) -> list[ParticipantCommand]:
         self._open_objects -= 1
@@ -276,9 +427,11 @@ class ParticipantMachine:
         return [StoreManifest()]
 
     def _on_manifest_stored(self, event: ManifestStored) -> list[ParticipantCommand]:
-        assert self.attempt is not None
         self.state = _S.REPORTED
-        return [Send(Stored(attempt=self.attempt, rank=self.rank, manifest=event.record))]
+        self._has_reported = True
+        return [Send(Stored(self.rank, event.size, event.crc32c))]
+
+    # Trouble
 
     def _on_step_failed(self, event: StepFailed) -> list[ParticipantCommand]:
         return self._fail(event.failure)
@@ -288,16 +441,30 @@ class ParticipantMachine:
 
     def _fail(self, failure: Failure) -> list[ParticipantCommand]:
         self.state = _S.FAILED
-        return [
-            StopWork(),
-            Send(Failed(attempt=self.attempt, rank=self.rank, failure=failure)),
-        ]
+        return [StopWork(), Send(Failed(self.rank, failure))]
+
+    def _on_lost(self, event: CoordinatorLost) -> list[ParticipantCommand]:
+        if self._has_reported:
+            self.state = _S.LOOKING
+            self._lost = event
+            return [LookForCommit()]
+        failure = Failure(reason=event.reason, stage=self._stage)
+        self.state = _S.ABORTED
+        return [StopWork(), DiscardObjects(), Finish(failure)]
+
+    def _on_looked(self, event: Looked) -> list[ParticipantCommand]:
+        assert self._lost is not None
+        if event.is_committed:
+            return self._on_committed(Committed())
+        self.state = _S.ABORTED
+        failure = Failure(reason=self._lost.reason, stage=Stage.COMMIT, may_be_visible=True)
+        return [Finish(failure)]
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage.JOIN if self.state in (_S.NEW, _S.JOINING) else Stage.STORE
 
     def _ignore(self, event: ParticipantEvent) -> list[ParticipantCommand]:
-        return []
-
-    def _on_late_assign(self, event: Assign) -> list[ParticipantCommand]:
-        self.attempt = event.attempt
         return []
 
     def _on_committed(self, event: Committed) -> list[ParticipantCommand]:
@@ -313,28 +480,54 @@ class ParticipantMachine:
 
 _M = ParticipantMachine
 _WORKING = (_S.PLANNING, _S.STORING, _S.PUBLISHING)
-_PROGRESS = (Planned, StagingEnded, ChunkStored, ObjectCompleted, ManifestStored, StepFailed)
+_WAITING = (_S.JOINING, *_WORKING, _S.REPORTED)
+_REQUESTS = (AskInventory, AskItems, Assign, Tokens, Complete)
+_PROGRESS = (
+    Planned,
+    ObjectsOpened,
+    StagingEnded,
+    ChunkStored,
+    ObjectCompleted,
+    ObjectReleased,
+    ManifestStored,
+    StepFailed,
+)
 _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantCommand]]] = {
     (_S.NEW, Begun): _M._on_begun,
+    (_S.JOINING, AskInventory): _M._on_ask_inventory,
+    (_S.JOINING, AskItems): _M._on_ask_items,
     (_S.JOINING, Assign): _M._on_assign,
     (_S.PLANNING, Planned): _M._on_planned,
+    (_S.PLANNING, Tokens): _M._on_early_tokens,
+    (_S.STORING, ObjectsOpened): _M._on_opened,
+    (_S.STORING, Tokens): _M._on_tokens,
     (_S.STORING, StagingEnded): _M._on_staging_ended,
     (_S.STORING, ChunkStored): _M._on_chunk_stored,
+    (_S.STORING, ObjectReleased): _M._on_object_released,
+    (_S.STORING, Complete): _M._on_complete,
     (_S.STORING, ObjectCompleted): _M._on_object_completed,
     (_S.PUBLISHING, ManifestStored): _M._on_manifest_stored,
     (_S.REPORTED, Committed): _M._on_committed,
-    (_S.FAILED, Assign): _M._on_late_assign,
+    (_S.LOOKING, Looked): _M._on_looked,
     # A cancellation that came after Stored can lose against the commit.
     (_S.FAILED, Committed): _M._on_committed,
-    **{(state, StepFailed): _M._on_step_failed for state in (_S.JOINING, *_WORKING)},
+    **{(state, StepFailed): _M._on_step_failed for state in (_S.NEW, _S.JOINING, *_WORKING)},
+    **{(state, CancelRequested): _M._on_cancel for state in (_S.NEW, *_WAITING)},
+    **{(state, CoordinatorLost): _M._on_lost for state in (_S.NEW, *_WAITING, _S.FAILED)},
+    **{(state, Aborted): _M._on_aborted for state in (_S.NEW, *_WAITING, _S.FAILED)},
+    # What was in flight when the rank failed still ends, and messages may come twice.
+    **{(_S.FAILED, event): _M._ignore for event in (*_PROGRESS, *_REQUESTS, CancelRequested)},
+    **{(_S.LOOKING, event): _M._ignore for event in (*_REQUESTS, CancelRequested, CoordinatorLost)},
     **{
-        (state, CancelRequested): _M._on_cancel
-        for state in (_S.NEW, _S.JOINING, *_WORKING, _S.REPORTED)
+        (state, message): _M._ignore
+        for state in (*_WORKING, _S.REPORTED)
+        for message in (AskInventory, AskItems, Assign)
     },
     **{
-        (state, Aborted): _M._on_aborted
-        for state in (_S.JOINING, *_WORKING, _S.REPORTED, _S.FAILED)
+        (state, message): _M._ignore
+        for state in (_S.PUBLISHING, _S.REPORTED)
+        for message in (Tokens, Complete)
     },
-    # What was in flight when the rank failed still ends.
-    **{(_S.FAILED, event): _M._ignore for event in (*_PROGRESS, CancelRequested)},
+    (_S.LOOKING, Committed): _M._on_committed,
+    (_S.LOOKING, Aborted): _M._on_aborted,
 }

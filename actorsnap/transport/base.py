@@ -1,17 +1,46 @@
 """What a transport must do.
 
-A transport carries messages between the participants (one per rank) and the coordinator. It
-keeps the order of messages between two parties, may lose everything after a party is gone,
-and knows nothing of what the messages mean.
+A transport carries messages between the participants (one per rank) and the coordinator of
+one save. It keeps the order of messages between two parties, gives no message of one save to
+another, may lose everything after a party is gone, and knows nothing of what the messages
+mean. What it notices about the parties themselves comes out of ``receive`` too, in order
+with the messages: ``Lost`` and ``Broken``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
-__all__ = ["CoordinatorEnd", "ParticipantEnd"]
+__all__ = ["Broken", "CoordinatorEnd", "Lost", "ParticipantEnd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A rank that took part in this save is not heard any more. Given once per rank.
+
+    A rank that was never heard is not lost: the deadline is for those.
+
+    Attributes:
+        rank: Who; at a participant's end always 0, the coordinator's.
+        silent_s: For how long; 0.0 if it has taken its leave.
+    """
+
+    rank: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """This end carries nothing any more. Given once, and nothing comes after it.
+
+    Attributes:
+        reason: For people.
+    """
+
+    reason: str
 
 
 class ParticipantEnd(Protocol):
@@ -20,7 +49,7 @@ class ParticipantEnd(Protocol):
     async def send(self, message: ToCoordinator) -> None:
         """Hands a message over; returns when it is queued."""
 
-    async def receive(self) -> FromCoordinator:
+    async def receive(self) -> FromCoordinator | Lost | Broken:
         """The next message. Cancellation: no message is lost."""
 
 
@@ -30,5 +59,5 @@ class CoordinatorEnd(Protocol):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """Hands a message over; returns when it is queued."""
 
-    async def receive(self) -> ToCoordinator:
+    async def receive(self) -> ToCoordinator | Lost | Broken:
         """The next message of any rank. Cancellation: no message is lost."""

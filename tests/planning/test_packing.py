@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from actorsnap.format.layout import parse_header
 from actorsnap.format.manifest import BLOCK_BYTES
-from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, pack, write_order
+from actorsnap.planning.packing import (
+    Item,
+    ItemBox,
+    ObjectPart,
+    ObjectPlan,
+    PackingRules,
+    RankPlan,
+    Share,
+    pack,
+    write_order,
+)
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
@@ -132,3 +142,28 @@ def test_headers_beyond_the_limit_go_into_further_objects() -> None:
     plans = pack(items, attempt=ATTEMPT, rank=0, rules=rules())
     assert len(plans) == 2
     check(items, plans)
+
+
+def test_a_part_of_an_item_is_boxes_and_the_object_stays_whole() -> None:
+    """The middle of a tensor: the end of a row, a whole row, the beginning of one."""
+    items = [make("log/x", "float32", 10), Item("m/w", "float32", (4, MIB), 16 * MIB, 4)]
+    part = ObjectPart(0, 6 * MIB, 13 * MIB, False, True)
+    share = Share(0, None, 3, 7, 2, (part,))
+    shared, own = pack(
+        items, attempt=ATTEMPT, rank=5, rules=rules(), scopes=[[1]], plan=RankPlan((share,), 2)
+    )
+    assert shared.key == f"{ATTEMPT}/data/m/3-7.safetensors"
+    assert own.key == f"{ATTEMPT}/data/=small/5-2.safetensors"
+    assert set(parse_header(shared.header)) == {"w"}
+    assert (shared.size, shared.nbytes) == (4096 + 16 * MIB, 7 * MIB)
+    assert not shared.opens
+    assert shared.items == (1, 1, 1)
+    assert shared.boxes == (
+        ItemBox(6 * MIB, (1, MIB // 2), (1, MIB // 2), (4, MIB)),
+        ItemBox(8 * MIB, (1, MIB), (2, 0), (4, MIB)),
+        ItemBox(12 * MIB, (1, MIB // 4), (3, 0), (4, MIB)),
+    )
+    assert [start - 4096 for start in shared.starts] == [6 * MIB, 8 * MIB, 12 * MIB]
+    assert [end - 4096 for end in shared.ends] == [8 * MIB, 12 * MIB, 13 * MIB]
+    assert own.opens
+    assert own.boxes == (None,)

@@ -1,0 +1,145 @@
+"""Which elements of a distributed tensor lie where on a mesh.
+
+Decides, from the shape, the coordinate on the mesh and how each axis cuts the tensor, which
+boxes in global index space a rank holds and where they lie in its local tensor. It reproduces
+the index arithmetic of ``torch.chunk`` as DTensor applies it. It must not know tensors,
+ranks or who else holds a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import TypeAlias
+
+import msgspec
+
+from actorsnap.format.geometry import Box
+
+__all__ = ["Cut", "Placed", "local_shape", "place"]
+
+Run: TypeAlias = tuple[int, int]
+"""Indices ``[start, stop)`` along a dim."""
+
+
+class Cut(msgspec.Struct, frozen=True, gc=False):
+    """An axis of a mesh that cuts a dim of a tensor, seen from one rank.
+
+    Attributes:
+        dim: The dim.
+        parts: Ranks along the axis.
+        index: This rank's place among them.
+        groups: Into how many pieces the dim is cut first, each of which is then cut into
+            ``parts``; 1 for an ordinary shard. Rank ``index`` holds that part of every piece.
+            FSDP2 cuts like this what tensor parallelism cuts further to the right.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    groups: int = 1
+
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """A box that a rank holds.
+
+    Attributes:
+        box: In global index space.
+        local: The same elements in the rank's local tensor.
+    """
+
+    box: Box
+    local: Box
+
+
+def _chunk(size: int, parts: int, index: int) -> Run:
+    """Returns part ``index`` of ``size`` indices: as ``torch.chunk``, the last ones are short."""
+    step = -(-size // parts)
+    return min(size, step * index), min(size, step * (index + 1))
+
+
+def _select(runs: Sequence[Run], wanted: Iterable[Run]) -> list[Run]:
+    """Returns the global indices at local ones: ``wanted`` counts along all of ``runs``."""
+    found: list[Run] = []
+    for first, stop in wanted:
+        at = 0
+        for start, end in runs:
+            size = end - start
+            low, high = max(first, at), min(stop, at + size)
+            if low < high:
+                begin = start + low - at
+                if found and found[-1][1] == begin:
+                    found[-1] = (found[-1][0], begin + high - low)
+                else:
+                    found.append((begin, begin + high - low))
+            at += size
+    return found
+
+
+def _runs(size: int, cuts: Iterable[Cut]) -> list[Run]:
+    """Returns which indices of a dim a rank holds, in the order of its local tensor."""
+    runs = [(0, size)] if size else []
+    held = size
+    for cut in cuts:
+        wanted: list[Run] = []
+        for group in range(cut.groups):
+            start, stop = _chunk(held, cut.groups, group)
+            low, high = _chunk(stop - start, cut.parts, cut.index)
+            if low < high:
+                wanted.append((start + low, start + high))
+        runs = _select(runs, wanted)
+        held = sum([stop - start for start, stop in runs])
+    return runs
+
+
+def _all_runs(shape: Sequence[int], cuts: Sequence[Cut]) -> list[list[Run]]:
+    for cut in cuts:
+        if not 0 <= cut.dim < len(shape) or not 0 <= cut.index < cut.parts or cut.groups < 1:
+            raise ValueError(f"{cut} does not cut a tensor of shape {tuple(shape)}")
+    return [_runs(size, [cut for cut in cuts if cut.dim == dim]) for dim, size in enumerate(shape)]
+
+
+def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """Returns the shape of a rank's local tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        cuts: In the order in which they are applied.
+
+    Raises:
+        ValueError: A cut is none of such a tensor.
+    """
+    return tuple([sum([stop - start for start, stop in runs]) for runs in _all_runs(shape, cuts)])
+
+
+def place(shape: Sequence[int], cuts: Sequence[Cut]) -> list[Placed]:
+    """Returns the boxes that a rank holds, in the C order of its local tensor.
+
+    One box, unless a dim is cut in groups. None where the rank holds nothing. Of a whole
+    without elements every rank holds the (empty) whole, so that somebody names it.
+
+    Args:
+        shape: Of the whole tensor.
+        cuts: In the order in which they are applied.
+
+    Raises:
+        ValueError: A cut is none of such a tensor.
+    """
+    all_runs = _all_runs(shape, cuts)
+    if 0 in shape:
+        whole = Box.whole(shape)
+        return [Placed(whole, whole)]
+    dims: list[list[tuple[int, int, int]]] = []  # offset, offset in the local tensor, size
+    for runs in all_runs:
+        at = 0
+        dim = []
+        for start, stop in runs:
+            dim.append((start, at, stop - start))
+            at += stop - start
+        dims.append(dim)
+    found = []
+    for parts in product(*dims):
+        sizes = tuple([part[2] for part in parts])
+        box = Box(tuple([part[0] for part in parts]), sizes)
+        found.append(Placed(box, Box(tuple([part[1] for part in parts]), sizes)))
+    return found

@@ -1,0 +1,292 @@
+"""Optimizers as restore targets, and models whose names do not depend on the parallelism.
+
+Decides what state an optimizer has before its first step, and under which names a model and
+its optimizers are saved. It must not know paths, entries or storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any, Final
+
+import torch
+
+from actorsnap.errors import UsageError
+
+__all__ = ["ModelState", "plain_name", "prime_optimizer"]
+
+
+def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that an optimizer lacks before its first step, to be restored into.
+
+    Tensors are as the optimizer itself makes them: shapes, dtypes, devices, placements. For
+    torch's own classes the values are those before the first step, so that training without
+    a restore goes on as if nothing had been done (with one exception: SGD with dampening does
+    not dampen the first gradient, but does after this). Parameters, gradients, learning rates,
+    hooks, step counters and random generators are left alone. Parameters that have state
+    already, or do not require gradients, are left out.
+
+    Args:
+        optimizer: Any class of torch.optim. Of others one step is tried on zeros in the
+            parameters' place; step counters in the state are set to 0 afterwards.
+
+    Raises:
+        UsageError: The optimizer cannot be primed; run one step instead.
+    """
+    kind = type(optimizer)
+    if "ZeroRedundancyOptimizer" in [base.__name__ for base in kind.__mro__]:
+        raise UsageError(
+            "a ZeroRedundancyOptimizer has no state of its own; prime its .optim, or run one step"
+        )
+    groups = []
+    for group in optimizer.param_groups:
+        lacking = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        if lacking:
+            groups.append((group, lacking))
+    if not groups:
+        return
+    # A step must not be seen by a graph of the caller's, nor must what is made be inference's.
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _prime_lbfgs(optimizer)
+        elif isinstance(optimizer, torch.optim.SparseAdam):
+            for _, parameters in groups:
+                for parameter in parameters:
+                    optimizer.state[parameter].update(
+                        step=0, exp_avg=_zeros(parameter), exp_avg_sq=_zeros(parameter)
+                    )
+        elif _is_torchs(getattr(kind, "_init_group", None)):
+            for group, parameters in groups:
+                _init_group(optimizer, group, parameters)
+        else:
+            _step_on_zeros(optimizer, groups)
+
+
+def _is_torchs(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("torch.optim.")
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _adopt(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    stand_ins: Sequence[torch.Tensor],
+) -> None:
+    """Moves the state of each stand-in to its parameter."""
+    for parameter, stand_in in zip(parameters, stand_ins, strict=True):
+        state = optimizer.state.pop(stand_in, None)
+        if state:
+            optimizer.state[parameter] = state
+        elif not optimizer.state.get(parameter):
+            optimizer.state.pop(parameter, None)
+
+
+def _init_group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor]
+) -> None:
+    """Lets a class of torch make its state: the part of its step that does so comes first."""
+    stand_ins = [parameter.detach() for parameter in parameters]
+    for parameter, stand_in in zip(parameters, stand_ins, strict=True):
+        # Only its presence counts here, and its shape and dtype.
+        stand_in.grad = parameter.detach()
+    init: Any = optimizer._init_group  # type: ignore[attr-defined]
+    lists: list[list[Any]] = [
+        [] for p in list(signature(init).parameters.values())[1:] if p.default is Parameter.empty
+    ]
+    try:
+        init({**group, "params": stand_ins}, *lists)
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0:
+            for stand_in in stand_ins:
+                optimizer.state[stand_in]["momentum_buffer"] = _zeros(stand_in)
+    finally:
+        _adopt(optimizer, parameters, stand_ins)
+
+
+def _prime_lbfgs(optimizer: torch.optim.LBFGS) -> None:
+    # Its state hangs on the first parameter, and its first iteration sets all of it anew.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(type(p) not in (torch.Tensor, torch.nn.Parameter) for p in parameters):
+        raise UsageError("LBFGS over distributed parameters cannot be primed; run one step")
+    count = sum([p.numel() * (2 if p.is_complex() else 1) for p in parameters])
+    flat = torch.view_as_real(parameters[0]) if parameters[0].is_complex() else parameters[0]
+    optimizer.state[parameters[0]].update(
+        func_evals=0,
+        n_iter=0,
+        d=flat.new_zeros(count),
+        t=0.0,
+        old_dirs=[],
+        old_stps=[],
+        ro=[],
+        H_diag=1,
+        prev_flat_grad=flat.new_zeros(count),
+        prev_loss=0.0,
+    )
+
+
+_COUNTERS: Final = ("step", "steps", "n_iter")
+
+
+def _step_on_zeros(
+    optimizer: torch.optim.Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.Tensor]]]
+) -> None:
+    before = [
+        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+    everything = [(group, group["params"]) for group in optimizer.param_groups]
+    devices = [d for d in {p.device for _, found in groups for p in found} if d.type == "cuda"]
+    lacking = {id(group): parameters for group, parameters in groups}
+    stand_ins: dict[int, list[torch.Tensor]] = {}
+    for number, parameters in lacking.items():
+        stand_ins[number] = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
+        for stand_in in stand_ins[number]:
+            stand_in.grad = torch.zeros_like(stand_in)
+    # ``step`` as the class has it, without the hooks of this optimizer and of all.
+    step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    try:
+        for group, _ in everything:
+            group["params"] = stand_ins.get(id(group), [])
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            step(optimizer)
+    except Exception as error:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot be primed ({type(error).__name__}: {error}); "
+            "run one step before the restore"
+        ) from error
+    finally:
+        for group, parameters in everything:
+            group["params"] = parameters
+        for group, old in before:
+            for name in [name for name in group if name != "params" and name not in old]:
+                del group[name]
+            for name, value in old.items():
+                _put_back(group, name, value)
+        for group, parameters in groups:
+            _adopt(optimizer, parameters, stand_ins[id(group)])
+    for state in [optimizer.state[p] for _, found in groups for p in found if p in optimizer.state]:
+        for name in _COUNTERS:
+            value = state.get(name)
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            elif isinstance(value, int | float):
+                state[name] = type(value)(0)
+
+
+def _copied(value: Any) -> Any:
+    return (value, value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+
+def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
+        value[0].detach().copy_(value[1])
+        value = value[0]
+    group[name] = value
+
+
+# Models under any parallelism -----------------------------------------------------------------
+
+
+def plain_name(module: torch.nn.Module, name: str) -> str:
+    """Returns a name in ``module`` without what wrappers (DDP, compile) add to it."""
+    parts = []
+    at: Any = module
+    for part in name.split("."):
+        if not (part in ("module", "_orig_mod") and _is_wrapper(at, part)):
+            parts.append(part)
+        at = getattr(at, part, None)
+    return ".".join(parts)
+
+
+def _is_wrapper(module: object, part: str) -> bool:
+    kind = type(module)
+    if part == "_orig_mod":
+        return kind.__module__ == "torch._dynamo.eval_frame"
+    return any(base.__module__ == "torch.nn.parallel.distributed" for base in kind.__mro__)
+
+
+class ModelState:
+    """A model and its optimizers as one stateful, by names that every parallelism shares.
+
+    The state is what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns, in its
+    sharded form: ``model`` by parameter name, without what DistributedDataParallel, FSDP and
+    ``torch.compile`` put before it; ``optim`` by parameter name instead of number. It is restored
+    under another wrapper, on another mesh, in other pipeline stages, or in one process.
+
+    With FSDP1 (``FullyShardedDataParallel``) ``state_dict`` and ``load_state_dict`` are
+    collective, since torch's are. With all else no rank waits for another.
+
+    Args:
+        model: The model, wrapped as it is trained.
+        optimizers: Its optimizers; one, several or none.
+        flatten: Whether hyperparameters are kept per parameter, which pipeline stages need: they
+            have different parameters in their groups. Without it they are kept per group,
+            which is less for models of very many parameters, and which optimizers need
+            whose state is more than tensors and numbers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        *,
+        flatten: bool = True,
+    ) -> None:
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = (optimizers,)
+        wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+        if not isinstance(model, torch.nn.Module) or wrong:
+            raise UsageError("ModelState takes a torch.nn.Module, and torch.optim.Optimizers")
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise UsageError(
+                "torch cannot name the state of LBFGS by parameters; save the optimizer itself"
+            )
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.flatten = flatten
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns ``model`` and, if there are optimizers, ``optim``. Tensors are the live ones.
+
+        An untouched optimizer is primed (``prime_optimizer``).
+        """
+        from torch.distributed.checkpoint import state_dict as names
+
+        self._prime()
+        state: dict[str, Any] = {"model": names.get_model_state_dict(self.model)}
+        if self.optimizers:
+            state["optim"] = names.get_optimizer_state_dict(
+                self.model, self.optimizers, options=self._options(strict=True)
+            )
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes over a state of ``state_dict``.
+
+        Args:
+            state_dict: The state.
+            strict: Whether the model refuses missing and unexpected names.
+        """
+        from torch.distributed.checkpoint import state_dict as names
+
+        options = self._options(strict=strict)
+        self._prime()
+        # Copies, since torch takes out of them what it has used.
+        names.set_model_state_dict(self.model, dict(state_dict["model"]), options=options)
+        if self.optimizers and "optim" in state_dict:
+            names.set_optimizer_state_dict(
+                self.model, self.optimizers, dict(state_dict["optim"]), options=options
+            )
+
+    def _options(self, *, strict: bool) -> Any:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+        return StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
+
+    def _prime(self) -> None:
+        # Else torch runs a step, which counts, and drops gradients.
+        for optimizer in self.optimizers:
+            prime_optimizer(optimizer)

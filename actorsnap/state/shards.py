@@ -1,0 +1,490 @@
+"""Distributed tensors as boxes, without a word to any other rank.
+
+Decides which boxes of a DTensor or ShardedTensor lie in this process, in which of its plain
+tensors, and which other ranks hold the same ones; and which leaves of an app state are the
+same on several ranks because DistributedDataParallel or a mesh keeps them so. It must not
+know paths, entries or storage, and calls no collective: what a mesh and the placements say
+is enough.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+
+from actorsnap.errors import UsageError
+from actorsnap.format.geometry import Box
+from actorsnap.format.manifest import TensorType
+from actorsnap.planning.placement import Cut, Placed, local_shape, place
+from actorsnap.state.optim import ModelState, plain_name
+from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal
+
+__all__ = [
+    "Describer",
+    "Piece",
+    "Replica",
+    "Replication",
+    "Sharding",
+    "describe",
+    "is_distributed",
+    "local_targets",
+    "replicated_by",
+    "replication",
+]
+
+Ranks: TypeAlias = tuple[int, ...]
+"""Global ranks of the job, rising."""
+
+
+# Distributed tensors --------------------------------------------------------------------------
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A box that lies in this process.
+
+    Attributes:
+        box: In global index space.
+        tensor: Its elements, of the box's sizes: a view of the distributed tensor's own memory,
+            without autograd state. What is copied into it is in the distributed tensor.
+        holders: All ranks that hold this box with these values, with this one; None where
+            there is no other.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+    holders: Ranks | None
+
+
+class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """What this process holds of a distributed tensor.
+
+    Attributes:
+        global_shape: Of the whole.
+        dtype: Name of the dtype.
+        kind: ``type`` of its entries.
+        requires_grad: As the tensor.
+        pieces: In the order of their memory; none where this rank is outside of the mesh, or
+            its shard is empty. They do not overlap.
+    """
+
+    global_shape: tuple[int, ...]
+    dtype: str
+    kind: TensorType
+    requires_grad: bool
+    pieces: tuple[Piece, ...]
+
+
+class Describer:
+    """Describes many tensors: a layout that repeats is computed once.
+
+    Holds the meshes that it has seen; made for one pass over an app state.
+    """
+
+    def __init__(self) -> None:
+        self._placed: dict[object, tuple[list[Placed], tuple[int, ...], Ranks | None]] = {}
+
+    def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
+        """Returns what this process holds of a distributed tensor.
+
+        Returns:
+            None for a tensor that is not distributed; a str that says why one cannot be
+            described, and what to do (it goes behind the leaf's path).
+        """
+        if _is_dtensor(tensor):
+            return self._describe_dtensor(tensor)
+        if _is_sharded_tensor(tensor):
+            return _describe_sharded_tensor(tensor)
+        return None
+
+    def _describe_dtensor(self, tensor: Any) -> Sharding | str:
+        spec = tensor._spec
+        why = _placement_refusal(spec.placements)
+        if why is not None:
+            return why
+        shape = tuple(tensor.shape)
+        key = (spec.mesh, spec.placements, spec.shard_order, shape)
+        try:
+            found = self._placed.get(key)
+            if found is None:
+                found = self._placed[key] = _place(spec, shape)
+        except ValueError as error:
+            return f"is a DTensor that cannot be told apart: {error}; distribute it anew"
+        placed, expected, holders = found
+        if not placed:
+            return _sharding(tensor, shape, ())
+        local = _local(tensor)
+        why = _local_refusal(local, tensor)
+        if why is not None:
+            return why
+        if tuple(local.shape) != expected:
+            return (
+                f"is a DTensor of shape {shape} with placements {tuple(spec.placements)} whose "
+                f"local tensor has the shape {tuple(local.shape)} here, not {expected}; make it "
+                "with distribute_tensor(...), or pass shape= and stride= to DTensor.from_local"
+            )
+        if local.numel() == 0:
+            pieces = [Piece(placed[0].box, local.reshape(shape), holders)]
+        elif len(placed) == 1:
+            pieces = [Piece(placed[0].box, local, holders)]
+        else:
+            pieces = [Piece(p.box, _narrow(local, p.local), holders) for p in placed]
+        return _sharding(tensor, shape, pieces)
+
+
+def describe(tensor: torch.Tensor) -> Sharding | str | None:
+    """As ``Describer.describe``, for one tensor."""
+    return Describer().describe(tensor)
+
+
+def local_targets(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Returns the boxes that this process holds, with the memory to restore each into.
+
+    Nothing remains to be done once they are filled.
+
+    Raises:
+        UsageError: The tensor is not distributed, or cannot be described.
+    """
+    found = describe(tensor)
+    if isinstance(found, Sharding):
+        return [(piece.box, piece.tensor) for piece in found.pieces]
+    raise UsageError(f"a tensor to restore into {found or 'is not distributed'}")
+
+
+def is_distributed(value: object) -> bool:
+    """Whether ``value`` is a tensor of which each rank holds a part, as far as known here."""
+    return _is_dtensor(value) or _is_sharded_tensor(value)
+
+
+def _is_dtensor(value: object) -> bool:
+    # Nobody has one who has not imported this, and importing it takes long.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _is_sharded_tensor(value: object) -> bool:
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+def _sharding(
+    tensor: torch.Tensor, shape: tuple[int, ...], pieces: Iterable[Piece]
+) -> Sharding | str:
+    found = DTYPE_NAMES.get(tensor.dtype)
+    if found is None or tensor.dtype in QUANTIZED:
+        return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
+    kind: TensorType = "tensor"
+    if isinstance(tensor, torch.nn.Parameter):
+        kind = "parameter"
+    elif getattr(tensor, "_is_buffer", False):
+        kind = "buffer"
+    return Sharding(shape, found[0], kind, tensor.requires_grad, tuple(pieces))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns a DTensor's local tensor itself."""
+    local = tensor._local_tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        # The collective runs already; this waits for its result, which nobody did so far.
+        local = local.wait()
+    found: torch.Tensor = local.detach()
+    return found
+
+
+def _local_refusal(local: torch.Tensor, outer: torch.Tensor) -> str | None:
+    why = refusal(local)
+    if why is None and local.layout is not torch.strided:
+        why = f"has the layout {local.layout}; convert it with x.to_dense()"
+    if why is None and local.dtype is not outer.dtype:
+        why = f"has the dtype {local.dtype}, not {outer.dtype}; make the outer tensor anew"
+    return None if why is None else f"is a {type(outer).__name__} whose local tensor {why}"
+
+
+def _narrow(local: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != local.shape[dim]:
+            local = local.narrow(dim, offset, size)
+    return local
+
+
+def _placement_refusal(placements: Sequence[Any]) -> str | None:
+    for placement in placements:
+        kind = type(placement).__name__
+        if placement.is_partial():
+            return (
+                f"is a DTensor with the placement {placement!r}: its values are still to be "
+                "reduced over the mesh. Save x.full_tensor(), or "
+                "x.redistribute(placements=[...]) with Shard and Replicate"
+            )
+        if kind not in ("Shard", "_StridedShard", "Replicate"):
+            return (
+                f"is a DTensor with the placement {placement!r} ({type(placement).__module__}."
+                f"{kind}); save x.redistribute(placements=[...]) with Shard and Replicate"
+            )
+    return None
+
+
+def _place(spec: Any, shape: tuple[int, ...]) -> tuple[list[Placed], tuple[int, ...], Ranks | None]:
+    """Returns boxes, the local shape that they imply, and who else holds them."""
+    mesh = spec.mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return [], (), None
+    ranks = mesh.mesh
+    placements = spec.placements
+    axes = range(len(placements))
+    if spec.shard_order is not None:  # None where _StridedShard says it, from left to right
+        axes_of = [entry.mesh_dims for entry in spec.shard_order]
+        cutting = [axis for found in axes_of for axis in found]
+    else:
+        cutting = [axis for axis in axes if type(placements[axis]).__name__ != "Replicate"]
+    for axis in cutting:
+        # Process groups sort their ranks: torch cuts by the one order here, by the other there.
+        along = ranks[tuple([slice(None) if a == axis else coordinate[a] for a in axes])].tolist()
+        if along != sorted(along):
+            raise ValueError(f"the ranks along axis {axis} of the mesh, {along}, are not rising")
+    cuts = [
+        Cut(
+            placements[axis].dim,
+            ranks.shape[axis],
+            coordinate[axis],
+            int(getattr(placements[axis], "split_factor", 1)),
+        )
+        for axis in cutting
+    ]
+    if 0 not in shape:
+        # What shards share no axis of is the same along it.
+        ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
+    holders = tuple(sorted(ranks.flatten().tolist()))
+    return place(shape, cuts), local_shape(shape, cuts), holders if len(holders) > 1 else None
+
+
+def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
+    metadata = tensor.metadata()
+    shape = tuple(metadata.size)
+    pieces = []
+    for shard in tensor.local_shards():
+        local = shard.tensor.detach()
+        why = _local_refusal(local, tensor)
+        if why is not None:
+            return why
+        if 0 in shape:
+            pieces = [Piece(Box.whole(shape), local.reshape(shape), None)]
+        elif local.numel():
+            box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            if tuple(local.shape) != box.sizes or not Box.whole(shape).contains(box):
+                return (
+                    f"is a ShardedTensor of shape {shape} with a local shard of shape "
+                    f"{tuple(local.shape)} at {box.offsets}, which its metadata says is of "
+                    f"shape {box.sizes}; make it anew with init_from_local_shards"
+                )
+            pieces.append(Piece(box, local, None))
+    return _sharding(tensor, shape, pieces)
+
+
+# What is the same on several ranks ------------------------------------------------------------
+
+
+class Replica(msgspec.Struct, frozen=True, gc=False):
+    """Where a leaf is the same.
+
+    Attributes:
+        ranks: The ranks that hold it; None: all ranks of the job.
+        is_led: The ranks may differ, and the value of the first one counts: buffers, which
+            DistributedDataParallel sends from there before each forward pass.
+    """
+
+    ranks: Ranks | None
+    is_led: bool = False
+
+
+class Replication:
+    """Which leaves of one stateful are the same on several ranks. Of plain leaves only:
+    distributed tensors say that themselves."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Replica | None] = {}
+        self._prefixes: list[tuple[str, Replica]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._names or self._prefixes)
+
+    def find(self, name: str) -> Replica | None:
+        """Returns where the leaf ``name`` is the same; None: as far as known, here only.
+
+        Args:
+            name: The keys on the way to it below the top-level key, as strings, joined by
+                dots: ``module.0.weight``, ``state.3.step``.
+        """
+        if name in self._names:
+            return self._names[name]
+        for prefix, replica in self._prefixes:
+            if not prefix or name.startswith(prefix):
+                return replica
+        return None
+
+    def add_name(self, name: str, replica: Replica | None) -> None:
+        """Says it of one leaf; None takes it out of a prefix."""
+        self._names[name] = replica
+
+    def add_prefix(self, prefix: str, replica: Replica) -> None:
+        """Says it of all leaves whose names begin so and that are not named themselves."""
+        self._prefixes.append((prefix, replica))
+        self._prefixes.sort(key=lambda item: -len(item[0]))
+
+
+def replicated_by(stateful: object) -> Replication | None:
+    """Returns which plain leaves of one stateful are the same on several ranks; None: none.
+
+    Found are: everything under DistributedDataParallel, anywhere in a module; in a torch
+    optimizer, what is no distributed tensor (step counters, hyperparameters), where the
+    parameters are DTensors: the ranks of their mesh step together.
+    """
+    return replication({"": stateful}).get("")
+
+
+def replication(
+    app_state: Mapping[str, object], *, ddp_optimizers: bool = True
+) -> dict[str, Replication]:
+    """As ``replicated_by`` for each key of an app state that has such leaves.
+
+    Args:
+        app_state: Statefuls by key.
+        ddp_optimizers: Whether a torch optimizer is the same on all ranks if
+            DistributedDataParallel modules of the app state keep all of its parameters
+            so: equal gradients make equal steps. Not LBFGS, which looks at the loss.
+    """
+    synchronised: dict[int, Ranks | None] = {}
+    if ddp_optimizers:
+        for value in app_state.values():
+            model = value if isinstance(value, torch.nn.Module) else getattr(value, "model", None)
+            if isinstance(model, torch.nn.Module):
+                _add_parameters(model, synchronised)
+    result = {}
+    for key, value in app_state.items():
+        if isinstance(value, torch.nn.Module):
+            found = _of_module(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            found = _of_optimizer(value, synchronised)
+        elif isinstance(value, ModelState):
+            found = _of_model_state(value, synchronised)
+        else:
+            continue
+        if found:
+            result[key] = found
+    return result
+
+
+def _ranks_of(group: Any) -> Ranks | None:
+    import torch.distributed as dist
+
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    return None if len(ranks) == dist.get_world_size() else ranks
+
+
+def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Returns the DistributedDataParallel modules in ``module``, with their names."""
+    found = sys.modules.get("torch.nn.parallel.distributed")
+    if found is None:
+        return []
+    kind = found.DistributedDataParallel
+    return [
+        (name, inner)
+        for name, inner in module.named_modules(remove_duplicate=False)
+        if isinstance(inner, kind)
+    ]
+
+
+def _add_parameters(module: torch.nn.Module, found: dict[int, Ranks | None]) -> None:
+    for _, ddp in _synchronised_modules(module):
+        ranks = _ranks_of(ddp.process_group)
+        for name, parameter in ddp.module.named_parameters():
+            if name not in ddp.parameters_to_ignore and not is_distributed(parameter):
+                found[id(parameter)] = ranks
+
+
+def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:
+    """``is_plain``: names are those of the unwrapped model, behind ``prefix``."""
+    result = Replication()
+
+    def name_of(*parts: str) -> str:
+        name = ".".join([part for part in parts if part])
+        name = plain_name(module, name) if is_plain else name
+        # Hooks of this wrapper leave its own name out of the state dict's keys.
+        return prefix + name.replace("_checkpoint_wrapped_module.", "")
+
+    for name, ddp in _synchronised_modules(module):
+        ranks = _ranks_of(ddp.process_group)
+        # The name of anything in it, without that thing.
+        result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
+        for buffer, _ in ddp.named_buffers(remove_duplicate=False):
+            result.add_name(name_of(name, buffer), Replica(ranks, is_led=True))
+        for ignored in ddp.parameters_to_ignore:
+            result.add_name(name_of(name, "module", ignored), None)
+    return result
+
+
+def _mesh_ranks(parameter: Any) -> Ranks | None:
+    if not _is_dtensor(parameter):
+        return None
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
+    """Returns where a parameter's optimizer state is the same, as far as it is plain."""
+    ranks = _mesh_ranks(parameter)
+    if ranks is not None:
+        return Replica(ranks) if len(ranks) > 1 else None
+    if id(parameter) in synchronised:
+        return Replica(synchronised[id(parameter)])
+    return None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    # Others may keep parts of the state in plain tensors, or take their own steps.
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
+        return []
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, synchronised: Mapping[int, Ranks | None]
+) -> Replication:
+    result = Replication()
+    found = [_of_parameter(p, synchronised) for p in _parameters(optimizer)]
+    if found and found[0] is not None and all(replica == found[0] for replica in found):
+        result.add_prefix("", found[0])
+        return result
+    for number, replica in enumerate(found):
+        if replica is not None:
+            result.add_prefix(f"state.{number}.", replica)
+    return result
+
+
+def _of_model_state(state: ModelState, synchronised: Mapping[int, Ranks | None]) -> Replication:
+    result = _of_module(state.model, "model.", is_plain=True)
+    replicas: dict[int, Replica | None] = {}
+    kinds: set[Replica | None] = set()
+    for optimizer in state.optimizers:
+        found = _parameters(optimizer)
+        if not found:
+            kinds.add(None)
+        for parameter in found:
+            replica = replicas[id(parameter)] = _of_parameter(parameter, synchronised)
+            kinds.add(replica)
+    if len(kinds) == 1 and None not in kinds:
+        (whole,) = kinds
+        assert whole is not None
+        result.add_prefix("optim.", whole)
+        return result
+    for name, parameter in state.model.named_parameters():
+        replica = replicas.get(id(parameter))
+        if replica is not None:
+            fqn = plain_name(state.model, name).replace("_checkpoint_wrapped_module.", "")
+            for section in ("state", "param_groups"):
+                result.add_prefix(f"optim.{section}.{fqn}.", replica)
+    return result

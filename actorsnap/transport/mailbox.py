@@ -1,0 +1,396 @@
+"""The threads of a store port: frames into other ranks' mailboxes, and out of the own.
+
+A mailbox is a queue in the job's c10d store. One thread waits at the own one, one thread puts
+frames into others', each on its own connection (``clone``), so that neither waits for the
+other, nor the trainer for them. They move, encode and decode; what frames mean is decided by
+``transport.store``, on the runtime's loop. What the loop and the threads share is
+two queues, and a few attributes that one side sets and the other reads: there are no locks.
+
+It must not know torch: a store is whatever has the methods of ``QueueStore``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum, IntEnum, auto
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Arrived",
+    "Beat",
+    "Fault",
+    "Frame",
+    "Kind",
+    "Mailbox",
+    "Outgoing",
+    "QueueStore",
+    "StoreStatistics",
+]
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 4 << 20
+"""A store's server closes the connection of whoever sends it more than 8 MiB at once."""
+
+_MAX_REUSED_BYTES = 64 << 10
+"""A message that goes to many ranks is encoded once; a large one is not kept for that."""
+
+_FOREVER = timedelta(days=365)
+"""How long a thread waits at the mailbox. Each time it is over, torch prints a warning."""
+
+_HELLO_MAX_S = 60.0
+_MAX_PARTIAL = 256
+
+
+class QueueStore(Protocol):
+    """What is needed of a store; ``TCPStore`` and ``HashStore``, also behind ``PrefixStore``."""
+
+    def clone(self) -> Any:
+        """The same store over a new connection."""
+
+    def queue_push(self, key: str, value: bytes, /) -> None:
+        """Appends."""
+
+    def queue_pop(self, key: str, block: bool = True, /) -> bytes:
+        """Takes the first; waits for it up to the timeout."""
+
+    def queue_len(self, key: str, /) -> int:
+        """How many there are."""
+
+    def set_timeout(self, timeout: timedelta, /) -> None:
+        """For all later calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatistics:
+    """What went through the store, since the port was made. Bytes are those of whole frames.
+
+    Attributes:
+        messages_sent: Messages of saves; those to oneself do not count.
+        bytes_sent: Of all frames, heartbeats too.
+        messages_received: Of saves, also of ended ones.
+        bytes_received: Of all frames.
+        beats_sent: Heartbeats.
+        beats_received: Heartbeats.
+        num_dropped: Frames that nobody wanted: late, foreign, or not to be decoded.
+    """
+
+    messages_sent: int
+    bytes_sent: int
+    messages_received: int
+    bytes_received: int
+    beats_sent: int
+    beats_received: int
+    num_dropped: int
+
+
+class Kind(IntEnum):
+    HELLO = 0  # to rank 0; token: the sender's own
+    WELCOME = 1  # payload: the token of the rank's hello
+    UP = 2  # to the coordinator
+    DOWN = 3  # to a participant
+    BEAT = 4  # payload: the numbers of the saves in flight
+    BYE = 5  # the sender's port closes, or rank 0 does not know the session
+    STOP = 6  # to oneself; token: the own
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """What lies in a mailbox."""
+
+    kind: Kind
+    sender: int
+    token: bytes
+    number: int = -1
+    payload: bytes = b""
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message for the sending thread to encode."""
+
+    kind: Kind
+    number: int
+    message: object
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A frame, with what its payload says."""
+
+    frame: Frame
+    content: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A thread cannot go on; or, with a number, a message of that save cannot be sent."""
+
+    reason: str
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What the sending thread says while a save is in flight."""
+
+    frame: bytes
+    every_s: float
+    is_hello: bool
+
+
+class _Wake(Enum):
+    WAKE = auto()
+
+
+_Job: TypeAlias = tuple[int, Outgoing | Frame] | _Wake | None
+
+
+class Mailbox:
+    """A rank's mailbox, and the way to others'. The threads are daemons.
+
+    Args:
+        store: Cloned by the threads, then let go.
+        keys: The queues of all ranks.
+        rank: Whose this is.
+        token: Tells this mailbox' own frames.
+        up: The type of messages to the coordinator, for msgspec.
+        down: The type of messages to participants.
+        wake: Called by a thread when something has arrived that must not wait.
+
+    Attributes:
+        arrived: What came. The loop takes it out.
+        beat: What to say while a save is in flight. The loop sets it, and then calls ``wake_up``.
+        present: To whom. The loop changes it.
+    """
+
+    def __init__(
+        self,
+        store: QueueStore,
+        *,
+        keys: Sequence[str],
+        rank: int,
+        token: bytes,
+        up: Any,
+        down: Any,
+        wake: Callable[[], None],
+    ) -> None:
+        self.arrived: deque[Arrived | Fault] = deque()
+        self.beat: Beat | None = None
+        # A dictionary for its order, and because it is copied in one step.
+        self.present: dict[int, None] = {}
+        self._keys = keys
+        self._rank = rank
+        self._token = token
+        self._wake = wake
+        self._outbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._connected = {"send": False, "receive": False}
+        # Each is written by one thread only.
+        self._sent = [0, 0, 0]
+        self._received = [0, 0, 0]
+        self._num_undecodable = 0
+        self._up_decoder = msgspec.msgpack.Decoder(up)
+        self._down_decoder = msgspec.msgpack.Decoder(down)
+        self._encoder = msgspec.msgpack.Encoder()
+        store_for: dict[str, QueueStore] = {"send": store, "receive": store}
+        self._threads = [
+            threading.Thread(
+                target=self._guard,
+                args=(work, store_for, what),
+                name=f"actorsnap-store-{what}",
+                daemon=True,
+            )
+            for what, work in (("send", self._send), ("receive", self._receive))
+        ]
+
+    def start(self) -> None:
+        """Once, when ``wake`` may be called."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether both connections stand, or have stood."""
+        return all(self._connected.values())
+
+    def put(self, to: int, what: Outgoing | Frame) -> None:
+        """Queues a message, or a frame as it is."""
+        self._outbox.put((to, what))
+
+    def wake_up(self) -> None:
+        """Makes the sending thread look at ``beat``."""
+        self._outbox.put(_Wake.WAKE)
+
+    def statistics(self, num_dropped: int) -> StoreStatistics:
+        """From any thread."""
+        return StoreStatistics(
+            messages_sent=self._sent[0],
+            bytes_sent=self._sent[1],
+            beats_sent=self._sent[2],
+            messages_received=self._received[0],
+            bytes_received=self._received[1],
+            beats_received=self._received[2],
+            num_dropped=num_dropped + self._num_undecodable,
+        )
+
+    def stop(self) -> None:
+        """Lets the threads end: what is queued is sent, the mailbox emptied."""
+        self.put(self._rank, Frame(Kind.STOP, self._rank, self._token))
+        self._outbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads; one that the store does not let go is left to itself."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("%s: %s is stuck in the store", self._keys[self._rank], thread.name)
+
+    def _guard(
+        self,
+        work: Callable[[QueueStore], None],
+        store_for: dict[str, QueueStore],
+        what: str,
+    ) -> None:
+        try:
+            store: QueueStore = store_for.pop(what).clone()
+            store.set_timeout(_FOREVER)
+            self._connected[what] = True
+            work(store)
+        except Exception as error:
+            logger.debug("%s: cannot %s", self._keys[self._rank], what, exc_info=True)
+            self._post(Fault(_explain(error)))
+            self._outbox.put(None)  # the sending thread is of no use alone
+
+    def _receive(self, store: QueueStore) -> None:
+        key = self._keys[self._rank]
+        decoder = msgspec.msgpack.Decoder(Frame)
+        pieces: dict[tuple[int, bytes, Kind, int], list[bytes]] = {}
+        num_waiting = 0
+        while True:
+            # Waiting asks the server twice, so what lies there already is taken without.
+            data = store.queue_pop(key, num_waiting == 0)
+            num_waiting = num_waiting - 1 if num_waiting else store.queue_len(key)
+            self._received[1] += len(data)
+            try:
+                frame = decoder.decode(data)
+                if frame.kind is Kind.STOP and frame.token == self._token:
+                    break
+                arrived = self._decode(frame, pieces)
+            except Exception as error:  # whatever lies there: the thread must go on
+                self._num_undecodable += 1
+                logger.warning("%s: dropped a frame of %d bytes: %s", key, len(data), error)
+                continue
+            if arrived is not None:
+                self._post(arrived)
+        for _ in range(store.queue_len(key)):
+            store.queue_pop(key)
+
+    def _decode(
+        self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]
+    ) -> Arrived | None:
+        """The frame with its content; None while more pieces are to come."""
+        if frame.kind is Kind.BEAT:
+            self._received[2] += 1
+            return Arrived(frame, msgspec.msgpack.decode(frame.payload, type=tuple[int, ...]))
+        if frame.kind not in (Kind.UP, Kind.DOWN):
+            return Arrived(frame)
+        payload = frame.payload
+        place = (frame.sender, frame.token, frame.kind, frame.number)
+        if not frame.is_last:
+            pieces.setdefault(place, []).append(payload)
+            if len(pieces) > _MAX_PARTIAL:
+                del pieces[next(iter(pieces))]
+                self._num_undecodable += 1
+            return None
+        if place in pieces:
+            payload = b"".join([*pieces.pop(place), payload])
+            frame = msgspec.structs.replace(frame, payload=b"")
+        self._received[0] += 1
+        decoder = self._up_decoder if frame.kind is Kind.UP else self._down_decoder
+        return Arrived(frame, decoder.decode(payload))
+
+    def _send(self, store: QueueStore) -> None:
+        beat_at, hello_s = 0.0, 0.0
+        said: Beat | None = None
+        encoded: tuple[object, bytes] = (None, b"")
+        while True:
+            beat = self.beat
+            try:
+                wait_s = None if beat is None else max(0.0, beat_at - time.monotonic())
+                job = self._outbox.get(timeout=wait_s)
+            except queue.Empty:
+                pass
+            else:
+                if job is None:
+                    return
+                if isinstance(job, tuple):
+                    to, what = job
+                    if isinstance(what, Frame):
+                        self._push(store, to, self._encoder.encode(what))
+                    else:
+                        encoded = self._push_message(store, to, what, encoded)
+                beat = self.beat
+            if beat is not said:
+                # A save has begun or ended, or the session has: the others hear at once.
+                said, beat_at, hello_s = beat, 0.0, 0.0
+            if beat is not None and time.monotonic() >= beat_at:
+                every_s = beat.every_s
+                if beat.is_hello:
+                    # Nobody may be there yet to empty the mailbox.
+                    every_s = hello_s = min(max(every_s, 2 * hello_s), _HELLO_MAX_S)
+                for other in list(self.present):
+                    self._push(store, other, beat.frame)
+                    self._sent[2] += 1
+                beat_at = time.monotonic() + every_s
+
+    def _push_message(
+        self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]
+    ) -> tuple[object, bytes]:
+        """Sends one; what goes to many ranks is encoded once."""
+        if encoded[0] is not job.message:
+            try:
+                encoded = (job.message, self._encoder.encode(job.message))
+            except Exception as error:  # a defect, but of one message only
+                logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
+                self._post(Fault(f"a message cannot be encoded: {error!r}", job.number))
+                return encoded
+        payload = encoded[1]
+        for begin in range(0, max(1, len(payload)), _PIECE_BYTES):
+            piece = payload[begin : begin + _PIECE_BYTES]
+            is_last = begin + _PIECE_BYTES >= len(payload)
+            frame = Frame(job.kind, self._rank, job.token, job.number, piece, is_last)
+            self._push(store, to, self._encoder.encode(frame))
+        self._sent[0] += 1
+        return encoded if len(payload) <= _MAX_REUSED_BYTES else (None, b"")
+
+    def _push(self, store: QueueStore, to: int, data: bytes) -> None:
+        store.queue_push(self._keys[to], data)
+        self._sent[1] += len(data)
+
+    def _post(self, arrived: Arrived | Fault) -> None:
+        self.arrived.append(arrived)
+        # A beat is looked at when something else is, or when somebody looks for silence.
+        if isinstance(arrived, Fault) or arrived.frame.kind is not Kind.BEAT:
+            self._wake()
+
+
+def _explain(error: Exception) -> str:
+    kind = type(error).__name__
+    if kind == "QueueEmptyError":
+        return (
+            "another process takes messages out of this rank's mailbox: two jobs use one store; "
+            "give each of them a PrefixStore"
+        )
+    said = str(error).split("\n", 1)[0][:200]
+    return f"the job's store does not work any more ({kind}: {said})"

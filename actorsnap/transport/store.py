@@ -1,0 +1,617 @@
+"""The transport between processes: mailboxes in the store that the job has anyway.
+
+Every rank of a group has one mailbox, a queue in a c10d store. A ``StorePort`` is one process'
+access to them, kept from save to save. Its threads (``transport.mailbox``) only move frames;
+whatever is decided about them is decided here, on the runtime's event loop.
+
+Frames. A frame carries one message, or a piece of a large one, and the number of its save.
+Frames of a save that is not begun here are kept, of one that has ended dropped.
+
+Sessions. What an earlier job left in a mailbox must not be taken for today's. So a rank first
+says *hello* with a random token of its own; the coordinator's port answers *welcome* with
+that token and the token of its session, which all other frames bear. Frames of another
+session are dropped; what came before the welcome waits for it.
+
+Liveness. While a save is in flight here, the sending thread says so every few seconds, to
+rank 0, or from there to all, with the numbers of the saves. Who was heard in a save, and then
+not for ``lost_after_s``, is ``Lost``. The seconds are counted in small steps between looks: a
+process that was stopped itself, and finds its clock far ahead, reads its mail before it judges.
+
+It must not know what the messages mean, nor torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from actorsnap.errors import UsageError
+from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.mailbox import (
+    Arrived,
+    Beat,
+    Fault,
+    Frame,
+    Kind,
+    Mailbox,
+    Outgoing,
+    QueueStore,
+    StoreStatistics,
+)
+
+__all__ = [
+    "QueueStore",
+    "StoreCoordinator",
+    "StoreParticipant",
+    "StorePort",
+    "StoreSave",
+    "StoreStatistics",
+]
+
+logger = logging.getLogger(__name__)
+
+Up = TypeVar("Up")
+Down = TypeVar("Down")
+In = TypeVar("In")
+
+_COORDINATOR = 0
+"""The rank whose process coordinates."""
+
+_CONNECT_S = 60.0
+_MAX_LOOK_S = 1.0
+_MAX_KEPT_NUMBERS = 16
+_MAX_UNPROVEN = 256
+_EXIT_S = 2.0
+
+_TOKEN_BYTES = 8
+
+
+class _End(Generic[In]):
+    """Where items for one party of one save lie until it asks. On the loop only."""
+
+    def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
+        self._port = port
+        self._number = number
+        self._lost_after_s = lost_after_s
+        self._look_s = min(_MAX_LOOK_S, lost_after_s / 8)
+        self._items: deque[In | Lost | Broken] = deque()
+        self._came: anyio.Event | None = None
+        self._heard: dict[int, float] = {}
+        self._reported: set[int] = set()
+        self._is_broken = False
+        self._is_closed = False
+        self._asked_s: float | None = None
+
+    def put(self, item: In | Lost | Broken) -> None:
+        if self._is_broken:
+            return
+        self._is_broken = isinstance(item, Broken)
+        self._items.append(item)
+        self._wake()
+
+    def heard(self, rank: int, now: float) -> None:
+        if rank not in self._reported:
+            self._heard[rank] = now
+
+    def lose(self, rank: int, silent_s: float) -> None:
+        self._heard.pop(rank, None)
+        if rank not in self._reported:
+            self._reported.add(rank)
+            self.put(Lost(rank=rank, silent_s=silent_s))
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._came is not None:
+            self._came.set()
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise anyio.ClosedResourceError
+
+    async def receive(self) -> Any:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        while not self._items:
+            self._check()
+            self._came = anyio.Event()
+            with anyio.move_on_after(self._look_s):
+                await self._came.wait()
+            self._came = None
+            if not self._items:
+                self._look()
+        return self._items.popleft()
+
+    def _look(self) -> None:
+        now = self._port._look(2 * self._look_s)
+        if self._asked_s is None:
+            self._asked_s = now
+        if not self._port.is_connected and now - self._asked_s > _CONNECT_S:
+            self.put(Broken(reason=f"the job's store does not answer for {_CONNECT_S:g} s"))
+        silent = [
+            (rank, now - heard)
+            for rank, heard in self._heard.items()
+            if now - heard > self._lost_after_s
+        ]
+        for rank, silent_s in silent:
+            self._port._lost(rank)
+            self.lose(rank, silent_s)
+
+
+class StoreParticipant(_End[Down], Generic[Up, Down]):
+    """A rank's end of one save; see ``transport.base.ParticipantEnd``.
+
+    Raises:
+        anyio.ClosedResourceError: by ``send`` and ``receive``, after the save was closed.
+    """
+
+    colleague: StoreCoordinator[Up, Down] | None = None
+    is_orphan = False
+
+    async def send(self, message: Up) -> None:
+        self._check()
+        if self.is_orphan:
+            return
+        if self.colleague is not None:
+            self.colleague.put(message)
+        else:
+            self._port._send_up(self._number, message)
+
+    async def receive(self) -> Down | Lost | Broken:
+        return cast("Down | Lost | Broken", await super().receive())
+
+
+class StoreCoordinator(_End[Up], Generic[Up, Down]):
+    """The coordinator's end of one save; see ``transport.base.CoordinatorEnd``.
+
+    Raises:
+        anyio.ClosedResourceError: by ``send`` and ``receive``, after the save was closed.
+    """
+
+    colleague: StoreParticipant[Up, Down]
+
+    async def send(self, rank: int, message: Down) -> None:
+        self._check()
+        if rank == self._port.rank:
+            self.colleague.put(message)
+        else:
+            self._port._send_down(rank, self._number, message)
+
+    async def receive(self) -> Up | Lost | Broken:
+        return cast("Up | Lost | Broken", await super().receive())
+
+
+class StoreSave(Generic[Up, Down]):
+    """One save of the group, as this process sees it. Close it when it has its outcome.
+
+    Attributes:
+        number: The same on all ranks, if all begin their saves in the same order.
+        participant: This rank's end.
+        coordinator: On rank 0.
+    """
+
+    def __init__(self, port: StorePort[Up, Down], number: int, lost_after_s: float) -> None:
+        self._port = port
+        self.number = number
+        self.lost_after_s = lost_after_s
+        self.participant: StoreParticipant[Up, Down] = StoreParticipant(port, number, lost_after_s)
+        self.coordinator: StoreCoordinator[Up, Down] | None = None
+        if port.rank == _COORDINATOR:
+            self.coordinator = StoreCoordinator(port, number, lost_after_s)
+            # Messages to oneself do not touch the store.
+            self.coordinator.colleague = self.participant
+            self.participant.colleague = self.coordinator
+
+    def close(self) -> None:
+        """Ends it here: late frames are dropped. From any thread; again does nothing."""
+        self._port._run_on_loop(lambda: self._port._end(self))
+
+    def __enter__(self) -> StoreSave[Up, Down]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ends(self) -> list[_End[Any]]:
+        return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
+
+
+class StorePort(Generic[Up, Down]):
+    """One process' place among the mailboxes of a group. Its threads are daemons.
+
+    Args:
+        store: Cloned by the threads, then let go.
+        namespace: Of the job and the group: no two at one store may have the same.
+        rank: In the group.
+        world_size: Of the group.
+        up: The type of messages to the coordinator, for msgspec.
+        down: The type of messages to participants.
+        call_soon: Runs a callback on the event loop on which the ends are used; thread-safe.
+        beat_s: Seconds between heartbeats, if a save's ``lost_after_s`` does not ask for more.
+        clock: Tells seconds; for silence only.
+        first_number: Of the first save; another than 0 if an earlier port of the same group in
+            this process had begun so many.
+    """
+
+    def __init__(
+        self,
+        store: QueueStore,
+        *,
+        namespace: str,
+        rank: int,
+        world_size: int,
+        up: Any,
+        down: Any,
+        call_soon: Callable[[Callable[[], None]], None],
+        beat_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        first_number: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.namespace = namespace
+        self._label = f"{namespace}/{rank}"
+        self._call_soon = call_soon
+        self._beat_s = beat_s
+        self._clock = clock
+        self._pid = os.getpid()
+        self._is_closing = False
+        self._fault: str | None = None
+
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        # On rank 0 the own token is the session's; elsewhere it comes with the welcome.
+        self._session: bytes | None = self._token if rank == _COORDINATOR else None
+        self._before_welcome: list[tuple[int, Up]] = []
+        self._unproven: deque[Arrived] = deque()
+        self._left: set[int] = set()
+
+        self._next_number = first_number
+        self._numbers = itertools.count(first_number)
+        self._open: dict[int, StoreSave[Up, Down]] = {}
+        self._kept: dict[int, list[Arrived]] = {}
+        self._forgotten: set[int] = set()
+        self._ended: set[int] = set()
+        self._ended_below = first_number
+
+        self._active_s = 0.0
+        self._looked_s = clock()
+
+        self._num_dropped = 0
+        self._is_dispatch_due = False
+        self._mailbox = Mailbox(
+            store,
+            keys=[f"actorsnap/{namespace}/{other}" for other in range(world_size)],
+            rank=rank,
+            token=self._token,
+            up=up,
+            down=down,
+            wake=self._wake,
+        )
+        self._mailbox.start()
+        _ports.add(self)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether both connections stand, or have stood."""
+        return self._mailbox.is_connected
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is closed, or the store went away: saves begun now fail at once."""
+        return self._fault is not None or self._is_closing
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next save gets."""
+        return self._next_number
+
+    def begin(self, *, lost_after_s: float = 30.0) -> StoreSave[Up, Down]:
+        """Takes the next number. From any thread, in the same order on all ranks.
+
+        Raises:
+            UsageError: in a process forked from the port's.
+        """
+        self._check_process()
+        number = next(self._numbers)
+        self._next_number = number + 1
+        save = StoreSave(self, number, lost_after_s)
+        self._run_on_loop(lambda: self._register(save))
+        return save
+
+    def statistics(self) -> StoreStatistics:
+        """From any thread."""
+        return self._mailbox.statistics(self._num_dropped)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Sends what is queued, takes leave of the others, empties the mailbox, ends the
+        threads; open saves get ``Broken``. Blocks, at most ``timeout_s``: not for the loop.
+
+        Again, and in a forked child, it does nothing.
+        """
+        if self._pid != os.getpid():
+            return
+        if not self._is_closing:
+            self._is_closing = True
+            self._mailbox.arrived.append(
+                Fault("this process has closed its access to the job's store")
+            )
+            self._wake()
+            if self._session is not None:
+                others = [_COORDINATOR]
+                if self.rank == _COORDINATOR:
+                    others = list(self._mailbox.present)
+                for other in others:
+                    self._put(other, Kind.BYE, self._session)
+            self._mailbox.stop()
+        self._mailbox.join(timeout_s)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the connection to the job's store belongs to process {self._pid}, which this "
+                "process was forked from. Save in the process that initialised the process group"
+            )
+
+    def _wake(self) -> None:
+        """From any thread."""
+        if not self._is_dispatch_due:
+            self._is_dispatch_due = True
+            self._run_on_loop(self._dispatch)
+
+    def _run_on_loop(self, callback: Callable[[], None]) -> None:
+        try:
+            self._call_soon(callback)
+        except Exception:  # the loop is closed: nobody is left to be told
+            logger.debug("%s: there is no loop", self._label, exc_info=True)
+
+    # On the loop.
+
+    def _dispatch(self) -> None:
+        self._is_dispatch_due = False
+        while self._mailbox.arrived:
+            arrived = self._mailbox.arrived.popleft()
+            if isinstance(arrived, Fault):
+                self._on_fault(arrived)
+            else:
+                self._on_frame(arrived)
+
+    def _look(self, max_step_s: float) -> float:
+        """The seconds that this process was there to hear somebody."""
+        self._dispatch()
+        now = self._clock()
+        self._active_s += min(max(0.0, now - self._looked_s), max_step_s)
+        self._looked_s = now
+        return self._active_s
+
+    def _on_fault(self, fault: Fault) -> None:
+        if fault.number is not None:
+            save = self._open.get(fault.number)
+            self._break([] if save is None else [save], fault.reason)
+        elif self._fault is None:
+            self._fault = fault.reason
+            self._break(list(self._open.values()), fault.reason)
+
+    def _break(self, saves: list[StoreSave[Up, Down]], reason: str) -> None:
+        for save in saves:
+            for end in save._ends():
+                end.put(Broken(reason=reason))
+
+    def _on_frame(self, arrived: Arrived) -> None:
+        if self.rank == _COORDINATOR:
+            self._on_frame_up(arrived)
+        else:
+            self._on_frame_down(arrived)
+
+    def _on_frame_up(self, arrived: Arrived) -> None:
+        frame = arrived.frame
+        sender = frame.sender
+        if not 0 < sender < self.world_size:
+            self._drop(frame, f"rank {sender} is not of this group")
+            return
+        if frame.kind is Kind.HELLO:
+            self._left.discard(sender)
+            self._mailbox.present[sender] = None
+            self._put(sender, Kind.WELCOME, self._token, frame.token)
+            return
+        if frame.token != self._token:
+            # A rank that still knows the session of an earlier port; or an earlier job's frame.
+            if frame.kind in (Kind.UP, Kind.BEAT):
+                self._put(sender, Kind.BYE, frame.token)
+            self._drop(frame, "another session")
+            return
+        if frame.kind is Kind.BYE:
+            self._mailbox.present.pop(sender, None)
+            self._left.add(sender)
+            for save in self._open.values():
+                if save.coordinator is not None:
+                    save.coordinator.lose(sender, 0.0)
+            return
+        self._left.discard(sender)
+        self._mailbox.present[sender] = None
+        self._on_proven(arrived)
+
+    def _on_frame_down(self, arrived: Arrived) -> None:
+        frame = arrived.frame
+        if frame.kind is Kind.WELCOME:
+            if frame.payload == self._token:
+                self._on_welcome(frame.token)
+            else:
+                self._drop(frame, "it is for another process with this rank: two jobs at one store")
+        elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
+            self._drop(frame, "it is not for a rank other than 0")
+        elif self._session is None:
+            self._unproven.append(arrived)
+            if len(self._unproven) > _MAX_UNPROVEN:
+                self._drop(self._unproven.popleft().frame, "too many before the welcome")
+        elif frame.token != self._session:
+            self._drop(frame, "another session")
+        elif frame.kind is Kind.BYE:
+            self._on_coordinator_left()
+        else:
+            self._on_proven(arrived)
+
+    def _on_welcome(self, session: bytes) -> None:
+        if session == self._session:
+            return
+        if self._session is not None:
+            self._on_coordinator_left()
+        self._session = session
+        for number, message in self._before_welcome:
+            self._send_up(number, message)
+        self._before_welcome.clear()
+        waiting, self._unproven = self._unproven, deque()
+        for arrived in waiting:
+            self._on_frame_down(arrived)
+        self._set_beat()
+
+    def _on_coordinator_left(self) -> None:
+        """The session is over: its saves have nobody who decides over them."""
+        self._session = None
+        for save in self._open.values():
+            # A later session has saves of its own with these numbers.
+            save.participant.is_orphan = True
+            save.participant.lose(_COORDINATOR, 0.0)
+        self._set_beat()
+
+    def _on_proven(self, arrived: Arrived) -> None:
+        """A frame of this session that says something about saves."""
+        frame = arrived.frame
+        if frame.kind is Kind.BEAT:
+            for number in arrived.content:
+                self._heard(number, frame.sender)
+            return
+        number = frame.number
+        save = self._open.get(number)
+        if save is not None:
+            self._heard(number, frame.sender)
+            self._deliver(save, arrived)
+        elif number < self._ended_below or number in self._ended or number in self._forgotten:
+            self._drop(frame, "its save has ended")
+        else:
+            self._kept.setdefault(number, []).append(arrived)
+            while len(self._kept) > _MAX_KEPT_NUMBERS:
+                oldest = min(self._kept)
+                logger.warning(
+                    "%s: forgot what came for save %d, which has not begun here, though others "
+                    "are at %d",
+                    *(self._label, oldest, max(self._kept)),
+                )
+                self._num_dropped += len(self._kept.pop(oldest))
+                self._forgotten.add(oldest)
+
+    def _deliver(self, save: StoreSave[Up, Down], arrived: Arrived) -> None:
+        if arrived.frame.kind is Kind.DOWN:
+            save.participant.put(arrived.content)
+        elif save.coordinator is not None:
+            save.coordinator.put(arrived.content)
+
+    def _heard(self, number: int, sender: int) -> None:
+        save = self._open.get(number)
+        if save is not None:
+            listener = save.participant if save.coordinator is None else save.coordinator
+            listener.heard(sender, self._active_s)
+
+    def _drop(self, frame: Frame, why: str) -> None:
+        self._num_dropped += 1
+        logger.debug(
+            "%s: dropped a frame (%s of rank %d, save %d): %s",
+            *(self._label, frame.kind.name, frame.sender, frame.number, why),
+        )
+
+    def _register(self, save: StoreSave[Up, Down]) -> None:
+        number = save.number
+        if number < self._ended_below or number in self._ended:
+            return  # closed before it was registered
+        self._open[number] = save
+        if self._fault is not None:
+            self._break([save], self._fault)
+            return
+        if number in self._forgotten:
+            self._break([save], f"this rank is more than {_MAX_KEPT_NUMBERS} saves behind others")
+            return
+        for arrived in self._kept.pop(number, ()):
+            self._heard(number, arrived.frame.sender)
+            self._deliver(save, arrived)
+        if save.coordinator is not None:
+            for rank in sorted(self._left):
+                save.coordinator.lose(rank, 0.0)
+        self._set_beat()
+
+    def _end(self, save: StoreSave[Up, Down]) -> None:
+        number = save.number
+        for end in save._ends():
+            end.close()
+        if number < self._ended_below or number in self._ended:
+            return
+        self._open.pop(number, None)
+        self._kept.pop(number, None)
+        self._forgotten.discard(number)
+        self._before_welcome = [held for held in self._before_welcome if held[0] != number]
+        self._ended.add(number)
+        while self._ended_below in self._ended:
+            self._ended.remove(self._ended_below)
+            self._ended_below += 1
+        self._set_beat()
+
+    def _set_beat(self) -> None:
+        """Tells the sending thread what is in flight."""
+        if not self._open:
+            self._mailbox.beat = None
+            return
+        if self.rank != _COORDINATOR:
+            self._mailbox.present = {_COORDINATOR: None}
+        is_hello = self._session is None
+        if is_hello:
+            frame = Frame(Kind.HELLO, self.rank, self._token)
+        else:
+            assert self._session is not None
+            numbers = msgspec.msgpack.encode(tuple(self._open))
+            frame = Frame(Kind.BEAT, self.rank, self._session, payload=numbers)
+        every_s = min(self._beat_s, *(save.lost_after_s / 6 for save in self._open.values()))
+        self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
+        self._mailbox.wake_up()
+
+    def _lost(self, rank: int) -> None:
+        """Nothing is sent to it unasked any more, until it is heard again."""
+        if self.rank == _COORDINATOR:
+            self._mailbox.present.pop(rank, None)
+
+    def _put(self, to: int, kind: Kind, token: bytes, payload: bytes = b"") -> None:
+        self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
+
+    def _send_up(self, number: int, message: Up) -> None:
+        if self._session is None:
+            self._before_welcome.append((number, message))
+        else:
+            self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
+
+    def _send_down(self, to: int, number: int, message: Down) -> None:
+        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._token))
+
+
+_ports: weakref.WeakSet[StorePort[Any, Any]] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A daemon thread that comes back from the store while the interpreter ends would abort
+    the process. ``runtime.host`` imports this first, so pending saves are waited for before."""
+    for port in list(_ports):
+        with contextlib.suppress(Exception):
+            port.close(_EXIT_S)
+
+
+atexit.register(_close_all)

@@ -1,0 +1,49 @@
+"""Distributed tensors of real models, in real processes over gloo (``dist_cases``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.state.dist_world import run_world
+
+NAMES = {
+    2: ["ddp", "refusals", "tensor_parallel"],
+    4: [
+        "ddp_inside",
+        "dtensors",
+        "fsdp1",
+        "fsdp2",
+        "fsdp2_and_tensor_parallel",
+        "fsdp2_other_dim",
+        "hsdp",
+        "sharded_tensors",
+        "sub_meshes",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    def run(world: int) -> dict[str, str]:
+        folder: Path = tmp_path_factory.mktemp(f"world{world}")
+        return run_world(folder, world)
+
+    return {world: run(world) for world in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world, names in NAMES.items() for name in names]
+)
+def test_real_ranks(worlds: dict[int, dict[str, str]], world: int, name: str) -> None:
+    failures = worlds[world]
+    assert failures.get("*", "") == ""
+    if name not in failures:
+        pytest.fail("the world stopped at an earlier case", pytrace=False)
+    assert failures[name] == ""
+
+
+def test_no_case_is_left_out(worlds: dict[int, dict[str, str]]) -> None:
+    for world, names in NAMES.items():
+        assert set(worlds[world]) <= set(names), "add it to NAMES"

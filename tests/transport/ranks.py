@@ -1,0 +1,440 @@
+"""Real processes that speak through a store: what they do, and a helper that forks them.
+
+Importing torch takes seconds. ``python -m tests.transport.ranks`` imports it once, then forks
+for each line ``[scenario, arguments]`` a *director*: it forks the ranks and the store's
+server, tells them what to do, stops or kills them, and answers with what they said. Ranks do
+their messages on the real runtime's thread, while their main thread is the trainer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from actorsnap import UsageError
+from actorsnap.runtime.host import Host
+from actorsnap.state.group import Group, find_group
+from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.store import StorePort, StoreSave
+
+LIMIT_S = 25
+"""A process that hangs is killed by SIGALRM after so long."""
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    rank: int
+    count: int
+    data: bytes = b""
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    count: int
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    pass
+
+
+Port = StorePort[Ping, Pong | Done]
+Save = StoreSave[Ping, Pong | Done]
+
+
+# What a rank can be told
+
+
+def open_port(found: Group | None, **options: Any) -> Port:
+    assert found is not None
+    return Port(
+        found.store,
+        namespace=found.name,
+        rank=found.rank,
+        world_size=found.world_size,
+        up=Ping,
+        down=Pong | Done,
+        call_soon=Host.get().call_soon,
+        **options,
+    )
+
+
+def on_loop(work: Callable[[], Any]) -> Any:
+    return Host.get().submit(work()).future
+
+
+async def ping(save: Save, rank: int, count: int) -> int:
+    """As a participant: ``count`` questions and answers, until all are done."""
+    answers = 0
+    for number in range(count):
+        await save.participant.send(Ping(rank, number))
+    while (answer := await save.participant.receive()) != Done():
+        assert answer == Pong(answers), answer
+        answers += 1
+    return answers
+
+
+async def answer(save: Save, world_size: int, count: int) -> None:
+    """As the coordinator: answers everybody, in any order, then ends the save."""
+    assert save.coordinator is not None
+    seen = dict.fromkeys(range(world_size), 0)
+    while any(n < count for n in seen.values()):
+        asked = await save.coordinator.receive()
+        assert isinstance(asked, Ping), asked
+        assert asked.count == seen[asked.rank]
+        seen[asked.rank] += 1
+        await save.coordinator.send(asked.rank, Pong(asked.count))
+    for rank in seen:
+        await save.coordinator.send(rank, Done())
+
+
+async def first_trouble(save: Save) -> dict[str, Any]:
+    """What the decisive end of this rank is told, when it is no message."""
+    end = save.participant if save.coordinator is None else save.coordinator
+    while True:
+        item = await end.receive()
+        if isinstance(item, Lost):
+            return {"lost": item.rank, "silent_s": item.silent_s, "at": time.monotonic()}
+        if isinstance(item, Broken):
+            return {"broken": item.reason, "at": time.monotonic()}
+
+
+def exchange(port: Port, count: int) -> tuple[int, list[float]]:
+    """One save of pings, while this thread trains: answers, and sums of all_reduce."""
+    sums: list[float] = []
+    with port.begin() as save:
+        calls = [on_loop(lambda: ping(save, port.rank, count))]
+        if save.coordinator is not None:
+            calls.append(on_loop(lambda: answer(save, port.world_size, count)))
+        if dist.is_initialized():
+            for step in range(100):
+                tensor = torch.full((1000,), float(dist.get_rank() + step))
+                dist.all_reduce(tensor)
+                sums.append(tensor[-1].item())
+        return [call.result(timeout=LIMIT_S) for call in calls][0], sums
+
+
+@dataclass
+class Rank:
+    """Inside a rank: its line to the director."""
+
+    rank: int
+    world: int
+    port: int
+    channel: Any
+
+    def say(self, value: Any) -> None:
+        self.channel.write(json.dumps(value) + "\n")
+        self.channel.flush()
+
+    def hear(self) -> None:
+        assert self.channel.readline()
+
+    def store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+
+    def join_gloo(self) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=self.store(),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=datetime.timedelta(seconds=LIMIT_S),
+        )
+
+
+def threads_of_ports() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("actorsnap-store")]
+
+
+def saves(me: Rank, how: str) -> dict[str, Any]:
+    """Two saves in a group that is found in one of the ways there are."""
+    environ = {"RANK": str(me.rank), "WORLD_SIZE": str(me.world)}
+    if how == "gloo":
+        me.join_gloo()
+        found = find_group()
+    elif how == "given":
+        found = find_group(store=me.store(), environ=environ)
+    else:
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(me.port)}
+        environ |= {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
+        if how == "agent":
+            environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        found = find_group(environ=environ)
+        assert find_group(environ=environ) == found
+    assert found is not None
+    port = open_port(found)
+    done = [exchange(port, 50) for _ in range(2)]
+    if dist.is_initialized():
+        dist.barrier()
+    statistics = port.statistics()
+    me.say(None)
+    me.hear()  # rank 0 may host the store
+    port.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {
+        "answers": [answers for answers, _ in done],
+        "sums": done[-1][1],
+        "name": found.name,
+        "ranks": found.ranks,
+        "sent": statistics.messages_sent,
+        "threads": threads_of_ports(),
+    }
+
+
+def sub_groups(me: Rank) -> dict[str, Any]:
+    """Two disjoint groups save at the same time, over one server, and all ranks too."""
+    me.join_gloo()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[me.rank % 2]
+    try:
+        find_group(groups[1 - me.rank % 2])
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    found, whole = find_group(mine), find_group()
+    assert found is not None
+    ports = [open_port(found), open_port(whole)]
+    answers = [exchange(port, 20)[0] for port in ports]
+    dist.barrier()
+    for port in ports:
+        port.close()
+    dist.barrier()
+    alone = [find_group(group) for group in (dist.new_group([rank]) for rank in range(4)) if
+             isinstance(group, dist.ProcessGroup)]
+    dist.destroy_process_group()
+    return {
+        "answers": answers,
+        "name": found.name,
+        "ranks": found.ranks,
+        "rank": found.rank,
+        "refused": refused,
+        "alone": alone,
+    }
+
+
+def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
+    """Takes part until somebody is lost; then, when told, in another save."""
+    port = open_port(find_group(store=me.store(), rank=me.rank, world_size=me.world))
+    with port.begin(lost_after_s=lost_after_s) as save:
+        if save.coordinator is None:
+            on_loop(lambda: save.participant.send(Ping(me.rank, 0))).result()
+        call = on_loop(lambda: first_trouble(save))
+        time.sleep(0.4)  # until the others are heard
+        me.say("ready")
+        try:
+            trouble = call.result(timeout=LIMIT_S)
+        finally:
+            me.say(None)
+        me.hear()
+        if save.coordinator is None:
+            on_loop(lambda: save.participant.send(Ping(me.rank, 1, b"late"))).result()
+    again: Any = None
+    if "broken" not in trouble and me.world == 2:
+        again, _ = exchange(port, 10)
+    began = time.monotonic()
+    port.close()
+    return {
+        **trouble,
+        "again": again,
+        "close_s": time.monotonic() - began,
+        "threads": threads_of_ports(),
+    }
+
+
+def fork_in_the_middle(me: Rank) -> dict[str, Any]:
+    """A rank forks, and the child tries the port, closes it, and exits."""
+    port = open_port(find_group(store=me.store(), rank=me.rank, world_size=me.world))
+    exchange(port, 5)
+    into_child = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = "nothing"
+        try:
+            port.begin()
+        except UsageError as error:
+            said = str(error)
+        port.close()
+        os.write(into_child[1], said.encode())
+        del port
+        sys.exit(0)  # the interpreter ends as it does, with what it inherited
+    status = os.waitpid(pid, 0)[1]
+    said = os.read(into_child[0], 4096).decode()
+    answers, _ = exchange(port, 5)
+    port.close()
+    return {"said": said, "status": status, "answers": answers}
+
+
+# The director
+
+
+class Child:
+    """Outside of a rank: its line, and its process."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        near, far = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            near.close()
+            signal.alarm(LIMIT_S)
+            channel = far.makefile("rw")
+            status = 1
+            try:
+                value = work(channel)
+                answer = {"value": value, "error": ""}
+                status = 0
+            except BaseException as error:
+                answer = {"value": None, "error": traceback.format_exc()}
+                if isinstance(error, SystemExit):
+                    raise
+            with suppress(OSError):
+                channel.write(json.dumps(answer) + "\n")
+                channel.flush()
+            os._exit(status)
+        far.close()
+        self._channel = near.makefile("rw")
+
+    def hear(self) -> Any:
+        line = self._channel.readline()
+        assert line, "the rank is gone"
+        return json.loads(line)
+
+    def result(self) -> Any:
+        while True:
+            said = self.hear()
+            if isinstance(said, dict) and set(said) == {"value", "error"}:
+                assert not said["error"], said["error"]
+                return said["value"]
+
+    def tell(self) -> None:
+        self._channel.write("go\n")
+        self._channel.flush()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class World:
+    """The ranks of one test, and a server of a store in a process of its own."""
+
+    def __init__(self, num_ranks: int, work: Callable[..., Any], **arguments: Any) -> None:
+        def serve(channel: Any) -> None:
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            channel.write(json.dumps(server.port) + "\n")
+            channel.flush()
+            while True:
+                channel.readline()
+                channel.write(json.dumps(server.num_keys()) + "\n")
+                channel.flush()
+
+        self.server = Child(serve)
+        self.port = self.server.hear()
+        if arguments.get("how") == "env":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.port = free.getsockname()[1]
+
+        def run(rank: int) -> Callable[[Any], Any]:
+            return lambda channel: work(
+                Rank(rank, num_ranks, self.port, channel), **arguments
+            )
+
+        self.ranks = [Child(run(rank)) for rank in range(num_ranks)]
+
+    def results(self) -> list[Any]:
+        return [rank.result() for rank in self.ranks]
+
+    def num_keys(self) -> int:
+        self.server.tell()
+        return int(self.server.hear())
+
+    def end(self) -> None:
+        for child in (*self.ranks, self.server):
+            child.kill()
+            os.waitpid(child.pid, 0)
+
+
+def direct_saves(num_ranks: int, how: str) -> dict[str, Any]:
+    world = World(num_ranks, saves, how=how)
+    try:
+        for rank in world.ranks:
+            said = rank.hear()
+            assert said is None, said["error"]
+        for rank in reversed(world.ranks):
+            rank.tell()
+        return {"ranks": world.results(), "keys": world.num_keys()}
+    finally:
+        world.end()
+
+
+def direct_sub_groups() -> list[Any]:
+    world = World(4, sub_groups)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def direct_trouble(num_ranks: int, whom: str, how: str) -> dict[str, Any]:
+    """One process is killed or stopped; what the others say, and when."""
+    world = World(num_ranks, wait_for_trouble, lost_after_s=1.2)
+    victim = world.server if whom == "server" else world.ranks[int(whom)]
+    others = [rank for rank in world.ranks if rank is not victim]
+    try:
+        for rank in world.ranks:
+            assert rank.hear() == "ready"
+        began = time.monotonic()
+        victim.kill(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        for rank in others:
+            assert rank.hear() is None
+        if how == "stop":
+            victim.kill(signal.SIGCONT)
+            others = world.ranks
+        for rank in others:
+            rank.tell()
+        return {"began": began, "ranks": [rank.result() for rank in others]}
+    finally:
+        world.end()
+
+
+def direct_fork() -> list[Any]:
+    world = World(2, fork_in_the_middle)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        director = globals()[f"direct_{name}"]
+        child = Child(lambda _, director=director, arguments=arguments: director(**arguments))
+        said = child._channel.readline()
+        os.waitpid(child.pid, 0)
+        answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
+        answers.write("" if said else "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
