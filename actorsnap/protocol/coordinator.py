@@ -32,7 +32,7 @@ from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan, SavePlan, plan_save
+from actorsnap.planning.save import Inventory, SavePlan, plan_save
 from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,

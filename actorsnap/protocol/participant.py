@@ -304,7 +304,8 @@ class ParticipantMachine:
         # Of these, the shared ones that chunks or a release are missing of.
         self._unwritten = 0
         self._may_complete = False
-        self._early_tokens: tuple[Token, ...] = ()
+        # By key: tokens may come twice, and before this rank has planned.
+        self._tokens: dict[str, Token] = {}
         self._has_reported = False
         self._lost: CoordinatorLost | None = None
 
@@ -369,18 +370,18 @@ class ParticipantMachine:
         self._pending_chunks = [work.num_chunks for work in event.objects]
         self._open_objects = len(event.objects)
         self._unwritten = sum(work.is_shared for work in event.objects)
-        joins = [JoinObjects(self._early_tokens)] if self._early_tokens else []
+        joins = [JoinObjects(tuple(self._tokens.values()))] if self._tokens else []
         return [*joins, *self._publish_if_complete()]
 
     def _on_opened(self, event: ObjectsOpened) -> list[ParticipantCommand]:
         return [Send(Opened(self.rank, event.tokens))]
 
-    def _on_early_tokens(self, event: Tokens) -> list[ParticipantCommand]:
-        self._early_tokens += event.tokens
-        return []
-
     def _on_tokens(self, event: Tokens) -> list[ParticipantCommand]:
-        return [JoinObjects(event.tokens)]
+        new = {token.key: token for token in event.tokens if token.key not in self._tokens}
+        self._tokens |= new
+        if not new or self.state is _S.PLANNING:
+            return []
+        return [JoinObjects(tuple(new.values()))]
 
     def _on_staging_ended(self, event: StagingEnded) -> list[ParticipantCommand]:
         self._is_staged = True
@@ -498,7 +499,7 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     (_S.JOINING, AskItems): _M._on_ask_items,
     (_S.JOINING, Assign): _M._on_assign,
     (_S.PLANNING, Planned): _M._on_planned,
-    (_S.PLANNING, Tokens): _M._on_early_tokens,
+    (_S.PLANNING, Tokens): _M._on_tokens,
     (_S.STORING, ObjectsOpened): _M._on_opened,
     (_S.STORING, Tokens): _M._on_tokens,
     (_S.STORING, StagingEnded): _M._on_staging_ended,

@@ -12,27 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.packing import Item
+from actorsnap.planning.packing import Item, PackingRules, pack
+from actorsnap.planning.save import Inventory, RankPlan, Scope, item_digest
 from actorsnap.protocol.coordinator import (
     CommitFailed,
     CommitWritten,
     CoordinatorMachine,
     CoordinatorState,
     DeadlinePassed,
+    Memory,
     ProtocolViolation,
+    RankLost,
     SendToRank,
     StopCommit,
     WriteCommit,
 )
 from actorsnap.protocol.messages import (
     Aborted,
+    AskInventory,
+    AskItems,
+    Assign,
     Committed,
+    Complete,
     Failed,
     Failure,
+    Items,
     Join,
+    Offer,
     Stage,
     Staged,
     Stored,
+    Token,
+    Tokens,
 )
 from actorsnap.protocol.participant import (
     AnnounceStaged,
@@ -40,13 +51,21 @@ from actorsnap.protocol.participant import (
     CancelRequested,
     ChunkStored,
     CompleteObject,
+    CoordinatorLost,
     DiscardObjects,
     Finish,
+    JoinObjects,
+    Looked,
+    LookForCommit,
     ManifestStored,
     ObjectCompleted,
+    ObjectReleased,
+    ObjectsOpened,
+    ObjectWork,
     ParticipantMachine,
     ParticipantState,
     Planned,
+    ReleaseObject,
     Send,
     StagingEnded,
     StartStoring,
@@ -56,8 +75,25 @@ from actorsnap.protocol.participant import (
 )
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
-RECORD = ManifestRecord(key=f"{ATTEMPT}/manifest/0.json", size=1, crc32c=1)
-ITEM = Item("m/w", "uint8", (1,), 1, 1)
+RULES = PackingRules(chunk_bytes=2 << 20, max_objects=4, min_object_bytes=1 << 20)
+LARGE = Item("m/w", "uint8", (5 << 20,), 5 << 20, 1, replicated=True)
+NOTHING = Inventory(0, ())
+
+
+def coordinator(world_size: int = 1, **more: Any) -> CoordinatorMachine:
+    more = {"attempt": ATTEMPT, "url": "/s", "release": "1", "rules": RULES, **more}
+    return CoordinatorMachine(world_size=world_size, **more)
+
+
+def joined(machine: CoordinatorMachine, rank: int = 0) -> list[object]:
+    """Lets a rank with an empty inventory join."""
+    commands: list[object] = []
+    for command in machine.handle(Join(rank, "1", b"nothing")):
+        if command == SendToRank(rank, AskInventory()):
+            commands += machine.handle(Offer(rank, NOTHING))
+        else:
+            commands.append(command)
+    return commands
 
 
 def failure(stage: Stage = Stage.STORE, **more: Any) -> Failure:
@@ -66,49 +102,79 @@ def failure(stage: Stage = Stage.STORE, **more: Any) -> Failure:
 
 @dataclass
 class World:
-    """All machines of an attempt, and everything that is under way between them."""
+    """All machines of an attempt, and everything that is under way between them.
+
+    Args:
+        items: What all ranks hold: its objects are written by several of them.
+        private: Chunks of an object of each rank's own, 0 for none.
+        repeats: Messages that arrive twice.
+    """
 
     world_size: int
-    chunks: tuple[int, ...]
     rng: random.Random
-    faults: int
+    items: tuple[Item, ...] = (LARGE,)
+    private: int = 1
+    faults: int = 0
+    repeats: int = 0
     release_of: dict[int, str] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
+    remembered: dict[int, tuple[bytes, RankPlan]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.coordinator = CoordinatorMachine(
-            attempt=ATTEMPT, world_size=self.world_size, release="1"
-        )
+        self.coordinator = coordinator(self.world_size, memory=self.memory)
         self.ranks = [
             ParticipantMachine(rank=rank, release=self.release_of.get(rank, "1"))
             for rank in range(self.world_size)
         ]
-        self.up: deque[object] = deque()
+        self.up: list[deque[object]] = [deque() for _ in self.ranks]
         self.down: list[deque[object]] = [deque() for _ in self.ranks]
         self.work: list[list[object]] = [[] for _ in self.ranks]
+        self.objects: list[tuple[ObjectWork, ...]] = [() for _ in self.ranks]
+        self.keys: list[list[str]] = [[] for _ in self.ranks]
         self.finished: dict[int, Finish] = {}
-        self.stopped: set[int] = set()
         self.discarded: set[int] = set()
         self.durable: set[int] = set()
+        self.dead: set[int] = set()
+        self.sent: list[object] = []
+        self.chunks_to_come: dict[str, int] = {}
         self.committed = False
         self.commits: list[object] = []
 
+    # What commands do
+
     def rank_event(self, rank: int, event: object) -> None:
+        if rank in self.dead:
+            return
+        work = self.work[rank]
         for command in self.ranks[rank].handle(event):  # type: ignore[arg-type]
             match command:
                 case Send():
                     if isinstance(command.message, Stored):
                         assert rank in self.durable
-                    self.up.append(command.message)
+                    self.sent.append(command.message)
+                    self.up[rank].append(command.message)
                 case StartStoring():
-                    self.work[rank].append(Planned(self.chunks))
+                    self.remembered[rank] = (command.digest, command.plan)
+                    self.plan(rank, command)
+                case JoinObjects():
+                    for token in command.tokens:
+                        number = self.keys[rank].index(token.key)
+                        assert token.token == token.key.encode()
+                        chunks = self.objects[rank][number].num_chunks
+                        work += [ChunkStored(number)] * chunks
                 case CompleteObject():
-                    self.work[rank].append(ObjectCompleted(command.object))
+                    key = self.keys[rank][command.object]
+                    assert self.chunks_to_come.get(key, 0) == 0, "completed too early"
+                    work.append(ObjectCompleted(command.object))
+                case ReleaseObject():
+                    work.append(ObjectReleased(command.object))
                 case StoreManifest():
                     self.durable.add(rank)
-                    self.work[rank].append(ManifestStored(RECORD))
+                    work.append(ManifestStored(1, 1))
+                case LookForCommit():
+                    self.work[rank] = work = [Looked(self.committed)]
                 case StopWork():
-                    self.stopped.add(rank)
-                    self.work[rank].clear()
+                    work.clear()
                 case DiscardObjects():
                     assert not self.committed, "objects of a committed snapshot were deleted"
                     self.discarded.add(rank)
@@ -118,12 +184,33 @@ class World:
                 case AnnounceStaged():
                     pass
 
-    def planned(self, rank: int) -> None:
-        self.rank_event(rank, Planned(self.chunks))
-        events: list[object] = [ChunkStored(o) for o, n in enumerate(self.chunks) for _ in range(n)]
-        events.append(StagingEnded())
+    def plan(self, rank: int, command: StartStoring) -> None:
+        """Packs as an actor does, and notes what will happen then, in any order."""
+        private = Item(f"own{rank}/w", "uint8", (self.private << 20,), self.private << 20, 1)
+        plans = pack(
+            [*self.items, *[private] * bool(self.private)],
+            attempt=ATTEMPT,
+            rank=rank,
+            rules=command.rules,
+            scopes=(tuple(range(len(self.items))),) if self.items else (),
+            plan=command.plan,
+        )
+        self.objects[rank] = tuple(
+            ObjectWork(len(plan.chunks), plan.opens, plan.is_shared) for plan in plans
+        )
+        self.keys[rank] = [plan.key for plan in plans]
+        events: list[object] = [StagingEnded()]
+        for number, plan in enumerate(plans):
+            if plan.is_shared:
+                count = self.chunks_to_come.get(plan.key, 0)
+                self.chunks_to_come[plan.key] = count + len(plan.chunks)
+            if plan.opens:
+                events += [ChunkStored(number)] * len(plan.chunks)
+        tokens = tuple(Token(p.key, p.key.encode()) for p in plans if p.opens and p.is_shared)
+        if tokens:
+            events.append(ObjectsOpened(tokens))
         self.rng.shuffle(events)
-        self.work[rank].extend(events)
+        self.work[rank] += [Planned(self.objects[rank]), *events]
 
     def coordinator_event(self, event: object) -> None:
         for command in self.coordinator.handle(event):  # type: ignore[arg-type]
@@ -131,18 +218,21 @@ class World:
                 case SendToRank():
                     if isinstance(command.message, Committed):
                         assert self.committed
+                    self.sent.append(command.message)
                     self.down[command.rank].append(command.message)
                 case WriteCommit():
-                    assert len(command.manifests) == self.world_size
+                    assert [m.key for m in command.manifests] == [
+                        f"{ATTEMPT}/manifest/{rank}.json" for rank in range(self.world_size)
+                    ]
                     assert self.durable == set(range(self.world_size))
                     assert not self.discarded
                     self.commits.append(command)
 
+    # What happens
+
     def step(self) -> bool:
         """One random thing happens; False when nothing can any more."""
-        choices: list[tuple[str, int]] = []
-        if self.up:
-            choices.append(("up", 0))
+        choices: list[tuple[str, int]] = [("up", r) for r, queue in enumerate(self.up) if queue]
         if self.commits:
             choices.append(("commit", 0))
         choices += [("down", r) for r, queue in enumerate(self.down) if queue]
@@ -151,18 +241,11 @@ class World:
             return False
         if self.faults and self.rng.random() < 0.1:
             self.faults -= 1
-            rank = self.rng.randrange(self.world_size)
-            kind = self.rng.choice(["cancel", "fail", "deadline"])
-            if kind == "cancel":
-                self.rank_event(rank, CancelRequested("enough"))
-            elif kind == "deadline":
-                self.coordinator_event(DeadlinePassed(1.0))
-            elif self.work[rank]:
-                self.rank_event(rank, StepFailed(failure()))
+            self.break_something(self.rng.randrange(self.world_size))
             return True
         kind, rank = self.rng.choice(choices)
         if kind == "up":
-            self.coordinator_event(self.up.popleft())
+            self.coordinator_event(self.take(self.up[rank]))
         elif kind == "commit":
             self.commits.pop()
             if self.faults and self.rng.random() < 0.5:
@@ -172,18 +255,47 @@ class World:
                 self.committed = True
                 self.coordinator_event(CommitWritten())
         elif kind == "down":
-            self.rank_event(rank, self.down[rank].popleft())
+            self.rank_event(rank, self.take(self.down[rank]))
         else:
             event = self.work[rank].pop(0)
-            if isinstance(event, Planned):
-                self.planned(rank)
-            else:
-                self.rank_event(rank, event)
+            if isinstance(event, ChunkStored):
+                key = self.keys[rank][event.object]
+                if key in self.chunks_to_come:
+                    self.chunks_to_come[key] -= 1
+            self.rank_event(rank, event)
         return True
 
-    def run(self) -> None:
+    def take(self, queue: deque[object]) -> object:
+        if self.repeats and self.rng.random() < 0.2:
+            self.repeats -= 1
+            return queue[0]
+        return queue.popleft()
+
+    def break_something(self, rank: int) -> None:
+        kind = self.rng.choice(["cancel", "fail", "deadline", "die"])
+        if kind == "cancel":
+            self.rank_event(rank, CancelRequested("enough"))
+        elif kind == "deadline":
+            self.coordinator_event(DeadlinePassed(1.0))
+        elif kind == "die":
+            self.dead.add(rank)
+            self.work[rank].clear()
+            self.coordinator_event(RankLost(rank, 30.0))
+        elif self.work[rank]:
+            self.rank_event(rank, StepFailed(failure()))
+
+    def begin(self) -> None:
+        lists = {item_digest(self.items): self.items} if self.items else {}
+        scopes = tuple(
+            Scope(None, digest, sum(item.nbytes for item in items))
+            for digest, items in lists.items()
+        )
         for rank in range(self.world_size):
-            self.rank_event(rank, Begun((ITEM,)))
+            inventory = Inventory(self.private << 20, scopes)
+            self.rank_event(rank, Begun(inventory, lists, self.remembered.get(rank)))
+
+    def run(self) -> None:
+        self.begin()
         steps = 0
         while self.step():
             steps += 1
@@ -197,39 +309,93 @@ class World:
 worlds = st.builds(
     World,
     world_size=st.integers(1, 5),
-    chunks=st.lists(st.integers(1, 3), max_size=3).map(tuple),
     rng=st.integers(0, 2**32).map(random.Random),
+    items=st.sampled_from([(), (LARGE,), (LARGE, Item("m/b", "uint8", (3,), 3, 1, True))]),
+    private=st.integers(0, 3),
     faults=st.integers(0, 3),
+    repeats=st.integers(0, 5),
 )
 
 
 @given(worlds)
 def test_every_schedule_ends_with_one_outcome_for_all(world: World) -> None:
     world.run()
-    assert set(world.finished) == set(range(world.world_size))
+    living = set(range(world.world_size)) - world.dead
+    assert living <= set(world.finished)
     outcomes = {finish.failure for finish in world.finished.values()}
-    assert len(outcomes) == 1
-    assert (outcomes == {None}) == world.committed
+    assert len(outcomes) <= 1
+    if living:
+        assert (outcomes == {None}) == world.committed
     if not world.committed:
-        assert world.discarded == set(range(world.world_size))
+        assert living <= world.discarded
+
+
+@given(worlds, st.integers(0, 200))
+def test_without_a_coordinator_every_rank_ends_and_keeps_what_is_committed(
+    world: World, steps: int
+) -> None:
+    world.faults = 0
+    world.begin()
+    for _ in range(steps):
+        world.step()
+    was_final = world.coordinator.is_final
+    for rank in range(world.world_size):
+        world.up[rank].clear()
+        world.down[rank].clear()
+        world.rank_event(rank, CoordinatorLost("gone"))
+    world.commits.clear()
+    while world.step():
+        pass
+    assert set(world.finished) == set(range(world.world_size))
+    if world.committed:
+        assert {finish.failure for finish in world.finished.values()} == {None}
+    else:
+        assert None not in {finish.failure for finish in world.finished.values()}
+    assert not was_final or world.committed
 
 
 def test_without_faults_it_commits() -> None:
-    world = World(3, (2, 1), random.Random(1), 0)
+    world = World(3, random.Random(1), private=2)
     world.run()
     assert world.committed
+    assert any(isinstance(message, Tokens) for message in world.sent)
+    assert sum(isinstance(message, Complete) for message in world.sent) == 3
     assert world.coordinator.state is CoordinatorState.COMMITTED
     assert {machine.state for machine in world.ranks} == {ParticipantState.COMMITTED}
 
 
 def test_an_empty_state_commits() -> None:
-    world = World(1, (), random.Random(1), 0)
+    world = World(1, random.Random(1), items=(), private=0)
     world.run()
     assert world.committed
 
 
+def test_equal_inventories_are_asked_for_once_and_then_remembered() -> None:
+    first = World(4, random.Random(1))
+    first.run()
+    assert sum(isinstance(message, AskInventory) for message in first.sent) == 1
+    assert sum(isinstance(message, AskItems) for message in first.sent) == 1
+    again = World(4, random.Random(2), memory=first.memory, remembered=first.remembered)
+    again.run()
+    assert again.committed
+    assert not any(isinstance(message, AskInventory | AskItems) for message in again.sent)
+    assigned = [message for message in again.sent if isinstance(message, Assign)]
+    assert [message.plan for message in assigned] == [None] * 4
+
+
+def test_a_rank_that_forgot_its_plan_is_sent_it_again() -> None:
+    first = World(2, random.Random(1))
+    first.run()
+    del first.remembered[1]
+    again = World(2, random.Random(2), memory=first.memory, remembered=first.remembered)
+    again.run()
+    assert again.committed
+    plans = [message.plan for message in again.sent if isinstance(message, Assign)]
+    assert sorted(plan is None for plan in plans) == [False, True]
+
+
 def test_another_release_is_refused_and_named() -> None:
-    world = World(2, (1,), random.Random(1), 0, {1: "0.9"})
+    world = World(2, random.Random(1), release_of={1: "0.9"})
     world.run()
     assert not world.committed
     reason = world.finished[0].failure
@@ -237,9 +403,25 @@ def test_another_release_is_refused_and_named() -> None:
     assert "rank 1 runs actorsnap 0.9" in reason.reason
 
 
+def test_inventories_that_contradict_each_other_are_a_usage_error_everywhere() -> None:
+    machine = coordinator(2)
+    commands: list[object] = []
+    for rank in range(2):
+        item = Item("m/w", "uint8", (3 + rank,), 3 + rank, 1, replicated=True)
+        digest = item_digest((item,))
+        machine.handle(Join(rank, "1", b"%d" % rank))
+        machine.handle(Offer(rank, Inventory(0, (Scope(None, digest, 3 + rank),))))
+        commands = [*machine.handle(Items(rank, ((item,),)))]
+    assert machine.state is CoordinatorState.ABORTED
+    assert machine.failure is not None
+    assert machine.failure.is_usage
+    assert "m/w" in machine.failure.reason
+    assert commands == [SendToRank(rank, Aborted(machine.failure)) for rank in range(2)]
+
+
 def test_the_deadline_names_the_ranks_that_never_came() -> None:
-    machine = CoordinatorMachine(attempt=ATTEMPT, world_size=3, release="1")
-    machine.handle(Join(rank=1, release="1", inventory=()))
+    machine = coordinator(3)
+    joined(machine, 1)
     commands = machine.handle(DeadlinePassed(5.0))
     assert len(commands) == 3
     assert machine.failure is not None
@@ -247,40 +429,53 @@ def test_the_deadline_names_the_ranks_that_never_came() -> None:
     assert machine.failure.stage is Stage.JOIN
 
 
-def test_messages_of_another_attempt_change_nothing() -> None:
-    machine = CoordinatorMachine(attempt=ATTEMPT, world_size=1, release="1")
-    machine.handle(Join(rank=0, release="1", inventory=()))
-    assert machine.handle(Stored(attempt="older", rank=0, manifest=RECORD)) == []
-    assert machine.state is CoordinatorState.STORING
+def test_the_deadline_names_the_rank_that_does_not_answer() -> None:
+    machine = coordinator(1)
+    machine.handle(Join(0, "1", b"x"))
+    machine.handle(DeadlinePassed(5.0))
+    assert machine.failure is not None
+    assert machine.failure.rank == 0
+
+
+def test_a_lost_rank_is_named_and_does_not_matter_once_all_have_stored() -> None:
+    machine = coordinator(2)
+    joined(machine, 0)
+    joined(machine, 1)
+    machine.handle(RankLost(1, 31.0))
+    assert machine.failure is not None
+    assert (machine.failure.rank, machine.failure.stage) == (1, Stage.STORE)
+    assert "31 s" in machine.failure.reason
+    machine = coordinator(1)
+    joined(machine)
+    machine.handle(Stored(0, 1, 1))
+    assert machine.handle(RankLost(0, 31.0)) == []
+    assert machine.state is CoordinatorState.COMMITTING
 
 
 def test_a_failure_during_the_commit_only_ends_the_waiting_for_it() -> None:
-    machine = CoordinatorMachine(attempt=ATTEMPT, world_size=1, release="1")
-    machine.handle(Join(rank=0, release="1", inventory=()))
-    machine.handle(Staged(attempt=ATTEMPT, rank=0))
-    assert machine.handle(Stored(attempt=ATTEMPT, rank=0, manifest=RECORD)) == [
-        WriteCommit((RECORD,))
-    ]
-    cancelled = Failed(attempt=ATTEMPT, rank=0, failure=failure(Stage.CANCEL))
+    machine = coordinator(1)
+    joined(machine)
+    machine.handle(Staged(0))
+    record = ManifestRecord(key=f"{ATTEMPT}/manifest/0.json", size=1, crc32c=1)
+    assert machine.handle(Stored(0, 1, 1)) == [WriteCommit((record,))]
+    cancelled = Failed(0, failure(Stage.CANCEL))
     assert machine.handle(cancelled) == [StopCommit("broken", has_grace=True)]
     assert machine.handle(DeadlinePassed(1.0)) == [
         StopCommit("timeout_s=1 is over", has_grace=False)
     ]
-    assert machine.handle(CommitWritten()) == [SendToRank(0, Committed(attempt=ATTEMPT))]
+    assert machine.handle(CommitWritten()) == [SendToRank(0, Committed())]
 
 
 def test_objects_stay_if_the_commit_may_be_visible() -> None:
     machine = ParticipantMachine(rank=0, release="1")
-    machine.handle(Begun(()))
-    commands = machine.handle(
-        Aborted(attempt=ATTEMPT, failure=failure(Stage.COMMIT, may_be_visible=True))
-    )
+    machine.handle(Begun(NOTHING, {}))
+    commands = machine.handle(Aborted(failure(Stage.COMMIT, may_be_visible=True)))
     assert not any(isinstance(command, DiscardObjects) for command in commands)
     assert isinstance(commands[-1], Finish)
 
 
 def test_an_impossible_event_is_a_violation() -> None:
     with pytest.raises(ProtocolViolation, match="CommitWritten while joining"):
-        CoordinatorMachine(attempt=ATTEMPT, world_size=1, release="1").handle(CommitWritten())
+        coordinator().handle(CommitWritten())
     with pytest.raises(ProtocolViolation, match="ChunkStored while new"):
         ParticipantMachine(rank=0, release="1").handle(ChunkStored(0))

@@ -452,6 +452,14 @@ def fsdp1() -> None:
         assert not check_all(model.state_dict())
 
 
+@case(4)
+def fsdp1_flat() -> None:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    (found,) = check_all(model.state_dict()).values()
+    assert len(found.global_shape) == 1
+
+
 def copy_of(value: Any) -> Any:
     """A copy; ShardedTensors cannot be copied by deepcopy."""
     if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ NAMES = {
         "ddp_inside",
         "dtensors",
         "fsdp1",
+        "fsdp1_flat",
         "fsdp2",
         "fsdp2_and_tensor_parallel",
         "fsdp2_other_dim",

@@ -101,11 +101,16 @@ async def answer(save: Save, world_size: int, count: int) -> None:
         await save.coordinator.send(rank, Done())
 
 
-async def first_trouble(save: Save) -> dict[str, Any]:
-    """What the decisive end of this rank is told, when it is no message."""
+async def first_trouble(save: Save, world_size: int) -> dict[str, Any]:
+    """What the decisive end of this rank is told about others; the coordinator ends the save."""
     end = save.participant if save.coordinator is None else save.coordinator
     while True:
         item = await end.receive()
+        if isinstance(item, Done):
+            return {"done": True}
+        if isinstance(item, Lost) and save.coordinator is not None:
+            for rank in range(1, world_size):
+                await save.coordinator.send(rank, Done())
         if isinstance(item, Lost):
             return {"lost": item.rank, "silent_s": item.silent_s, "at": time.monotonic()}
         if isinstance(item, Broken):
@@ -214,8 +219,6 @@ def sub_groups(me: Rank) -> dict[str, Any]:
     for port in ports:
         port.close()
     dist.barrier()
-    alone = [find_group(group) for group in (dist.new_group([rank]) for rank in range(4)) if
-             isinstance(group, dist.ProcessGroup)]
     dist.destroy_process_group()
     return {
         "answers": answers,
@@ -223,7 +226,6 @@ def sub_groups(me: Rank) -> dict[str, Any]:
         "ranks": found.ranks,
         "rank": found.rank,
         "refused": refused,
-        "alone": alone,
     }
 
 
@@ -233,7 +235,7 @@ def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
     with port.begin(lost_after_s=lost_after_s) as save:
         if save.coordinator is None:
             on_loop(lambda: save.participant.send(Ping(me.rank, 0))).result()
-        call = on_loop(lambda: first_trouble(save))
+        call = on_loop(lambda: first_trouble(save, me.world))
         time.sleep(0.4)  # until the others are heard
         me.say("ready")
         try:
@@ -349,9 +351,7 @@ class World:
                 self.port = free.getsockname()[1]
 
         def run(rank: int) -> Callable[[Any], Any]:
-            return lambda channel: work(
-                Rank(rank, num_ranks, self.port, channel), **arguments
-            )
+            return lambda channel: work(Rank(rank, num_ranks, self.port, channel), **arguments)
 
         self.ranks = [Child(run(rank)) for rank in range(num_ranks)]
 
@@ -377,6 +377,25 @@ def direct_saves(num_ranks: int, how: str) -> dict[str, Any]:
         for rank in reversed(world.ranks):
             rank.tell()
         return {"ranks": world.results(), "keys": world.num_keys()}
+    finally:
+        world.end()
+
+
+def only_join(me: Rank, how: str) -> None:
+    if how == "gloo":
+        me.join_gloo()
+        dist.barrier()
+    me.say(None)
+    me.hear()
+
+
+def direct_keys(num_ranks: int, how: str) -> int:
+    """What is in the store when nobody saves."""
+    world = World(num_ranks, only_join, how=how)
+    try:
+        for rank in world.ranks:
+            rank.hear()
+        return world.num_keys()
     finally:
         world.end()
 

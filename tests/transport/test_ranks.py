@@ -1,0 +1,154 @@
+"""The store transport between real processes, while their trainers run collectives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Director:
+    """A process that has imported torch, and forks worlds (``tests.transport.ranks``)."""
+
+    def __enter__(self) -> Director:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transport.ranks"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)
+
+    def play(self, scenario: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([scenario, arguments]) + "\n")
+        self._process.stdin.flush()
+        said = json.loads(self._process.stdout.readline())
+        assert not said["error"], said["error"]
+        return said["value"]
+
+
+@pytest.fixture(scope="module")
+def director() -> Iterator[Director]:
+    with Director() as director:
+        yield director
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [(2, "gloo"), (4, "gloo"), (2, "given"), (3, "agent"), (3, "env")],
+)
+def test_saves_beside_a_trainer(director: Director, num_ranks: int, how: str) -> None:
+    found = director.play("saves", num_ranks=num_ranks, how=how)
+    for rank in found["ranks"]:
+        assert rank["answers"] == [50, 50]
+        assert rank["ranks"] == list(range(num_ranks))
+        assert rank["name"] == found["ranks"][0]["name"]
+        assert rank["threads"] == []
+        if how == "gloo":
+            whole = sum(range(num_ranks))
+            assert rank["sums"] == [whole + num_ranks * step for step in range(100)]
+    # Two saves of 50 questions; the coordinator answers and ends; its own do not count.
+    sent = [rank["sent"] for rank in found["ranks"]]
+    assert sent == [102 * (num_ranks - 1), *[100] * (num_ranks - 1)]
+    if how in ("gloo", "given"):
+        # What torch itself keeps there aside, the store is as empty as before.
+        assert found["keys"] == director.play("keys", num_ranks=num_ranks, how=how)
+
+
+def test_two_groups_at_once(director: Director) -> None:
+    found = director.play("sub_groups")
+    for rank, said in enumerate(found):
+        assert said["answers"] == [20, 20]
+        assert said["ranks"] == [[0, 2], [1, 3]][rank % 2]
+        assert said["rank"] == rank // 2
+        assert "not a member of group" in said["refused"]
+    assert found[0]["name"] == found[2]["name"] != found[1]["name"] == found[3]["name"]
+
+
+def test_a_rank_is_killed(director: Director) -> None:
+    found = director.play("trouble", num_ranks=3, whom="2", how="kill")
+    coordinator, other = found["ranks"]
+    assert coordinator["lost"] == 2
+    assert 0.7 < coordinator["at"] - found["began"] < 5
+    assert coordinator["silent_s"] > 1.2
+    assert other["done"]
+    assert coordinator["threads"] == other["threads"] == []
+
+
+def test_the_coordinator_is_killed(director: Director) -> None:
+    found = director.play("trouble", num_ranks=3, whom="0", how="kill")
+    assert [rank["lost"] for rank in found["ranks"]] == [0, 0]
+    assert [rank["threads"] for rank in found["ranks"]] == [[], []]
+
+
+@pytest.mark.parametrize("whom", ["0", "1"])
+def test_a_rank_is_stopped_and_comes_back(director: Director, whom: str) -> None:
+    found = director.play("trouble", num_ranks=2, whom=whom, how="stop")
+    still_there = found["ranks"][1 - int(whom)]
+    assert still_there["lost"] == int(whom)
+    # It sends what belongs to a save that has ended; the next one does not notice.
+    assert [rank["again"] for rank in found["ranks"]] == [10, 10]
+
+
+def test_the_store_is_killed(director: Director) -> None:
+    found = director.play("trouble", num_ranks=3, whom="server", how="kill")
+    for rank in found["ranks"]:
+        assert "the job's store does not work any more" in rank["broken"]
+        assert "frame #" not in rank["broken"]
+        assert rank["at"] - found["began"] < 1
+        assert rank["close_s"] < 1
+        assert rank["threads"] == []
+
+
+def test_a_fork_does_not_use_the_parents_connections(director: Director) -> None:
+    for said in director.play("fork"):
+        assert "which this process was forked from" in said["said"]
+        assert said["status"] == 0
+        assert said["answers"] == 5
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_a_process_may_exit_without_closing(ending: str) -> None:
+    script = f"""
+import sys, asyncio, threading, time
+from torch.distributed import TCPStore
+from actorsnap.transport.store import StorePort
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+port = StorePort(store, namespace="job", rank=0, world_size=2, up=int, down=int,
+                 call_soon=loop.call_soon_threadsafe)
+save = port.begin()
+while not port.is_connected:
+    time.sleep(0.01)
+{ending}
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    expected = {"": 0, "sys.exit(3)": 3}.get(ending, -signal.SIGINT)
+    assert done.returncode == expected
+    assert ending.startswith("raise") or done.stderr == ""
