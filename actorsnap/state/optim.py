@@ -109,6 +109,8 @@ def _init_group(
 def _prime_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     # Its state hangs on the first parameter, and its first iteration sets all of it anew.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.state.get(parameters[0]):
+        return
     if any(type(p) not in (torch.Tensor, torch.nn.Parameter) for p in parameters):
         raise UsageError("LBFGS over distributed parameters cannot be primed; run one step")
     count = sum([p.numel() * (2 if p.is_complex() else 1) for p in parameters])

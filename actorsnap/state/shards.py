@@ -106,7 +106,7 @@ class Describer:
         if why is not None:
             return why
         shape = tuple(tensor.shape)
-        key = (spec.mesh, spec.placements, spec.shard_order, shape)
+        key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), shape)
         try:
             found = self._placed.get(key)
             if found is None:
@@ -236,11 +236,12 @@ def _place(spec: Any, shape: tuple[int, ...]) -> tuple[list[Placed], tuple[int, 
     ranks = mesh.mesh
     placements = spec.placements
     axes = range(len(placements))
-    if spec.shard_order is not None:  # None where _StridedShard says it, from left to right
-        axes_of = [entry.mesh_dims for entry in spec.shard_order]
-        cutting = [axis for found in axes_of for axis in found]
-    else:
-        cutting = [axis for axis in axes if type(placements[axis]).__name__ != "Replicate"]
+    kinds = [type(placement).__name__ for placement in placements]
+    order = getattr(spec, "shard_order", None)
+    if order is not None and "_StridedShard" not in kinds:
+        cutting = [axis for entry in order for axis in entry.mesh_dims]
+    else:  # from left to right
+        cutting = [axis for axis in axes if kinds[axis] != "Replicate"]
     for axis in cutting:
         # Process groups sort their ranks: torch cuts by the one order here, by the other there.
         along = ranks[tuple([slice(None) if a == axis else coordinate[a] for a in axes])].tolist()
@@ -385,22 +386,22 @@ def _ranks_of(group: Any) -> Ranks | None:
     return None if len(ranks) == dist.get_world_size() else ranks
 
 
-def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Returns the DistributedDataParallel modules in ``module``, with their names."""
+def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any, Ranks | None]]:
+    """Returns the DistributedDataParallel modules in ``module``: name, module, ranks."""
     found = sys.modules.get("torch.nn.parallel.distributed")
     if found is None:
         return []
     kind = found.DistributedDataParallel
-    return [
-        (name, inner)
+    modules = [
+        (name, inner, _ranks_of(inner.process_group))
         for name, inner in module.named_modules(remove_duplicate=False)
         if isinstance(inner, kind)
     ]
+    return [item for item in modules if item[2] is None or len(item[2]) > 1]
 
 
 def _add_parameters(module: torch.nn.Module, found: dict[int, Ranks | None]) -> None:
-    for _, ddp in _synchronised_modules(module):
-        ranks = _ranks_of(ddp.process_group)
+    for _, ddp, ranks in _synchronised_modules(module):
         for name, parameter in ddp.module.named_parameters():
             if name not in ddp.parameters_to_ignore and not is_distributed(parameter):
                 found[id(parameter)] = ranks
@@ -416,8 +417,7 @@ def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = Fa
         # Hooks of this wrapper leave its own name out of the state dict's keys.
         return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
-    for name, ddp in _synchronised_modules(module):
-        ranks = _ranks_of(ddp.process_group)
+    for name, ddp, ranks in _synchronised_modules(module):
         # The name of anything in it, without that thing.
         result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
         for buffer, _ in ddp.named_buffers(remove_duplicate=False):

@@ -10,22 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import (
-    Shard as LocalShard,
-)
-from torch.distributed._shard.sharded_tensor import (
-    ShardedTensor,
-    init_from_local_shards,
-)
-from torch.distributed._shard.sharded_tensor import (
-    empty as sharded_empty,
-)
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
+from torch.distributed._shard.sharded_tensor import empty as sharded_empty
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.api import ShardingStrategy, StateDictType
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -66,7 +61,7 @@ def full(tensor: Any) -> torch.Tensor | None:
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.get_coordinate() is None:
                 return None
-            found: torch.Tensor = tensor.detach().full_tensor()
+            found: torch.Tensor = tensor.full_tensor()
             return found.clone()
         whole = torch.empty(tensor.size(), dtype=tensor.dtype)
         ranks = dist.get_process_group_ranks(tensor._process_group)
@@ -378,20 +373,24 @@ def tensor_parallel() -> None:
 @case(4)
 def fsdp2_and_tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(Block(), mesh["tp"], {"up": PLAN["up"], "down": PLAN["down"]})
+    model: Any = parallelize_module(Block(), mesh["tp"], {"up": PLAN["up"], "down": PLAN["down"]})
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer, 6)
-    placements = model.up.weight.placements  # type: ignore[union-attr]
+    placements = model.up.weight.placements
     assert type(placements[0]).__name__ == "_StridedShard", placements
     # What only FSDP shards lies on a mesh per tensor-parallel rank: each covers the whole.
     peers = (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
-    for part in (model.state_dict(), optimizer.state_dict(), ModelState(model, optimizer).state_dict()):
+    for part in (
+        model.state_dict(),
+        optimizer.state_dict(),
+        ModelState(model, optimizer).state_dict(),
+    ):
         for name, value in flat(part).items():
             if isinstance(value, DTensor):
                 check(name, value, peers if value.device_mesh.ndim == 1 else None)
-    assert len(describe_or_fail(model.up.weight).pieces) == 1  # type: ignore[arg-type]
-    assert describe_or_fail(model.norm.weight).pieces[0].holders is None  # type: ignore[arg-type]
+    assert len(describe_or_fail(model.up.weight).pieces) == 1
+    assert describe_or_fail(model.norm.weight).pieces[0].holders is None
 
 
 # Older ways -----------------------------------------------------------------------------------
@@ -489,7 +488,8 @@ def ddp() -> None:
     assert both.keys() == {"m", "o"}
     assert both["o"].find("param_groups.0.lr") == Replica(None)
     # Names without wrappers, and whose state those are.
-    state = ModelState(torch.compile(model), optimizer)  # type: ignore[arg-type]
+    compiled: Any = torch.compile(model, backend="eager")
+    state = ModelState(compiled, optimizer)
     names = state.state_dict()
     assert set(names["model"]) == set(Net().state_dict())
     assert "state.up.weight.exp_avg" in names["optim"]

@@ -185,10 +185,10 @@ def saves(me: Rank, how: str) -> dict[str, Any]:
     done = [exchange(port, 50) for _ in range(2)]
     if dist.is_initialized():
         dist.barrier()
-    statistics = port.statistics()
     me.say(None)
     me.hear()  # rank 0 may host the store
     port.close()
+    statistics = port.statistics()
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
