@@ -149,7 +149,7 @@ class StoreManifest(msgspec.Struct, frozen=True):
 
 
 class StopWork(msgspec.Struct, frozen=True):
-    """Begin no more work, wait for what is in flight."""
+    """Begin no more work, wait a while for what is in flight."""
 
 
 class DiscardObjects(msgspec.Struct, frozen=True):
