@@ -7,7 +7,7 @@ escapes. Exit codes, for scripts:
     0    done; verify: whole; diff: equal
     1    verify: damaged; diff: different; rm: not confirmed
     2    bad usage, or no such object in the snapshot
-    3    no committed snapshot there
+    3    no committed snapshot there; rm --garbage: and no garbage
     4    the storage failed, or refused; or the snapshot is damaged (but see verify)
     130  interrupted
 """
@@ -57,6 +57,7 @@ from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
+from actorsnap.state.tree import flatten, parent_of, unflatten
 from actorsnap.sync import Snapshot
 
 __all__ = ["main"]
@@ -72,6 +73,7 @@ app = typer.Typer(
 
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
+JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
 
 _MAX_ALIGNED = 60
@@ -106,7 +108,7 @@ def _common(
 
 
 @app.command()
-def ls(path: PathArgument) -> None:
+def ls(path: PathArgument, as_json: JsonOption = False) -> None:
     """List a snapshot's objects; or, for a folder of snapshots, the snapshots in it."""
     with _errors():
         source = _source(path)
@@ -116,11 +118,16 @@ def ls(path: PathArgument) -> None:
             found = _run(calls.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
                 raise
-            _print_columns(_snapshot_rows(found))
+            if as_json:
+                _print_json([_snapshot_json(name, commit) for name, commit in found.items()])
+            else:
+                _print_columns(_snapshot_rows(found))
+            return
+        leaves = {path: leaf for path, leaf in _leaves(manifests).items() if leaf.counts}
+        if as_json:
+            _print_json([{"path": path, **leaf.as_json()} for path, leaf in leaves.items()])
         else:
-            _print_columns(
-                [f"{rank}/{entry.path}", *_describe(entry)] for rank, entry in _leaves(manifests)
-            )
+            _print_columns([path, *_describe(leaf)] for path, leaf in leaves.items())
 
 
 def _snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
@@ -134,10 +141,24 @@ def _snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[li
             yield [name, f"damaged: {commit}"]
 
 
+def _snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, Any]:
+    if isinstance(commit, Commit):
+        return {
+            "name": name,
+            "state": "committed",
+            "created": commit.created,
+            "world_size": commit.world_size,
+            "metadata": commit.metadata,
+        }
+    if commit is None:
+        return {"name": name, "state": "unfinished"}
+    return {"name": name, "state": "damaged", "detail": str(commit)}
+
+
 @app.command()
 def inspect(
     path: PathArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: JsonOption = False,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of the tree to show; below, sums only.")
     ] = None,
@@ -146,11 +167,11 @@ def inspect(
     with _errors():
         commit, manifests = _run(calls.load_index(_source(path)))
         if as_json:
-            sys.stdout.write(json.dumps(_as_json(path, commit, manifests), indent=2) + "\n")
+            _print_json(_as_json(path, commit, manifests))
             return
         _write(_overview(path, commit, manifests))
         for rank, manifest in manifests.items():
-            root = _tree_of(manifest.entries)
+            root = _tree_of(_leaves({rank: manifest}).values())
             if commit.world_size > 1:
                 root = _Node(children={f"rank {rank}": root})
             _write(_draw(root, depth or sys.maxsize))
@@ -196,36 +217,30 @@ def diff(
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with _errors():
-        left, right = _entries(a), _entries(b)
-        paths = sorted(left.keys() | right.keys())
-        rows = [row for path in paths if (row := _difference(path, left, right))]
+        left, right = (_leaves(_run(calls.load_index(_source(path)))[1]) for path in (a, b))
+        both = left | right
+        rows = [row for path in sorted(both) if (row := _difference(path, left, right))]
         _print_columns(rows)
+        leaves = _count(sum(leaf.counts for leaf in both.values()), "leaf", "leaves")
         if rows:
-            err.print(f"{len(rows)} of {_count(len(paths), 'leaf differs', 'leaves differ')}")
+            err.print(f"{_count(len(rows), 'difference', 'differences')} in {leaves}")
             raise typer.Exit(1)
-        _write([f"equal: {_count(len(paths), 'leaf', 'leaves')}"])
+        _write([f"equal: {leaves}"])
 
 
-def _entries(path: str) -> dict[str, Entry]:
-    _, manifests = _run(calls.load_index(_source(path)))
-    return {
-        f"{rank}/{entry.path}": entry
-        for rank, manifest in manifests.items()
-        for entry in manifest.entries
-    }
-
-
-def _difference(path: str, left: dict[str, Entry], right: dict[str, Entry]) -> list[str] | None:
+def _difference(path: str, left: dict[str, _Leaf], right: dict[str, _Leaf]) -> list[str] | None:
     if path not in right:
         return [f"- {path}", *_describe(left[path])]
     if path not in left:
         return [f"+ {path}", *_describe(right[path])]
     was, now = left[path], right[path]
-    descriptions = ["  ".join(_describe(entry)) for entry in (was, now)]
+    descriptions = ["  ".join(_describe(leaf)) for leaf in (was, now)]
     if descriptions[0] != descriptions[1]:
         return [f"! {path}", " -> ".join(descriptions)]
-    if _content(was) != _content(now):
-        return [f"~ {path}", *_describe(was), "other values"]
+    if was.content() != now.content():
+        # Checksums tell of the memory that views share, not of each view.
+        is_view = isinstance(was.entry, ViewEntry)
+        return [f"~ {path}", *_describe(was), f"other values{' in that memory' * is_view}"]
     return None
 
 
@@ -233,9 +248,9 @@ def _difference(path: str, left: dict[str, Entry], right: dict[str, Entry]) -> l
 def cat(
     path: PathArgument,
     object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
-    raw: Annotated[bool, typer.Option("--raw", help="The bytes themselves.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="The bytes themselves, all.")] = False,
 ) -> None:
-    """Print one object of a snapshot."""
+    """Print one object of a snapshot; of long bytes the beginning, unless --raw."""
     with _errors():
         value = Snapshot(path).read_object(object)
         if raw:
@@ -264,6 +279,8 @@ def rm(
         source = _source(path)
         if garbage:
             deleted, left = _run(calls.collect(source, force=force))
+            if not deleted and not left:
+                _run(calls.load_index(source))  # says so if there is nothing at all
             _write([f"deleted {_count(len(deleted), 'object', 'objects')} of unfinished attempts"])
             for attempt in left:
                 err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
@@ -380,29 +397,87 @@ def _print_columns(rows: Iterable[Sequence[str]]) -> None:
         sys.stdout.write(line.rstrip() + "\n")
 
 
-def _leaves(manifests: dict[int, RankManifest]) -> Iterator[tuple[int, Entry]]:
+@dataclass(slots=True)
+class _Leaf:
+    """An entry that has a path of its own, and what is stored beside it to make it whole."""
+
+    entry: Entry
+    parts: list[Entry] = field(default_factory=list)
+    base: Entry | None = None
+    """What a view is a view of."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a leaf of the app state; the others are containers."""
+        return not isinstance(self.entry, ContainerEntry)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored for it."""
+        return sum(
+            entry.data.stop - entry.data.start
+            for entry in (self.entry, *self.parts)
+            if isinstance(entry, TensorEntry | BytesEntry)
+        )
+
+    def content(self) -> list[object]:
+        """What is equal exactly if the values are (up to CRC32C's collisions)."""
+        entries = [self.entry, *self.parts]
+        if self.base is not None and self.base not in self.parts:
+            entries.append(self.base)
+        return [
+            (entry.data.stop - entry.data.start, entry.data.crc32c)
+            if isinstance(entry, TensorEntry | BytesEntry)
+            else entry
+            for entry in entries
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        entry = self.entry
+        found: dict[str, Any] = {"kind": type(entry).__struct_config__.tag}
+        match entry:
+            case TensorEntry() | ViewEntry() | CompositeEntry():
+                found |= {"type": entry.type, "dtype": entry.dtype, "shape": entry.shape}
+            case BytesEntry():
+                found["type"] = entry.type
+            case ValueEntry():
+                found["value"] = entry.value
+        return {**found, "nbytes": self.nbytes}
+
+
+def _leaves(manifests: dict[int, RankManifest]) -> dict[str, _Leaf]:
+    """Containers and leaves by ``<rank>/<path>``, in order; parts belong to their leaves."""
+    leaves: dict[str, _Leaf] = {}
     for rank, manifest in manifests.items():
+        by_path = {entry.path: entry for entry in manifest.entries}
         for entry in manifest.entries:
-            if not isinstance(entry, ContainerEntry):
-                yield rank, entry
+            if parent_of(entry.path) == entry.path:
+                base = by_path[entry.of] if isinstance(entry, ViewEntry) else None
+                leaves[f"{rank}/{entry.path}"] = _Leaf(entry, base=base)
+        for entry in manifest.entries:
+            parent = parent_of(entry.path)
+            if parent != entry.path:
+                leaves[f"{rank}/{parent}"].parts.append(entry)
+    return leaves
 
 
-def _describe(entry: Entry) -> list[str]:
-    """What an entry is, in columns: the type, and size or kin."""
+def _describe(leaf: _Leaf) -> list[str]:
+    """What a leaf or container is, in columns: the type, and size or kin."""
+    entry = leaf.entry
     match entry:
         case TensorEntry() | ViewEntry() | CompositeEntry():
             cells = [f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"]
-            if isinstance(entry, TensorEntry):
-                cells.append(_size(entry.data.stop - entry.data.start))
-                if entry.offsets is not None:
-                    cells.append(f"at {entry.offsets} of {entry.global_shape}")
+            if not isinstance(entry, ViewEntry) or leaf.parts:
+                cells.append(_size(leaf.nbytes))
+            if isinstance(entry, TensorEntry) and entry.offsets is not None:
+                cells.append(f"at {entry.offsets} of {entry.global_shape}")
             elif isinstance(entry, ViewEntry):
                 cells.append(f"view of {entry.of}")
-            else:
+            elif isinstance(entry, CompositeEntry):
                 cells.append(entry.layout)
             return cells
         case BytesEntry():
-            return [entry.type, _size(entry.data.stop - entry.data.start)]
+            return [entry.type, _size(leaf.nbytes)]
         case ValueEntry():
             return [_cut(_value_text(entry))]
         case ContainerEntry():
@@ -420,39 +495,28 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
 
 
-def _content(entry: Entry) -> object:
-    """What is equal exactly if the values are (up to CRC32C's collisions)."""
-    if isinstance(entry, TensorEntry | BytesEntry):
-        return (entry.data.stop - entry.data.start, entry.data.crc32c)
-    return entry
-
-
 @dataclass(slots=True)
 class _Node:
     """A path component: what stands there, and what is below it."""
 
-    entry: Entry | None = None
+    leaf: _Leaf | None = None
     children: dict[str, _Node] = field(default_factory=dict)
     num_leaves: int = 0
     nbytes: int = 0
 
 
-def _tree_of(entries: Iterable[Entry]) -> _Node:
+def _tree_of(leaves: Iterable[_Leaf]) -> _Node:
     root = _Node()
-    for entry in entries:
+    for leaf in leaves:
         node = root
         line = [root]
-        for name in entry.path.split("/"):
+        for name in leaf.entry.path.split("/"):
             node = node.children.setdefault(name, _Node())
             line.append(node)
-        node.entry = entry
-        if isinstance(entry, ContainerEntry):
-            continue
-        nbytes = 0
-        if isinstance(entry, TensorEntry | BytesEntry):
-            nbytes = entry.data.stop - entry.data.start
+        node.leaf = leaf
+        nbytes = leaf.nbytes
         for node in line:
-            node.num_leaves += 1
+            node.num_leaves += leaf.counts
             node.nbytes += nbytes
     return root
 
@@ -477,9 +541,14 @@ def _draw(root: _Node, max_depth: int) -> Iterator[str]:
 
 def _label(name: str, node: _Node) -> str:
     if not node.children:
-        return "  ".join([name, *(_describe(node.entry) if node.entry is not None else ())])
-    kind = f"{node.entry.type}, " if isinstance(node.entry, ContainerEntry) else ""
+        return "  ".join([name, *(_describe(node.leaf) if node.leaf is not None else ())])
+    container = None if node.leaf is None else node.leaf.entry
+    kind = f"{container.type}, " if isinstance(container, ContainerEntry) else ""
     return f"{name}  ({kind}{_count(node.num_leaves, 'leaf', 'leaves')}, {_size(node.nbytes)})"
+
+
+def _print_json(document: object) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def _count(number: int, one: str, many: str) -> str:
@@ -512,9 +581,26 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+class _Shortened:
+    """Prints as the beginning of long bytes."""
+
+    def __init__(self, value: bytes | bytearray) -> None:
+        self._text = f"{value[: _MAX_VALUE // 4]!r}... ({_size(len(value))})"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _shortened(value: object) -> object:
+    is_long = isinstance(value, bytes | bytearray) and len(value) > _MAX_VALUE
+    return _Shortened(value) if is_long else value  # type: ignore[arg-type]
+
+
 def _text_of(value: Any) -> str:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
+    paths, leaves = flatten("v", value)
+    value = unflatten("v", zip(paths, map(_shortened, leaves), strict=True))
     try:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print

@@ -17,7 +17,8 @@ package, so that every layer can raise from it.
     │   ├── ChecksumMismatch
     │   └── NotASnapshot(found)
     ├── IncompatibleState(missing, unexpected, mismatched)
-    └── SnapshotAborted(reason, rank, stage, key)
+    ├── SnapshotReplaced(url, is_deleted)
+    └── SnapshotAborted(reason, rank, stage, key, may_be_committed)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "SnapshotAborted",
+    "SnapshotReplaced",
     "StorageError",
     "StorageFull",
     "Throttled",
@@ -175,12 +177,15 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 
 class IncompatibleState(ActorSnapError):
-    """The app state and the snapshot do not fit. Raised before any tensor is touched.
+    """The app state and the snapshot do not fit.
 
     Attributes:
         missing: Paths that the app state has and the snapshot lacks.
         unexpected: Paths that the snapshot has and the app state cannot take.
-        mismatched: One line per leaf whose kind, dtype or shape differs.
+        mismatched: One line per leaf whose kind, dtype or shape differs; or what a module's
+            own loading says.
+        is_untouched: Nothing was changed. False if a module adapts what it loads, so that
+            only its ``load_state_dict`` could tell.
     """
 
     def __init__(
@@ -189,12 +194,15 @@ class IncompatibleState(ActorSnapError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
+        is_untouched: bool = True,
     ) -> None:
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
+        self.is_untouched = is_untouched
         lines = [
-            "the app state does not fit the snapshot; nothing was changed. "
+            "the app state does not fit the snapshot; "
+            f"{'nothing was changed' if is_untouched else 'parts of it were overwritten'}. "
             "strict=False restores what matches and reports the rest.",
             *_listed("missing in the snapshot", self.missing),
             *_listed("unexpected in the snapshot", self.unexpected),
@@ -205,6 +213,27 @@ class IncompatibleState(ActorSnapError):
             missing=self.missing,
             unexpected=self.unexpected,
             mismatched=self.mismatched,
+            is_untouched=is_untouched,
+        )
+
+
+class SnapshotReplaced(ActorSnapError):
+    """The snapshot was replaced or deleted while it was read. Nothing is damaged.
+
+    Attributes:
+        url: Where it lay.
+        is_deleted: Nothing is committed there now. Else there is another one, and reading
+            again may succeed: the call has begun anew several times.
+    """
+
+    def __init__(self, *, url: str, is_deleted: bool) -> None:
+        self.url = url
+        self.is_deleted = is_deleted
+        what = "deleted" if is_deleted else "replaced"
+        super().__init__(
+            f"the snapshot {url} was {what} while it was read; what was read is incomplete",
+            url=url,
+            is_deleted=is_deleted,
         )
 
 
@@ -216,15 +245,27 @@ class SnapshotAborted(ActorSnapError):
         rank: The rank where it began, or None.
         stage: ``capture``, ``join``, ``stage``, ``store``, ``commit`` or ``cancel``.
         key: The object key concerned, or None.
+        may_be_committed: The commit itself failed or was not answered: the snapshot may be
+            there, or may yet appear.
     """
 
     def __init__(
-        self, *, reason: str, rank: int | None = None, stage: str = "", key: str | None = None
+        self,
+        *,
+        reason: str,
+        rank: int | None = None,
+        stage: str = "",
+        key: str | None = None,
+        may_be_committed: bool = False,
     ) -> None:
         self.reason = reason
         self.rank = rank
         self.stage = stage
         self.key = key
+        self.may_be_committed = may_be_committed
+        doubt = (
+            ". The snapshot may be there nevertheless: look at the path before you delete or retry"
+        )
         where = "".join(
             [
                 f" on rank {rank}" if rank is not None else "",
@@ -233,5 +274,10 @@ class SnapshotAborted(ActorSnapError):
             ]
         )
         super().__init__(
-            f"snapshot aborted{where}: {reason}", reason=reason, rank=rank, stage=stage, key=key
+            f"snapshot aborted{where}: {reason}{doubt if may_be_committed else ''}",
+            reason=reason,
+            rank=rank,
+            stage=stage,
+            key=key,
+            may_be_committed=may_be_committed,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +11,12 @@ import msgspec
 
 from actorsnap.errors import UsageError
 
-__all__ = ["Options", "from_env"]
+__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env"]
 
 _MIB = 1 << 20
+MIN_CHUNK_BYTES = 2 * _MIB
+"""Two checksum blocks."""
+
 _MAX_TIMEOUT_S = 24 * 3600
 
 
@@ -21,17 +25,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fsync: Wait for the disk before a snapshot counts as saved. False is for scratch
-            tiers; the snapshot says so for ever.
+            tiers; the snapshot says so for ever. What replaces a snapshot taken with True
+            waits for the disk all the same.
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a
             pickle runs code of whoever wrote it.
-        timeout_s: A take that has not committed by then is aborted, on all ranks. At most
-            a day.
+        timeout_s: A take that has not committed by then is aborted, on all ranks; reading or
+            deleting fails with ``StorageError``. At most a day.
         memory_budget_bytes: Memory for staging copies. There is one budget per process,
-            shared by all snapshots: a value given here applies to all from now on. None
-            leaves it as it is; at first it is 60 % of the memory that is free when the
-            runtime starts, counting the cgroup's limit, and at most 64 GiB.
-        chunk_bytes: The unit of staging and I/O; at least 2 MiB.
+            shared by all snapshots: a value given here applies to all from now on. At least
+            2 MiB. None leaves it as it is; at first it is 60 % of the memory that is free when
+            the runtime starts, counting the cgroups' limits, and at most 64 GiB.
+        chunk_bytes: The unit of staging and I/O; at least 2 MiB. Smaller where the budget is.
         num_uploaders: Chunks hashed and written, or fetched, at once.
         max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
@@ -57,13 +62,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         if not is_number or not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
             raise UsageError(f"Options.timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
-        self._check("chunk_bytes", 2 * _MIB)
+        self._check("chunk_bytes", MIN_CHUNK_BYTES)
         self._check("num_uploaders", 1)
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
         if self.memory_budget_bytes is not None:
-            self._check("memory_budget_bytes", 1)
+            self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
 
     def _check(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -71,11 +76,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
 
 
+def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
+    """The size of chunks that fit into the budget, with the memory that is mapped for them."""
+    if chunk_bytes <= budget_bytes:
+        return chunk_bytes
+    # Staging memory comes in powers of two.
+    return max(MIN_CHUNK_BYTES, 1 << (budget_bytes.bit_length() - 1))
+
+
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
     """Options from ``ACTORSNAP_<NAME>`` variables: the only reader of the environment.
 
     Raises:
-        UsageError: a variable cannot be read as its option, or no option has that name.
+        UsageError: a variable cannot be read as its option, or is a misspelt one. Others that
+            begin alike are somebody else's.
     """
     source = os.environ if environ is None else environ
     types: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Options)}
@@ -85,7 +99,9 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
             continue
         name = variable.removeprefix("ACTORSNAP_").lower()
         if name not in types:
-            raise UsageError(f"{variable}: there is no option {name!r}")
+            if meant := difflib.get_close_matches(name, types, n=1, cutoff=0.8):
+                raise UsageError(f"{variable}: did you mean ACTORSNAP_{meant[0].upper()}?")
+            continue
         try:
             values[name] = msgspec.convert(text, types[name], strict=False)
         except msgspec.ValidationError as error:

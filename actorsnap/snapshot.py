@@ -20,6 +20,13 @@ __all__ = ["PendingSnapshot", "Snapshot"]
 class Snapshot:
     """A saved app state at a URL. Creating one does no I/O.
 
+    A handle stands for its path, also one that ``take`` returned: each call reads the commit
+    object anew, and follows if another snapshot has replaced the one before. A call whose
+    snapshot is replaced while it reads begins anew, three times at most (``state_dict()`` may
+    be called again), and then raises ``SnapshotReplaced``; so it does if it was deleted.
+    ``Options.timeout_s`` bounds each call's reading. Reads into tensors that have reached the
+    operating system are waited for: they must not come late.
+
     Args:
         path: Where: a local path, ``fs://``, ``memory://`` or the URL of an installed backend.
         storage_options: For the backend.
@@ -68,6 +75,9 @@ class Snapshot:
         trains, use ``async_take``). Tensors on devices, or not contiguous, go through at most
         48 MiB of copies.
 
+        What other programs keep at ``path`` is not touched. The garbage of older attempts is
+        deleted behind the commit; this waits for it 5 seconds at most.
+
         Args:
             path: A URL at which no snapshot is committed yet.
             app_state: Statefuls by key.
@@ -81,7 +91,9 @@ class Snapshot:
         Raises:
             UsageError: bad input; nothing was written.
             ObjectExists: a snapshot is committed at ``path``, or was meanwhile.
-            SnapshotAborted: it failed, by storage or time; the cause is chained.
+            UnsupportedFormat: a newer release's snapshot would be overwritten.
+            SnapshotAborted: it failed, by storage or time; the cause is chained. Look at its
+                ``may_be_committed``.
         Cancellation: the attempt is aborted and what it wrote deleted before this raises,
             unless the commit was already under way: then the snapshot is whole.
         """
@@ -138,13 +150,27 @@ class Snapshot:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before
-        the first byte is read. Leaves of the snapshot that a stateful lacks are read into
-        fresh CPU tensors and handed to its ``load_state_dict`` (a fresh optimizer); for an
-        ``nn.Module`` they count as unexpected.
+        the first byte is read. What has to match depends on the stateful:
+
+        - An ``nn.Module`` has a place for each leaf of the snapshot, and the other way round.
+          Its extra state is handed over as it was saved. If leaves differ and the module
+          adapts what it loads (it has hooks, or loading code of its own), everything is read
+          fresh and its ``load_state_dict`` decides.
+        - A ``StateDict`` takes the structure of the snapshot. Its further dict keys are
+          missing, and a tensor that differs from the saved one in dtype or shape is
+          mismatched; lists are taken over with the length that was saved.
+        - Anything else (optimizers, schedulers) gets exactly what was saved.
+
+        What has no tensor to be read into is read into a fresh one on the CPU; so is what
+        has one on the meta device, which a module or ``StateDict`` takes over as its own.
+        Tensors that share memory, but were saved as separate ones: a module's keeps it, else
+        the first one; the others are replaced by tensors of their own, on the same device.
+        A module's that would have to be replaced counts as mismatched; under ``strict=False``
+        the memory then holds what the module loaded last.
 
         Args:
             app_state: Statefuls by key.
-            strict: False restores what fits and reports the rest.
+            strict: False restores what fits, leaves the rest as it is and reports it.
 
         Returns:
             What was left out.
@@ -153,10 +179,14 @@ class Snapshot:
             UsageError: bad input.
             NotASnapshot: there is no committed snapshot; says what is there.
             IncompatibleState: strict, and something is missing, unexpected or mismatched:
-                all of it is named; nothing was changed.
+                all of it is named; nothing was changed, unless a module itself refused
+                (``is_untouched``).
+            Exception: whatever a ``load_state_dict`` raises, with a note that names its key
+                and those that were loaded before.
             FormatError, ChecksumMismatch: the snapshot is damaged; names the object. Tensors
                 may have been overwritten in part.
             StorageError: reading failed; the same holds.
+            MemoryError: there is no room for a fresh tensor; names it. Nothing was changed.
         Cancellation: tensors may have been overwritten in part.
         """
         return await run_async(calls.restore(self._source, app_state, strict=strict))
@@ -171,10 +201,13 @@ class Snapshot:
             out: A tensor or array of the same dtype and shape to read into, on any device.
             memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
                 result itself. The process grows by at most this plus 4 MiB, and by the
-                index, which is read once per ``Snapshot``.
+                index, which is read once per ``Snapshot``. Not bounded, with ``out``: a sparse
+                or quantized tensor is read beside it first, and so is a view that has other
+                strides than the saved one, from its first byte to its last.
 
         Returns:
-            ``out``, or the value: tensors fresh on the CPU.
+            ``out``, or the value: tensors fresh on the CPU. A view of a larger tensor comes
+            alone, with its own bytes.
 
         Raises:
             UsageError: no such path; names those near it.

@@ -85,9 +85,7 @@ def test_ls_of_a_snapshot(saved: Path) -> None:
         "0/model/w\tfloat32[3, 4]\t48 B",
         "0/model/row\tfloat32[4]\tview of model/w",
         "0/model/big\tfloat32[300000]\t1.1 MiB",
-        "0/model/sparse\tfloat32[2, 2]\tsparse_coo",
-        "0/model/sparse@indices\tint64[2, 2]\t32 B",
-        "0/model/sparse@values\tfloat32[2]\t8 B",
+        "0/model/sparse\tfloat32[2, 2]\t40 B\tsparse_coo",
         "0/progress/step\t7",
         "0/progress/nan\tnan",
         '0/progress/name\t"run"',
@@ -112,6 +110,35 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     assert rows[1][1:] == ["unfinished"]
     assert rows[2][2:] == ["world size 1", '{"step": 1}']
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
+
+
+def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
+    objects = json.loads(run("ls", "--json", saved).out)
+    assert [item["path"] for item in objects] == [
+        line.split("\t")[0] for line in run("ls", saved).lines
+    ]
+    by_path = {item.pop("path"): item for item in objects}
+    assert by_path["0/model/sparse"] == {
+        **{"kind": "composite", "type": "tensor", "dtype": "float32", "shape": [2, 2]},
+        "nbytes": 40,
+    }
+    assert by_path["0/progress/step"] == {"kind": "value", "value": 7, "nbytes": 0}
+    assert by_path["0/progress/blob"] == {"kind": "bytes", "type": "bytes", "nbytes": 5000}
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
+    found = {item["name"]: item for item in json.loads(run("ls", "--json", tmp_path).out)}
+    assert {name: item["state"] for name, item in found.items()} == {
+        **{"broken": "damaged", "dead": "unfinished", "s": "committed"}
+    }
+    assert (found["s"]["world_size"], found["s"]["metadata"]) == (1, {"step": 7})
+
+
+def test_all_commands_count_the_same_leaves(saved: Path) -> None:
+    for path in (saved, V1):
+        count = len(run("ls", path).lines)
+        assert run("diff", path, path).out == f"equal: {count} leaves\n"
+        tops = [line for line in run("inspect", path).lines if line[0] in "├└"]
+        assert sum(map(int, re.findall(r"(\d+) lea(?:f|ves),", "\n".join(tops)))) == count
 
 
 def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
@@ -145,13 +172,11 @@ def test_inspect(saved: Path) -> None:
     assert re.fullmatch(r"created \S+Z, world size 1, format 1", ended.lines[1])
     assert ended.lines[2:] == [
         'metadata {"step": 7}',
-        "├── model  (6 leaves, 1.1 MiB)",
+        "├── model  (4 leaves, 1.1 MiB)",
         "│   ├── w  float32[3, 4]  48 B",
         "│   ├── row  float32[4]  view of model/w",
         "│   ├── big  float32[300000]  1.1 MiB",
-        "│   ├── sparse  float32[2, 2]  sparse_coo",
-        "│   ├── sparse@indices  int64[2, 2]  32 B",
-        "│   └── sparse@values  float32[2]  8 B",
+        "│   └── sparse  float32[2, 2]  40 B  sparse_coo",
         "└── progress  (6 leaves, 4.9 KiB)",
         "    ├── step  7",
         "    ├── nan  nan",
@@ -168,7 +193,7 @@ def test_inspect_says_when_fsync_was_off_and_stops_at_a_depth(tmp_path: Path) ->
     ended = run("inspect", tmp_path / "s", "--depth", 1)
     assert ended.lines[2:] == [
         "written with fsync=False: may not have survived a power loss",
-        "├── model  (6 leaves, 1.1 MiB)",
+        "├── model  (4 leaves, 1.1 MiB)",
         "└── progress  (6 leaves, 4.9 KiB)",
     ]
 
@@ -259,7 +284,7 @@ def test_verify_where_the_index_is_damaged(saved: Path, tmp_path: Path) -> None:
 def test_diff_of_equal_ones(saved: Path, tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "t", state())
     ended = run("diff", saved, tmp_path / "t")
-    assert (ended.code, ended.out, ended.err) == (0, "equal: 13 leaves\n", "")
+    assert (ended.code, ended.out, ended.err) == (0, "equal: 10 leaves\n", "")
 
 
 def test_diff(saved: Path, tmp_path: Path) -> None:
@@ -282,8 +307,24 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
         "+ 0/progress/new\tlist",
         "! 0/progress/step\t7 -> 8",
     ]
-    assert ended.err == "7 of 14 leaves differ\n"
+    assert ended.err == "7 differences in 10 leaves\n"
     assert run("diff", saved, tmp_path / "no").code == 3
+
+
+def test_diff_of_parts_and_shared_memory(tmp_path: Path) -> None:
+    for name, change in (("a", 0.0), ("b", 1.0)):
+        x = torch.arange(20.0)
+        x[8] += change
+        sparse = torch.eye(3) * (1 + change)
+        shared = {"left": x[:10], "right": x[6:], "sparse": sparse.to_sparse()}
+        Snapshot.take(tmp_path / name, {"s": StateDict(shared)})
+    ended = run("diff", tmp_path / "a", tmp_path / "b")
+    assert ended.lines == [
+        "~ 0/s/left\tfloat32[10]\t80 B\tview of s/left@storage\tother values in that memory",
+        "~ 0/s/right\tfloat32[14]\tview of s/left@storage\tother values in that memory",
+        "~ 0/s/sparse\tfloat32[3, 3]\t60 B\tsparse_coo\tother values",
+    ]
+    assert ended.err == "3 differences in 3 leaves\n"
 
 
 # cat ------------------------------------------------------------------------------------------
@@ -310,6 +351,14 @@ def test_cat_raw(saved: Path) -> None:
     ended = run("cat", saved, "progress/step", "--raw")
     assert ended.code == 2
     assert "a value of type int has no raw bytes; leave out --raw" in ended.err
+
+
+def test_cat_shows_the_beginning_of_long_bytes(saved: Path) -> None:
+    shown = "b'xxxxxxxxxxxxxxx'... (4.9 KiB)"
+    assert run("cat", saved, "progress/blob").out == f"{shown}\n"
+    assert run("cat", saved, "progress").out == (
+        f"{{'step': 7, 'nan': nan, 'name': 'run', 'log': [1, 2], 'blob': {shown}}}\n"
+    )
 
 
 def test_cat_of_a_pickled_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +420,13 @@ def test_rm_garbage(saved: Path, unfinished: Path) -> None:
     assert Snapshot(saved).verify("full").ok
     assert run("rm", "--force", saved).code == 2
     assert Snapshot(saved).verify("full").ok
+
+
+def test_rm_garbage_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
+    ended = run("rm", "--garbage", tmp_path / "nope")
+    assert (ended.code, ended.out) == (3, "")
+    assert "nothing is there" in ended.err
+    assert run("rm", "--garbage", unfinished).code == 0  # left, but seen
 
 
 # Usage, terminals, pipes ----------------------------------------------------------------------

@@ -201,7 +201,7 @@ def flip(path: Path) -> None:
 
 DAMAGES: list[tuple[str, Callable[[Path], None], type[ActorSnapError], str]] = [
     (".actorsnap", remove, NotASnapshot, "unfinished"),
-    (".actorsnap", empty, NotASnapshot, r"\.actorsnap: not a commit object"),
+    (".actorsnap", empty, ChecksumMismatch, r"\.actorsnap: the commit object is damaged"),
     (".actorsnap", cut, ChecksumMismatch, r"\.actorsnap"),
     (".actorsnap", grow, ChecksumMismatch, r"\.actorsnap"),
     (".actorsnap", flip, ChecksumMismatch, r"\.actorsnap"),

@@ -3,6 +3,9 @@
 anyio's limiters count tokens, not bytes; this counts bytes. It decides only who may go next:
 strictly in order of asking, so that a large request is not starved by small ones. One that is
 larger than the whole budget is admitted when nothing else is leased, or nothing would move.
+
+A lease for reading goes beyond the limit where no other one is lent: a save whose storage hangs
+may hold everything until its deadline, and restores from healthy storages do not wait for that.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class BudgetStatistics:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     nbytes: int
+    is_reading: bool
     event: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -42,10 +46,11 @@ class Lease:
         on_release: Called once when the lease is released, if set.
     """
 
-    __slots__ = ("_budget", "nbytes", "on_release", "view")
+    __slots__ = ("_budget", "_is_reading", "nbytes", "on_release", "view")
 
-    def __init__(self, budget: Budget, nbytes: int, view: memoryview) -> None:
+    def __init__(self, budget: Budget, nbytes: int, view: memoryview, *, is_reading: bool) -> None:
         self._budget: Budget | None = budget
+        self._is_reading = is_reading
         self.nbytes = nbytes
         self.view = view
         self.on_release: Callable[[], None] | None = None
@@ -55,7 +60,8 @@ class Lease:
         budget, self._budget = self._budget, None
         if budget is not None:
             view, self.view = self.view, memoryview(b"")
-            budget._release(self.nbytes, view)
+            budget._free(view)
+            budget._give_back(self.nbytes, self._is_reading)
             if self.on_release is not None:
                 self.on_release()
 
@@ -91,6 +97,7 @@ class Budget:
         self._allocate = allocate or (lambda nbytes: memoryview(bytearray(nbytes)))
         self._free = free or (lambda view: None)
         self._leased = 0
+        self._num_reading = 0
         self._peak = 0
         self._waiters: deque[_Waiter] = deque()
 
@@ -115,46 +122,48 @@ class Budget:
         """Whether ``lease(nbytes)`` would have to wait now."""
         return bool(self._waiters) or not self._fits(nbytes)
 
-    async def lease(self, nbytes: int) -> Lease:
+    async def lease(self, nbytes: int, *, is_reading: bool = False) -> Lease:
         """Waits for its turn and for ``nbytes``, and allocates them.
 
+        Args:
+            is_reading: Waits for no save; see the module's docstring.
         Cancellation: nothing stays leased.
         """
-        if self.would_wait(nbytes):
-            waiter = _Waiter(nbytes)
-            self._waiters.append(waiter)
-            try:
-                await waiter.event.wait()
-            except BaseException:
-                if waiter.event.is_set():
-                    self._leased -= nbytes
-                else:
-                    self._waiters.remove(waiter)
-                self._admit()
-                raise
-        else:
-            self._take(nbytes)
+        waiter = _Waiter(nbytes, is_reading)
+        self._waiters.append(waiter)
+        self._admit()
         try:
-            return Lease(self, nbytes, self._allocate(nbytes))
+            if not waiter.event.is_set():
+                await waiter.event.wait()
+            view = self._allocate(nbytes)
         except BaseException:
-            self._leased -= nbytes
-            self._admit()
+            if waiter.event.is_set():
+                self._give_back(nbytes, is_reading)
+            else:
+                self._waiters.remove(waiter)
+                self._admit()
             raise
+        return Lease(self, nbytes, view, is_reading=is_reading)
 
     def _fits(self, nbytes: int) -> bool:
         return self._leased + nbytes <= self._limit or self._leased == 0
 
-    def _take(self, nbytes: int) -> None:
-        self._leased += nbytes
-        self._peak = max(self._peak, self._leased)
-
-    def _release(self, nbytes: int, view: memoryview) -> None:
+    def _give_back(self, nbytes: int, is_reading: bool) -> None:
         self._leased -= nbytes
-        self._free(view)
+        self._num_reading -= is_reading
         self._admit()
 
     def _admit(self) -> None:
         while self._waiters and self._fits(self._waiters[0].nbytes):
-            waiter = self._waiters.popleft()
-            self._take(waiter.nbytes)
-            waiter.event.set()
+            self._take(self._waiters.popleft())
+        if self._num_reading == 0:
+            reader = next((waiter for waiter in self._waiters if waiter.is_reading), None)
+            if reader is not None:
+                self._waiters.remove(reader)
+                self._take(reader)
+
+    def _take(self, waiter: _Waiter) -> None:
+        self._leased += waiter.nbytes
+        self._num_reading += waiter.is_reading
+        self._peak = max(self._peak, self._leased)
+        waiter.event.set()

@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
-from actorsnap.errors import ActorSnapError, ObjectExists, ObjectNotFound
+from actorsnap.actors.errands import Errands
+from actorsnap.actors.reader import find_commit
+from actorsnap.errors import ActorSnapError, ChecksumMismatch, ObjectExists, StorageError
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     FORMAT_VERSION,
     Commit,
     ManifestRecord,
-    decode_commit,
     encode_commit,
 )
 from actorsnap.protocol.coordinator import (
@@ -98,6 +101,7 @@ class CoordinatorActor:
         machine: Fresh.
         end: The transport's coordinator end.
         storage: Where the commit object goes.
+        errands: Where the commit runs, which may hang.
         template: The rest of the commit object.
         timeout_s: Seconds until the attempt is aborted if it has not committed.
         deadline: The loop's time when they are over; counted from ``run`` if None.
@@ -105,6 +109,7 @@ class CoordinatorActor:
 
     Attributes:
         commit: What was committed, once it was.
+        replaced: The attempt that its commit object replaced, if any.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class CoordinatorActor:
         machine: CoordinatorMachine,
         end: CoordinatorEnd,
         storage: Storage,
+        errands: Errands,
         template: CommitTemplate,
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
@@ -121,6 +127,7 @@ class CoordinatorActor:
         self._machine = machine
         self._end = end
         self._storage = storage
+        self._errands = errands
         self._template = template
         self._deadline = math.inf if deadline is None else deadline
         self._has_deadline = deadline is not None
@@ -128,7 +135,9 @@ class CoordinatorActor:
         self._on_failure = on_failure
         self._commit_scope = anyio.CancelScope()
         self._stop_reason = ""
+        self._is_asked = False
         self.commit: Commit | None = None
+        self.replaced: str | None = None
 
     async def run(self) -> None:
         """Returns when every rank has been told the outcome."""
@@ -164,7 +173,7 @@ class CoordinatorActor:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._listen)
             with self._commit_scope:
-                ending = await self._write_commit(commit)
+                ending = await self._errands.run(self._write_commit, commit)
             tasks.cancel_scope.cancel()
         if ending is None:
             ending = await self._unanswered()
@@ -179,6 +188,8 @@ class CoordinatorActor:
     async def _write_commit(self, commit: Commit) -> CommitWritten | CommitFailed:
         try:
             data = encode_commit(commit)
+            await self._look_before(commit)
+            self._is_asked = True
             if self._template.overwrite:
                 await self._storage.put(COMMIT_KEY, [memoryview(data)])
             else:
@@ -187,8 +198,18 @@ class CoordinatorActor:
             return await self._failed(error)
         return CommitWritten()
 
+    async def _look_before(self, commit: Commit) -> None:
+        """Sees what is about to be replaced, and that what is to be named is still there."""
+        if self._template.overwrite:
+            with suppress(ChecksumMismatch):
+                older = await find_commit(self._storage)
+                self.replaced = older.attempt if older is not None else None
+        for record in commit.manifests:
+            await self._storage.stat(record.key)
+        await anyio.lowlevel.checkpoint_if_cancelled()
+
     async def _failed(self, error: Exception) -> CommitWritten | CommitFailed:
-        visible = await self._visible()
+        visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
             # The backend tried twice by itself, and met what its first try had created.
             return CommitWritten()
@@ -210,13 +231,17 @@ class CoordinatorActor:
                 reason=str(error) if isinstance(error, ActorSnapError) else repr(error),
                 stage=Stage.COMMIT,
                 rank=0,
-                key=COMMIT_KEY,
+                key=(error.key if isinstance(error, StorageError) else None) or COMMIT_KEY,
                 may_be_visible=visible in (_Visible.OURS, _Visible.UNKNOWN),
             )
         )
 
     async def _unanswered(self) -> CommitWritten | CommitFailed:
         """The ending of a commit whose answer nobody waits for any more."""
+        if not self._is_asked:
+            return CommitFailed(
+                Failure(reason=self._stop_reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            )
         if await self._visible() is _Visible.OURS:
             return CommitWritten()
         # The storage may still perform it: what the commit object names must stay.
@@ -235,12 +260,12 @@ class CoordinatorActor:
         """Whose commit object lies there, after a commit that failed or was not answered."""
         with anyio.move_on_after(_LOOK_S):
             try:
-                commit = decode_commit(await self._storage.get(COMMIT_KEY))
-            except ObjectNotFound:
-                return _Visible.NONE
+                commit = await self._errands.run(find_commit, self._storage)
             except Exception:
                 logger.debug("the commit object cannot be read", exc_info=True)
             else:
+                if commit is None:
+                    return _Visible.NONE
                 is_ours = commit.attempt == self._template.attempt
                 return _Visible.OURS if is_ours else _Visible.ANOTHER
         return _Visible.UNKNOWN

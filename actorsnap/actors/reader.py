@@ -7,13 +7,19 @@ the very memory that the caller gets. What to read is planned by ``planning.rest
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import anyio
 
 from actorsnap.actors.budget import Budget
-from actorsnap.errors import ChecksumMismatch, NotASnapshot, ObjectNotFound
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    ObjectNotFound,
+    SnapshotReplaced,
+)
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import recognize
 from actorsnap.format.manifest import (
@@ -21,6 +27,7 @@ from actorsnap.format.manifest import (
     COMMIT_KEY,
     BytesEntry,
     Commit,
+    ManifestRecord,
     RankManifest,
     Stored,
     TensorEntry,
@@ -31,7 +38,7 @@ from actorsnap.planning.restore import Range, Read, plan_reads
 from actorsnap.state.tensors import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 
-__all__ = ["FetcherPool", "Request", "SnapshotReader"]
+__all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit"]
 
 _MAX_LISTED = 10_000
 """So many keys are looked at to say what is there instead of a snapshot."""
@@ -42,18 +49,34 @@ _TURN_BYTES = 64 << 20
 """So much a thread reads before others have their turn on it."""
 
 
+async def find_commit(storage: Storage) -> Commit | None:
+    """The commit object; None where there is none.
+
+    Raises:
+        FormatError: it is damaged, or of a newer or another format.
+        StorageError: reading failed.
+    """
+    try:
+        data = await storage.get(COMMIT_KEY)
+    except ObjectNotFound:
+        return None
+    return decode_commit(data)
+
+
 class SnapshotReader:
-    """The index of one committed snapshot, read once and kept.
+    """Reads the index of a committed snapshot, which others may replace meanwhile.
 
     Args:
         storage: Open; stays the caller's.
+        attempt: Whose objects are read, where the commit object was read before.
     """
 
-    def __init__(self, storage: Storage, run_blocking: RunBlocking) -> None:
+    def __init__(
+        self, storage: Storage, run_blocking: RunBlocking, attempt: str | None = None
+    ) -> None:
         self.storage = storage
         self._run_blocking = run_blocking
-        self._commit: Commit | None = None
-        self._manifests: dict[int, RankManifest] = {}
+        self._attempt = attempt
 
     async def commit(self) -> Commit:
         """The commit object.
@@ -63,33 +86,36 @@ class SnapshotReader:
             FormatError: it is damaged, or of a newer format.
             StorageError: reading failed.
         """
-        if self._commit is None:
-            try:
-                data = await self.storage.get(COMMIT_KEY)
-            except ObjectNotFound:
-                raise await self._explain_absence() from None
-            self._commit = decode_commit(data)
-        return self._commit
+        commit = await find_commit(self.storage)
+        if commit is None:
+            raise await self._explain_absence()
+        self._attempt = commit.attempt
+        return commit
 
-    async def manifest(self, rank: int) -> RankManifest:
-        """The manifest of ``rank``.
+    async def check_replaced(self) -> None:
+        """Looks at the commit object again, when something is not as it says.
+
+        Raises:
+            SnapshotReplaced: it is another one now, or gone: what was read is not damaged.
+            StorageError: reading failed.
+        """
+        with suppress(FormatError):  # what is damaged now says nothing
+            commit = await find_commit(self.storage)
+            if commit is None or commit.attempt != self._attempt:
+                raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
+
+    async def manifest(self, record: ManifestRecord) -> RankManifest:
+        """The rank manifest that the commit object names by ``record``.
 
         Raises:
             FormatError: it is missing or damaged.
             StorageError: reading failed.
         """
-        if rank not in self._manifests:
-            commit = await self.commit()
-            record = commit.manifests[rank]
-            try:
-                data = await self.storage.get(record.key)
-            except ObjectNotFound as error:
-                raise ChecksumMismatch(
-                    key=record.key, detail="the rank manifest is missing"
-                ) from error
-            manifest = await self._run_blocking(decode_rank_manifest, data, record, record.key)
-            self._manifests[rank] = manifest
-        return self._manifests[rank]
+        try:
+            data = await self.storage.get(record.key)
+        except ObjectNotFound as error:
+            raise ChecksumMismatch(key=record.key, detail="the rank manifest is missing") from error
+        return await self._run_blocking(decode_rank_manifest, data, record, record.key)
 
     async def _explain_absence(self) -> NotASnapshot:
         keys: list[str] = []
@@ -112,12 +138,16 @@ class Request:
         self.stored = stored
         self.sink = sink
 
-    def path(self) -> str:
-        """The leaf's path; looked up for messages only."""
-        for entry in self._manifest.entries:
-            if isinstance(entry, TensorEntry | BytesEntry) and entry.data is self.stored:
-                return entry.path
-        return "?"
+    def leaf(self) -> TensorEntry | BytesEntry:
+        """The entry that has the bytes, or more of them; looked up for messages only."""
+        stored = self.stored
+        return next(
+            entry
+            for entry in self._manifest.entries
+            if isinstance(entry, TensorEntry | BytesEntry)
+            and entry.data.object == stored.object
+            and entry.data.start <= stored.start < entry.data.stop
+        )
 
 
 class FetcherPool:
@@ -211,7 +241,7 @@ class FetcherPool:
             if self._verify:
                 await self._run_blocking(_verify_all, targets)
             return
-        with await self._budget.lease(read.stop - read.start) as lease:
+        with await self._budget.lease(read.stop - read.start, is_reading=True) as lease:
             if has_blocking_io:
                 await self._run_blocking(self._read_through, requests, read, lease.view)
             else:
@@ -302,9 +332,11 @@ def _verify(request: Request, start: int, view: memoryview) -> None:
     number = start // BLOCK_BYTES
     for low in range(0, len(view), BLOCK_BYTES):
         if crc32c(view[low : low + BLOCK_BYTES]) != expected[number]:
+            leaf = request.leaf()
+            at = request.stored.start + number * BLOCK_BYTES
             raise ChecksumMismatch(
                 key=request.key,
-                detail=f"block {number} of {request.path()!r} (bytes from "
-                f"{request.stored.start + number * BLOCK_BYTES}) differs from what was saved",
+                detail=f"block {(at - leaf.data.start) // BLOCK_BYTES} of {leaf.path!r} "
+                f"(bytes from {at}) differs from what was saved",
             )
         number += 1

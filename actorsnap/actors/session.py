@@ -16,6 +16,7 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.errands import Errands
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
@@ -55,7 +56,7 @@ from actorsnap.protocol.participant import (
 )
 from actorsnap.state.capture import Captured, Leaf
 from actorsnap.state.tensors import MemorySource
-from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
+from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.transport.base import ParticipantEnd
 
 __all__ = ["ParticipantActor", "SaveSettings"]
@@ -66,9 +67,6 @@ _RELEASED = MemorySource(0, 0, None)
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
 comes to run a switch interval (5 ms) later."""
-
-_CLEANUP_S = 30.0
-"""Cleaning up after an abort takes no longer; what is left is garbage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +92,7 @@ class ParticipantActor:
         machine: Fresh.
         end: The transport's end of this rank.
         captured: The rank's state. Dropped as soon as it is staged and the manifest built.
+        errands: Where all work of this rank runs that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
     """
@@ -107,7 +106,7 @@ class ParticipantActor:
         captured: Captured,
         settings: SaveSettings,
         budget: Budget,
-        run_blocking: RunBlocking,
+        errands: Errands,
         board: ProgressBoard,
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
@@ -119,7 +118,8 @@ class ParticipantActor:
         self._leaves: list[Leaf] = captured.leaves
         self._settings = settings
         self._budget = budget
-        self._run_blocking = run_blocking
+        self._errands = errands
+        self._run_blocking = errands.run_blocking
         self._board = board
         self._on_staged = on_staged
         self._on_failure = on_failure
@@ -138,6 +138,8 @@ class ParticipantActor:
         self._work_scope = anyio.CancelScope()
         self._work_ended = anyio.Event()
         self._has_work = False
+        self._has_stopped = False
+        self._staged: MemoryObjectReceiveStream[StagedChunk] | None = None
         self._cancel_reason: str | None = None
         self._cancel_wanted = anyio.Event()
         self._outcome: Finish | None = None
@@ -167,7 +169,8 @@ class ParticipantActor:
         finally:
             if self._outcome is None:
                 await self._discard_objects()
-            self._leaves = []
+            # Errors and their frames may refer to this actor; the trainer's memory goes now.
+            self._leaves, self._captured = [], Captured((), [])
             self._events_in.close()
             self._events_out.close()
             self._control_in.close()
@@ -210,11 +213,14 @@ class ParticipantActor:
         """Everything that ``StopWork`` stops, in one scope."""
         try:
             with self._work_scope:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._perform_controls, tasks)
-                    tasks.start_soon(self._guard, Stage.STORE, None, self._start, command, tasks)
+                await self._errands.run(self._store_all, command)
         finally:
             self._work_ended.set()
+
+    async def _store_all(self, command: StartStoring) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._perform_controls, tasks)
+            tasks.start_soon(self._guard, Stage.STORE, None, self._start, command, tasks)
 
     async def _guard(
         self, stage: Stage, key: str | None, step: Callable[..., Awaitable[None]], *args: object
@@ -234,16 +240,23 @@ class ParticipantActor:
             await self._post(StepFailed(failure))
 
     async def _perform_controls(self, tasks: anyio.abc.TaskGroup) -> None:
-        async for command in self._control_out:
-            match command:
-                case CompleteObject():
-                    number = command.object
-                    key = self._objects[number].key
-                    tasks.start_soon(self._guard, Stage.STORE, key, self._complete, number)
-                case StoreManifest():
-                    key = manifest_key(self._attempt, self._machine.rank)
-                    tasks.start_soon(self._guard, Stage.STORE, key, self._store_manifest, key)
-                    return
+        try:
+            async for command in self._control_out:
+                match command:
+                    case CompleteObject():
+                        number = command.object
+                        key = self._objects[number].key
+                        tasks.start_soon(self._guard, Stage.STORE, key, self._complete, number)
+                    case StoreManifest():
+                        key = manifest_key(self._attempt, self._machine.rank)
+                        tasks.start_soon(self._guard, Stage.STORE, key, self._store_manifest, key)
+                        return
+        finally:
+            # All is stored, or the work was stopped: then neither the threads nor the memory of
+            # chunks that wait may depend on a write that hangs.
+            self._has_stopped = True
+            if self._staged is not None:
+                _release_leases(self._staged)
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt = command.attempt
@@ -265,6 +278,7 @@ class ParticipantActor:
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
+        self._staged = staged_out
         may_store, begin = anyio.Event(), anyio.Event()
         if not copies:
             may_store.set()
@@ -297,12 +311,15 @@ class ParticipantActor:
                         begin=begin,
                         run_blocking=self._run_blocking,
                         report=self._report_chunk,
+                        is_stopped=lambda: self._has_stopped,
                         has_blocking_io=self._storage.capabilities.has_blocking_io,
                         board=self._board,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
         finally:
-            _release_leases(staged_out)
+            self._staged = None
+            with staged_out:
+                _release_leases(staged_out)
         if not copies:
             # The trainer's own memory was read until the last chunk was written.
             await self._post(StagingEnded())
@@ -386,34 +403,28 @@ class ParticipantActor:
 
     async def _discard_objects(self) -> None:
         """Deletes what this rank wrote. Bounded, and failing is only logged: it is garbage."""
-        with anyio.move_on_after(_CLEANUP_S, shield=True) as scope:
-            try:
-                for number, writer in enumerate(self._writers):
-                    if number not in self._completed:
-                        await writer.abort()
-                keys = [plan.key for plan in self._objects]
-                if self._manifest_key is not None:
-                    keys.append(self._manifest_key)
-                if keys:
-                    await self._storage.delete(keys)
-            except Exception:
-                logger.warning("%s: garbage was left", self._board.label, exc_info=True)
-        if scope.cancelled_caught:
-            logger.warning(
-                "%s: garbage was left: deleting it took over %g s", self._board.label, _CLEANUP_S
-            )
+        await self._errands.clean_up(self._delete_objects)
+
+    async def _delete_objects(self) -> None:
+        for number, writer in enumerate(self._writers):
+            if number not in self._completed:
+                await writer.abort()
+        keys = [plan.key for plan in self._objects]
+        if self._manifest_key is not None:
+            keys.append(self._manifest_key)
+        if keys:
+            await self._storage.delete(keys)
 
 
 def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
     """Empties the stream; only after a failure is anything in it."""
-    with staged:
-        while True:
-            try:
-                chunk = staged.receive_nowait()
-            except (anyio.WouldBlock, anyio.EndOfStream):
-                return
-            if chunk.lease is not None:
-                chunk.lease.release()
+    while True:
+        try:
+            chunk = staged.receive_nowait()
+        except (anyio.WouldBlock, anyio.EndOfStream):
+            return
+        if chunk.lease is not None:
+            chunk.lease.release()
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -80,10 +80,12 @@ class StagingActor:
             ends first.
         """
         chunks = iter(self._order)
-        async with self._out, anyio.create_task_group() as tasks:
-            for _ in range(self._num_copiers):
-                tasks.start_soon(self._stage_next, chunks)
-        if self._copies:
+        try:
+            async with self._out, anyio.create_task_group() as tasks:
+                for _ in range(self._num_copiers):
+                    tasks.start_soon(self._stage_next, chunks)
+        finally:
+            # The trainer may free its memory now, whoever still holds this actor.
             self._sources = ()
         self._full.set()
 

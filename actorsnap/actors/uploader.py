@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
+import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.items import StagedChunk
@@ -67,6 +68,7 @@ class UploaderActor:
         ledgers: Per object, where its checksums go.
         begin: Nothing is stored before this is set.
         report: Awaited with the object's number after each chunk.
+        is_stopped: Asked between two blocks, on any thread: True lets the rest go.
         has_blocking_io: Whether the writers may be called from worker threads.
     """
 
@@ -79,6 +81,7 @@ class UploaderActor:
         begin: anyio.Event,
         run_blocking: RunBlocking,
         report: Callable[[int], Awaitable[None]],
+        is_stopped: Callable[[], bool],
         has_blocking_io: bool,
         board: ProgressBoard,
     ) -> None:
@@ -88,6 +91,7 @@ class UploaderActor:
         self._begin = begin
         self._run_blocking = run_blocking
         self._report = report
+        self._is_stopped = is_stopped
         self._has_blocking_io = has_blocking_io
         self._board = board
 
@@ -96,7 +100,7 @@ class UploaderActor:
 
         Raises:
             StorageError: a write failed; the chunk's lease is released.
-        Cancellation: as for a failure; a write on a worker thread ends first.
+        Cancellation: as for a failure; a block that a worker thread writes ends first.
         """
         async with self._chunks:
             await self._begin.wait()
@@ -112,7 +116,8 @@ class UploaderActor:
         writer = self._writers[staged.chunk.object]
         nbytes = staged.chunk.stop - staged.chunk.start
         if self._has_blocking_io:
-            checksums = await self._run_blocking(_hash_and_write, writer, staged)
+            checksums = await self._run_blocking(_hash_and_write, writer, staged, self._is_stopped)
+            await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
             views, checksums = await self._run_blocking(_hash, staged)
@@ -127,7 +132,9 @@ def _hash(staged: StagedChunk) -> tuple[list[memoryview], list[int]]:
     return views, [value for view in views for value in block_checksums(view)]
 
 
-def _hash_and_write(writer: ObjectWriter, staged: StagedChunk) -> list[int]:
+def _hash_and_write(
+    writer: ObjectWriter, staged: StagedChunk, is_stopped: Callable[[], bool]
+) -> list[int]:
     checksums: list[int] = []
     at = staged.chunk.start
     batch: list[memoryview] = [staged.head]
@@ -139,6 +146,8 @@ def _hash_and_write(writer: ObjectWriter, staged: StagedChunk) -> list[int]:
             batch.append(block)
             batch_bytes += len(block)
             if batch_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_VIEWS:
+                if is_stopped():
+                    return []
                 writer.write_at_blocking(at, batch)
                 at += batch_bytes
                 batch, batch_bytes = [], 0

@@ -31,7 +31,6 @@ __all__ = [
     "data_key",
     "dtype_itemsize",
     "header_cost",
-    "is_commit_temporary",
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
@@ -110,7 +109,6 @@ def dtype_itemsize(name: str) -> int | None:
 
 
 _ATTEMPT = re.compile(r"([0-9]{8}T[0-9]{6})-([0-9a-f]{8})-(0|[1-9][0-9]{0,18})-([0-9a-f]{8})")
-_TEMPORARY = re.compile(r"\.actorsnap\.[^/]+\.tmp")
 _HEX8 = re.compile(r"[0-9a-f]{8}")
 _EPOCH = datetime(1970, 1, 1)
 _MAX_CREATED_S = 253402300799  # the last second of the year 9999
@@ -175,11 +173,6 @@ def attempt_of(key: str) -> str | None:
     """
     folder, slash, _ = key.partition("/")
     return folder if slash and Attempt.parse(folder) is not None else None
-
-
-def is_commit_temporary(key: str) -> bool:
-    """Whether ``key`` is what a crash can leave of the creation of a commit object."""
-    return _TEMPORARY.fullmatch(key) is not None
 
 
 def is_well_formed_key(key: str) -> bool:

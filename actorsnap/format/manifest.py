@@ -65,9 +65,9 @@ _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 # Literals, because omit_defaults compares by identity: decoding gives the very string that
 # is the default, so that what was decoded is encoded to the same bytes.
-ContainerType: TypeAlias = Literal["dict", "ordered_dict", "list", "tuple"]
+ContainerType: TypeAlias = Literal["dict", "ordered_dict", "counter", "list", "tuple"]
 TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
-BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "pickle", "numpy"]
+BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "json", "pickle", "numpy"]
 CompositeLayout: TypeAlias = Literal[
     "sparse_coo",
     "sparse_csr",
@@ -139,7 +139,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class ContainerEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="container"):
-    """A dict, OrderedDict, list or tuple. Needed for every container that is not a plain
+    """A dict, OrderedDict, Counter, list or tuple. Needed for every container that is not a plain
     dict or that is empty; a plain dict with children may be left out.
 
     ``attributes`` holds a module state dict's ``_metadata``, in the inline encoding.
@@ -226,8 +226,8 @@ class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"
 
 class BytesEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="bytes"):
     """A large leaf stored as raw bytes: ``type`` is ``bytes``, ``bytearray``, ``str``
-    (UTF-8, surrogates passed), ``pickle`` or ``numpy`` (a dtype that torch lacks, in
-    ``numpy.lib.format`` v1)."""
+    (UTF-8, surrogates passed), ``json`` (a long value in the inline encoding), ``pickle`` or
+    ``numpy`` (a dtype that torch lacks, in ``numpy.lib.format`` v1)."""
 
     path: _Text
     type: BytesType
@@ -298,10 +298,9 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
     """Decodes and checks a commit object.
 
     Raises:
-        NotASnapshot: It is no commit object of this library at all (``found="unknown"``).
-        ChecksumMismatch: It is one, but damaged.
-        UnsupportedFormat: It is of a newer version, or needs a feature unknown here. A newer
-            version may have moved the checksum, so this goes before a mismatch.
+        ChecksumMismatch: It is damaged, or never was one: nobody else names a file so.
+        NotASnapshot: It is an intact document of another format (``found="unknown"``).
+        UnsupportedFormat: It is of a newer version, or needs a feature unknown here.
         FormatError: It is intact, but not what version 1 allows.
     """
     data = bytes(data)
@@ -310,13 +309,10 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
     except _DECODE_ERRORS:
         head = _Head()
     is_ours = head.format == FORMAT_NAME
-    if is_ours:
-        _check_version(head.version)
-    if not is_ours and not data.startswith(_CRC_PREFIX):
-        raise NotASnapshot(
-            key=COMMIT_KEY, detail="not a commit object of actorsnap", found="unknown"
-        )
-    if not _is_intact(data):
+    has_checksum = data.startswith(_CRC_PREFIX)
+    if is_ours and not has_checksum:
+        _check_version(head.version)  # a newer version may have moved the checksum
+    if not has_checksum or not _is_intact(data):
         raise ChecksumMismatch(
             key=COMMIT_KEY,
             detail="the commit object is damaged: its checksum does not fit. "
@@ -326,6 +322,7 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
         raise NotASnapshot(
             key=COMMIT_KEY, detail=f"its format is {_shown(head.format)}", found="unknown"
         )
+    _check_version(head.version)
     _check_features(head)
     try:
         commit = _commit_decoder.decode(b"{" + data[_CRC_END:])
@@ -336,8 +333,8 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
 
 
 def _is_intact(data: bytes) -> bool:
-    """Whether a commit object has its checksum where it belongs, and fits it."""
-    if not data.startswith(_CRC_PREFIX) or data[_CRC_AT.stop : _CRC_END] != b'",':
+    """Whether a commit object that has a checksum fits it."""
+    if data[_CRC_AT.stop : _CRC_END] != b'",':
         return False
     crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
     # Bytes, not numbers: a flipped bit may turn a hex digit into its upper case.

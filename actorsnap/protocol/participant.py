@@ -238,7 +238,7 @@ class LookForCommit(msgspec.Struct, frozen=True):
 
 
 class StopWork(msgspec.Struct, frozen=True):
-    """Begin no more work, wait for what is in flight."""
+    """Begin no more work, wait a while for what is in flight."""
 
 
 class DiscardObjects(msgspec.Struct, frozen=True):

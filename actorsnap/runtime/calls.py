@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import anyio
 import msgspec
+import torch
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.reader import Request
+from actorsnap.actors.reader import Request, find_commit
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
     IncompatibleState,
+    NotASnapshot,
     ObjectNotFound,
+    SnapshotReplaced,
+    UnsupportedFormat,
     UsageError,
 )
 from actorsnap.format.checksum import crc32c
@@ -49,21 +53,25 @@ from actorsnap.runtime.place import (
     Place,
     Source,
     collect_garbage,
-    committed_attempt,
     open_place,
     open_ready_place,
 )
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.state.capture import capture
+from actorsnap.state.claims import disputes
 from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
 from actorsnap.state.stateful import (
     RNGState,
     Stateful,
-    is_module,
-    load_state,
+    adapts,
+    can_assign,
+    loader,
+    matching_of,
+    torch_complaints,
     validate_app_state,
 )
-from actorsnap.state.tree import escape
+from actorsnap.state.targets import mark_written
+from actorsnap.state.tree import escape, join
 from actorsnap.storage.registry import absolute, check_url, is_ready
 
 __all__ = [
@@ -88,17 +96,24 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 AppState: TypeAlias = Mapping[str, Stateful]
 Step: TypeAlias = Callable[[Host], Coroutine[Any, Any, T]]
+
+_MAX_TRIES = 3
+"""Reading begins anew so often where one snapshot after the other is replaced."""
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a restore left out; all empty if everything fitted.
 
     Attributes:
-        missing: Paths of the app state that the snapshot lacks; they keep their values.
-        unexpected: Paths of the snapshot that a module has no place for; not read.
-        mismatched: A line per leaf whose kind, dtype or shape differs; they keep their values.
+        missing: Paths of the app state that the snapshot lacks, of modules and of dicts in a
+            ``StateDict``; they keep their values.
+        unexpected: Paths of the snapshot that a module has no place for; not restored.
+        mismatched: A line per leaf of a module or ``StateDict`` whose kind, dtype or shape
+            differs; they keep their values. Or of leaves of modules that share memory in the
+            app state only: it holds the value that was loaded last.
         nbytes: Bytes read into place.
     """
 
@@ -170,6 +185,7 @@ def take(
         raise UsageError(f"replicated must be a list of globs: [{replicated!r}]")
     if not isinstance(replicated, Sequence) or not all(isinstance(g, str) for g in replicated):
         raise UsageError(f"replicated must be a list of globs, not {replicated!r}")
+    _check_flag("overwrite", overwrite)
     checked_metadata = _check_metadata(metadata)
     host = Host.get()
     # Refuses bad URLs before state_dict() runs; mostly without a step in between.
@@ -197,6 +213,11 @@ def take(
         concurrent.futures.wait([job.finished])
         raise
     return job
+
+
+def _check_flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise UsageError(f"{name} must be True or False, not {value!r}")
 
 
 def _check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -240,13 +261,31 @@ def await_pending(job: SaveJob, future: concurrent.futures.Future[T]) -> Script[
     return result
 
 
+def _begins_anew(
+    script: Callable[Concatenate[Source, P], Script[T]],
+) -> Callable[Concatenate[Source, P], Script[T]]:
+    """Makes a reading call begin anew where the snapshot is replaced while it reads."""
+
+    @functools.wraps(script)
+    def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
+        for _ in range(_MAX_TRIES - 1):
+            try:
+                return (yield from script(source, *args, **kwargs))
+            except SnapshotReplaced as error:
+                if error.is_deleted:
+                    raise
+                logger.info("%s Reading the new one", error)
+        return (yield from script(source, *args, **kwargs))
+
+    return wrapped
+
+
+@_begins_anew
 def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
     """Reads commit object and rank manifests."""
 
     async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
-        if source.commit is not None and len(source.manifests) == source.commit.world_size:
-            return source.commit, source.manifests
-        async with source.opened(host) as (_, reader):
+        async with source.opened(host, "read") as (_, reader):
             return await source.index(reader)
 
     index: tuple[Commit, dict[int, RankManifest]] = yield step
@@ -267,17 +306,17 @@ def delete(source: Source) -> Script[None]:
     """The commit object first: what is left behind by a crash is garbage, not a ruin."""
 
     async def step(host: Host) -> None:
-        began_s = time.time()
-        async with source.opened(host) as (storage, reader):
+        async with source.opened(host, "delete") as (storage, reader):
             attempt = None
-            # A damaged snapshot can be deleted; what is none cannot.
-            with contextlib.suppress(ChecksumMismatch):
+            try:
                 attempt = (await reader.commit()).attempt
+            except (NotASnapshot, UnsupportedFormat):
+                raise
+            except FormatError:
+                logger.info("%s: deleting a damaged snapshot", source.place.url, exc_info=True)
             await storage.delete([COMMIT_KEY])
             # Not what another take is writing: it would commit a ruin.
-            await collect_garbage(host, storage, began_s=began_s, superseded=attempt)
-        source.commit = None
-        source.manifests = {}
+            await collect_garbage(host, storage, superseded=attempt)
 
     yield step
 
@@ -290,10 +329,12 @@ def collect(source: Source, *, force: bool) -> Script[tuple[list[str], list[str]
     """
 
     async def step(host: Host) -> tuple[list[str], list[str]]:
-        async with source.opened(host) as (storage, _):
+        async with source.opened(host, "collect") as (storage, _):
             deleted = await collect_garbage(host, storage, force=force)
-            left = {attempt_of(info.key) async for info in storage.list("")}
-            left -= {None, await committed_attempt(storage)}
+            left = {attempt_of(info.key) async for info in storage.list("")} - {None}
+            with contextlib.suppress(ChecksumMismatch):  # which is its own cannot be told
+                commit = await find_commit(storage)
+                left -= {commit and commit.attempt}
             return deleted, sorted(str(attempt) for attempt in left)
 
     found: tuple[list[str], list[str]] = yield step
@@ -335,6 +376,7 @@ class _Meter:
                 self._progress(self._done, self._total)
 
 
+@_begins_anew
 def verify(
     source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
 ) -> Script[VerifyReport]:
@@ -343,16 +385,16 @@ def verify(
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
     async def step(host: Host) -> VerifyReport:
-        async with source.opened(host) as (storage, reader):
+        async with source.opened(host, "verify") as (storage, reader):
             commit = await reader.commit()
             problems: list[ActorSnapError] = []
             num_objects = done = 0
             total = 0
             meter = _Meter(progress)
             work: list[tuple[RankManifest, int, list[Stored]]] = []
-            for rank in range(commit.world_size):
+            for named in commit.manifests:
                 try:
-                    manifest = await reader.manifest(rank)
+                    manifest = await reader.manifest(named)
                 except FormatError as error:
                     problems.append(error)
                     continue
@@ -397,6 +439,8 @@ def verify(
                     if damage is None or other is not None:
                         raise
                     problems.append(_leaves(damage)[0])
+            if problems:
+                await reader.check_replaced()
             return VerifyReport(
                 level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
             )
@@ -415,8 +459,10 @@ def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
     return found
 
 
+@_begins_anew
 def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[RestoreReport]:
     """Compares everything, then reads everything, then hands over key by key."""
+    _check_flag("strict", strict)
     validate_app_state(app_state)
     _, manifests = yield from load_index(source)
     by_key = entries_by_key(manifests[0].entries)
@@ -425,30 +471,63 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
     missing = [escape(key) for key in keys if key not in by_key]
     unexpected: list[str] = []
     mismatched: list[str] = []
-    restores: list[tuple[Stateful, KeyRestore]] = []
+    states: dict[str, Any] = {}
+    parts: dict[str, KeyRestore] = {}
+    adapting: dict[str, KeyRestore] = {}
+
+    def compare(key: str, apart: Iterable[str] = ()) -> KeyRestore:
+        return KeyRestore(
+            key,
+            by_key[key],
+            target=states[key],
+            allow_pickle=source.options.allow_pickle,
+            matching=matching_of(app_state[key]),
+            apart=apart,
+        )
+
     for key in keys:
         if key not in by_key:
             continue
         stateful = app_state[key]
-        part = KeyRestore(
-            key,
-            by_key[key],
-            # A generator that only this process has is no reason to refuse the others.
-            target=None if isinstance(stateful, RNGState) else stateful.state_dict(),
-            allow_pickle=source.options.allow_pickle,
-            include_unexpected=not is_module(stateful),
-        )
+        # A generator that only this process has is no reason to refuse the others.
+        states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
+        part = compare(key)
+        mismatched.extend(_stuck_on_meta(key, stateful, part))
+        if (part.missing or part.unexpected or part.mismatched) and adapts(stateful):
+            adapting[key] = part
+            # Fresh: what is adapted may go to another place than the one that has its name.
+            part = KeyRestore(
+                key, by_key[key], target=None, allow_pickle=source.options.allow_pickle
+            )
         missing.extend(part.missing)
-        if is_module(stateful):
-            unexpected.extend(part.unexpected)
+        unexpected.extend(part.unexpected)
         mismatched.extend(part.mismatched)
-        restores.append((stateful, part))
+        parts[key] = part
+    shared, apart = _settle(app_state, parts)
+    mismatched.extend(shared)
+    for key, paths in apart.items():
+        parts[key] = compare(key, paths)
     if strict and (missing or unexpected or mismatched):
         raise IncompatibleState(missing=missing, unexpected=unexpected, mismatched=mismatched)
-    parts = [part for _, part in restores]
-    nbytes: int = yield lambda host: _fetch(host, source, manifests[0], parts)
-    for stateful, part in restores:
-        load_state(stateful, part.build(), strict=strict)
+    loaders = {key: loader(app_state[key], strict=strict) for key in parts}
+    nbytes: int = yield lambda host: _fetch(host, source, manifests[0], list(parts.values()))
+    for index, (key, part) in enumerate(parts.items()):
+        state = part.build()
+        try:
+            if key in adapting:
+                left_out = _load_adapting(key, loaders[key], state, adapting[key], strict=strict)
+                missing.extend(left_out.missing)
+                unexpected.extend(left_out.unexpected)
+                mismatched.extend(left_out.mismatched)
+            else:
+                loaders[key](state)
+        except Exception as error:
+            loaded = ", ".join(map(repr, list(parts)[:index])) or "none"
+            error.add_note(
+                f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
+                f"keys that were loaded before: {loaded}"
+            )
+            raise
     return RestoreReport(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
@@ -457,6 +536,84 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
     )
 
 
+def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
+    """A line per leaf on meta in whose place a stateful cannot put what is restored."""
+    if can_assign(stateful):
+        return []
+    if isinstance(stateful, torch.optim.Optimizer):
+        held = [p for group in stateful.param_groups for p in group["params"]]
+        if any(parameter.is_meta for parameter in held):
+            return [
+                f"{escape(key)}: its parameters are on the meta device, and its state would go "
+                "there; make the optimizer after the module was restored"
+            ]
+    kind = type(stateful).__qualname__
+    return [
+        f"{path}: it is on the meta device, and a {kind} cannot take over another tensor; "
+        "materialise it with to_empty(...)"
+        for path in part.on_meta
+    ]
+
+
+def _settle(
+    app_state: AppState, parts: Mapping[str, KeyRestore]
+) -> tuple[list[str], dict[str, set[str]]]:
+    """Finds memory that leaves share in the app state, but not in the snapshot.
+
+    A module's parameters keep it, as a module computes with the memory that it has; else the
+    first leaf does.
+
+    Returns:
+        A line per leaf of a module that had to give way to another module's or its own; and,
+        by key, the paths of all that get memory of their own.
+    """
+    # Of two modules' leaves the last one wins, as when load_state_dict copies.
+    in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
+    others = [key for key in parts if key not in in_modules]
+    claims = [claim for key in [*in_modules, *others] for claim in parts[key].claims]
+    lines: dict[str, None] = {}
+    apart: dict[str, set[str]] = {}
+    key_of = {escape(key): key for key in parts}
+    for owner, other in disputes(claims):
+        key = key_of[other.path.partition("/")[0]]
+        apart.setdefault(key, set()).add(other.path)
+        if key in in_modules:
+            lines[
+                f"{owner.path}, {other.path}: they share memory in the app state, but not in the "
+                "snapshot"
+            ] = None
+    return list(lines), apart
+
+
+def _load_adapting(
+    key: str, load: Callable[[Any], Any], state: Any, compared: KeyRestore, *, strict: bool
+) -> RestoreReport:
+    """Lets a module decide what it can make of a state; returns what it left out.
+
+    Raises:
+        IncompatibleState: strict, and torch says that something does not fit.
+    """
+    try:
+        keys = load(state)
+    except RuntimeError as error:
+        complaints = [f"{key}: {line}" for line in torch_complaints(error)]
+        if not complaints:
+            raise
+        if strict:
+            raise IncompatibleState(mismatched=complaints, is_untouched=False) from error
+        # torch tells no more than that, but has loaded all that does fit.
+        return RestoreReport(
+            missing=tuple(compared.missing),
+            unexpected=tuple(compared.unexpected),
+            mismatched=tuple(complaints),
+        )
+    return RestoreReport(
+        missing=tuple(join(key, name) for name in getattr(keys, "missing_keys", ())),
+        unexpected=tuple(join(key, name) for name in getattr(keys, "unexpected_keys", ())),
+    )
+
+
+@_begins_anew
 def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     """One stateful's state dict, built fresh on the CPU."""
     _, manifests = yield from load_index(source)
@@ -470,14 +627,20 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     return part.build()
 
 
+@_begins_anew
 def read_object(
     source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
 ) -> Script[Any]:
     """One leaf or subtree, into ``out`` or fresh."""
     if not isinstance(path, str):
         raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
-    if memory_budget_bytes is not None and memory_budget_bytes < BLOCK_BYTES:
-        raise UsageError(f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block)")
+    if memory_budget_bytes is not None and (
+        type(memory_budget_bytes) is not int or memory_budget_bytes < BLOCK_BYTES
+    ):
+        raise UsageError(
+            f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block), as an int, "
+            f"not {memory_budget_bytes!r}"
+        )
     _, manifests = yield from load_index(source)
     rank, _, rest = path.partition("/")
     if rank.isascii() and rank.isdecimal() and rest:
@@ -501,6 +664,8 @@ async def _fetch(
 ) -> int:
     """Reads what the parts want; returns the number of bytes."""
     requests = [Request(manifest, stored, sink) for part in parts for stored, sink in part.reads]
+    # Before the first byte: a restore that fails may have written some.
+    mark_written(claim.target for part in parts for claim in part.claims)
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {
@@ -509,7 +674,7 @@ async def _fetch(
             "num_fetchers": 1,
         }
     if requests:
-        async with source.opened(host) as (storage, _):
+        async with source.opened(host, "read", manifest.attempt) as (storage, _):
             await source.fetcher(host, storage, **changes).fetch(requests)
     return sum(request.stored.stop - request.stored.start for request in requests)
 
@@ -524,7 +689,7 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
     async def step(host: Host) -> dict[str, Commit | FormatError | None]:
         found: dict[str, Commit | FormatError | None] = {}
-        async with source.opened(host) as (storage, _):
+        async with source.opened(host, "list") as (storage, _):
             async for info in storage.list(""):
                 name, _, key = info.key.partition("/")
                 if key == COMMIT_KEY:

@@ -4,7 +4,7 @@ There is one ``Host`` per process, started by the first call and kept. Callers c
 loop here and nowhere else; a caller on another event loop is woken without blocking either.
 All threads are daemons created up front: at interpreter exit no thread can be started any
 more (Python 3.12), and threads that are joined by the interpreter would have to end before
-pending snapshots do. This is the only module that imports asyncio.
+pending snapshots do. This is the only module of the runtime that imports asyncio.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import functools
-import hashlib
+import copy
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
-import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -27,19 +26,20 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
-import psutil
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime.arena import Arena
+from actorsnap.runtime.limits import default_budget_bytes, usable_cores
+from actorsnap.runtime.pool import WorkerPool
+from actorsnap.runtime.process import host_id, is_running
 
 __all__ = [
     "Call",
     "Host",
     "Script",
-    "host_id",
     "refuse_running_loop",
     "run_async",
     "run_sync",
@@ -57,69 +57,15 @@ Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any,
 """The body of a public call, free of async and sync: it runs in the caller's thread, yields
 what must run on the runtime's loop, and is sent its result."""
 
-_MAX_DEFAULT_BUDGET = 64 << 30
 _MAX_WORKERS = 8
-_STOP_S = 60.0
+_RELIEF_S = 0.25
+"""So often is looked whether jobs wait for threads that hang."""
 
+_STOP_S = 5.0
+"""Stopping waits so long for what was cancelled: a storage that hangs must not keep the process."""
 
-class _WorkerPool:
-    """Runs blocking calls on daemon threads."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._jobs: queue.SimpleQueue[
-            tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, BaseException | None], None]]
-            | None
-        ] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"actorsnap-worker-{n}", daemon=True)
-            for n in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            fn, args, done = job
-            try:
-                result = fn(*args)
-            except BaseException as error:
-                done(None, error)
-            else:
-                done(result, None)
-            # An idle worker must not keep the last job's tensors alive.
-            del job, fn, args, done
-            result = None
-
-    async def run(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """See ``storage.base.RunBlocking``."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def done(result: Any, error: BaseException | None) -> None:
-            # The loop is closed only when the process gives the runtime up.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, result, error)
-
-        self._jobs.put((fn, args, done))
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([future])
-        return future.result()
-
-    def stop(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+_forked_from: int | None = None
+"""The process that this one was forked from, if a runtime ran there."""
 
 
 class Call(Generic[T]):
@@ -195,25 +141,73 @@ class Host:
         limit = default_budget_bytes()
         self.arena = Arena(limit)
         self.budget = Budget(limit, allocate=self.arena.allocate, free=self.arena.free)
-        self.num_workers = max(2, min(_MAX_WORKERS, _usable_cores()))
-        self._workers = _WorkerPool(self.num_workers)
-        self.run_blocking = self._workers.run
-        self._loop = asyncio.new_event_loop()
+        self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
+        self._is_relieving = False
         self._calls: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], str] = {}
         self._running: set[Attempt] = set()
-        self._thread = threading.Thread(
-            target=self._run_loop, name="actorsnap-runtime", daemon=True
-        )
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._loop = asyncio.new_event_loop()
+            undo.callback(self._loop.close)
+            self._workers = WorkerPool(self.num_workers)
+            undo.callback(self._workers.stop, timeout_s=None)
+            self._thread = threading.Thread(
+                target=self._run_loop, name="actorsnap-runtime", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
 
     @classmethod
     def get(cls) -> Host:
         """The process' runtime; starts it if there is none, also in a forked child."""
+        return cls._running_here() or _begin_start().result()
+
+    @classmethod
+    def _running_here(cls) -> Host | None:
+        host = cls._instance
+        return host if host is not None and host.pid == os.getpid() else None
+
+    @classmethod
+    def _start(cls) -> Host:
         with cls._instance_lock:
-            if cls._instance is None or cls._instance.pid != os.getpid():
-                cls._instance = Host()
-            return cls._instance
+            host = cls._running_here()
+            if host is None:
+                host = cls._instance = Host()
+                if multiprocessing.parent_process() is not None:
+                    # Such a child leaves by os._exit, past atexit.
+                    multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
+            return host
+
+    async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """See ``storage.base.RunBlocking``."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(result: T, error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def done(result: Any, error: BaseException | None) -> None:
+            # The loop is closed only when the process gives the runtime up.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(settle, result, error)
+
+        self._workers.submit(fn, args, done)
+        if not self._is_relieving:
+            self._is_relieving = True
+            self._loop.call_later(_RELIEF_S, self._relieve)
+        # Here it is always waited for, because the call may write to the caller's memory. Who
+        # may do without the result waits elsewhere (``actors.errands``).
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    def _relieve(self) -> None:
+        self._is_relieving = self._workers.relieve()
+        if self._is_relieving:
+            self._loop.call_later(_RELIEF_S, self._relieve)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -225,22 +219,22 @@ class Host:
     def check_process(self) -> None:
         """Raises ``UsageError`` in a process forked from the one that owns the runtime."""
         if self.pid != os.getpid():
-            raise UsageError(
-                f"this object belongs to process {self.pid}, which this process was forked "
-                "from: its runtime does not run here. Wait for pending snapshots before you "
-                "fork, and open the snapshot anew in the child"
-            )
+            raise _forked(self.pid)
 
     def set_budget(self, limit_bytes: int | None) -> None:
-        """Changes the process' memory budget; None leaves it."""
-        if limit_bytes is not None:
+        """Changes the process' memory budget, at once on the loop; None leaves it."""
+        if limit_bytes is None:
+            return
 
-            def change() -> None:
-                if limit_bytes != self.budget.limit_bytes:
-                    self.arena.limit_bytes = limit_bytes
-                    self.arena.trim()
-                    self.budget.limit_bytes = limit_bytes
+        def change() -> None:
+            if limit_bytes != self.budget.limit_bytes:
+                self.arena.limit_bytes = limit_bytes
+                self.arena.trim()
+                self.budget.limit_bytes = limit_bytes
 
+        if threading.current_thread() is self._thread:
+            change()
+        else:
             self._loop.call_soon_threadsafe(change)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
@@ -296,17 +290,26 @@ class Host:
         """
         if attempt.pid == os.getpid():
             return attempt in self._running
-        return psutil.pid_exists(attempt.pid)
+        return is_running(attempt.pid)
 
     def stop(self) -> None:
-        """Cancels what runs, ends all threads. For tests and for exit."""
+        """Cancels what runs, ends all threads. For tests and for exit.
+
+        What hangs in a storage is left behind with its threads, which are daemons, and with the
+        loop: it gives back their memory should they ever return.
+        """
         calls = tuple(self._calls)
         for call in calls:
             call.cancel()
-        concurrent.futures.wait([call.future for call in calls], timeout=_STOP_S)
+        _, hanging = concurrent.futures.wait([call.future for call in calls], timeout=_STOP_S)
+        if hanging:
+            logger.warning(
+                "%d calls hang in a storage, and what they were doing is lost", len(hanging)
+            )
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._workers.stop()
+        self._thread.join(_STOP_S)
+        self._workers.stop(timeout_s=_STOP_S)
 
 
 def shutdown() -> None:
@@ -333,19 +336,32 @@ atexit.register(shutdown)
 
 def _forget_in_child() -> None:
     # The parent's runtime has no threads here, and its lock may have been held.
+    global _forked_from
+    if Host._instance is not None:
+        _forked_from = Host._instance.pid
     Host._instance = None
     Host._instance_lock = threading.Lock()
-    host_id.cache_clear()  # the child may be in another process namespace
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def _forked(pid: int) -> UsageError:
+    return UsageError(
+        f"this object belongs to process {pid}, which this process was forked "
+        "from: its runtime does not run here. Wait for pending snapshots before you "
+        "fork, and open the snapshot anew in the child"
+    )
+
+
 async def run_async(script: Script[T]) -> T:
     """Runs a public call's script for a caller on an asyncio event loop.
 
+    Raises:
+        UsageError: there is none: under trio, or in a process forked from a coroutine.
     Cancellation: what runs on the runtime is cancelled and has ended when this raises.
     """
+    _require_loop()
     try:
         await _start_host()
         step = next(script)
@@ -359,32 +375,47 @@ async def run_async(script: Script[T]) -> T:
                 await _outlast_cancellation(call.future)
                 script.close()
                 raise
-            try:
-                result = call.future.result()
-            except Exception as error:
+            error = call.future.exception()
+            if error is not None:
                 step = script.throw(_plain(error))
             else:
-                step = script.send(result)
+                step = script.send(call.future.result())
     except StopIteration as end:
         return cast("T", end.value)
 
 
+def _require_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        if _forked_from is not None:
+            raise _forked(_forked_from) from None
+        raise UsageError(
+            "no asyncio event loop runs here: use asyncio, or the same call of actorsnap.sync in "
+            "a worker thread"
+        ) from None
+
+
 async def _start_host() -> None:
-    """Starts the runtime where there is none: reads files, which would block the caller's loop."""
-    host = Host._instance
-    if host is not None and host.pid == os.getpid():
-        return
+    """``Host.get`` for a caller whose loop must not be blocked."""
+    if Host._running_here() is None:
+        started = _begin_start()
+        await wait_done(started)
+        started.result()
+
+
+def _begin_start() -> concurrent.futures.Future[Host]:
+    """Starts the runtime in a thread of its own, which no Ctrl-C interrupts half-way."""
     started: concurrent.futures.Future[Host] = concurrent.futures.Future()
 
     def start() -> None:
         try:
-            started.set_result(Host.get())
+            started.set_result(Host._start())
         except BaseException as error:
             started.set_exception(error)
 
     threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
-    await wait_done(started)
-    started.result()
+    return started
 
 
 async def wait_done(future: concurrent.futures.Future[Any]) -> None:
@@ -469,16 +500,16 @@ def run_sync(script: Script[T], *, name: str) -> T:
             call = Call(host, step(host))
             try:
                 call.start()
-                result = call.future.result()
-            except Exception as error:
-                step = script.throw(_plain(error))
+                error = call.future.exception()
             except BaseException:
                 call.cancel()
                 concurrent.futures.wait([call.future])
                 script.close()
                 raise
+            if error is not None:
+                step = script.throw(_plain(error))
             else:
-                step = script.send(result)
+                step = script.send(call.future.result())
     except StopIteration as end:
         return cast("T", end.value)
 
@@ -496,7 +527,11 @@ def refuse_running_loop(name: str) -> None:
 
 
 def _plain(error: BaseException) -> BaseException:
-    """One error instead of a group of one's children, with the group as its cause."""
+    """One error instead of a group of one's children, with the group as its cause.
+
+    Ours is a copy: futures keep the original. Raising that would close a circle through the
+    frames of its traceback, and the caller's app state would live until the collector comes.
+    """
     if isinstance(error, BaseExceptionGroup):
         leaf: BaseException = error
         while isinstance(leaf, BaseExceptionGroup):
@@ -506,63 +541,9 @@ def _plain(error: BaseException) -> BaseException:
             leaf = (ours or leaf.exceptions)[0]
         if leaf.__cause__ is None:
             leaf.__cause__ = error
-        return leaf
-    return error
-
-
-def default_budget_bytes() -> int:
-    """60 % of the free memory of the machine or the cgroup, at most 64 GiB."""
-    free = psutil.virtual_memory().available
-    limit = _cgroup_free_bytes()
-    if limit is not None:
-        free = min(free, limit)
-    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, free * 6 // 10))
-
-
-def _cgroup_free_bytes() -> int | None:
-    """What the cgroup (v2, or v1) lets this process still take; None without a limit."""
-    pairs = [
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ]
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/cgroup") as lines:
-            for line in lines:
-                number, controllers, path = line.strip().split(":", 2)
-                if number == "0":
-                    base = f"/sys/fs/cgroup{path}"
-                    pairs.insert(0, (f"{base}/memory.max", f"{base}/memory.current"))
-                elif "memory" in controllers.split(","):
-                    base = f"/sys/fs/cgroup/memory{path}"
-                    pairs.insert(
-                        0, (f"{base}/memory.limit_in_bytes", f"{base}/memory.usage_in_bytes")
-                    )
-    for limit_path, usage_path in pairs:
-        with contextlib.suppress(OSError, ValueError):
-            with open(limit_path) as file:
-                limit = int(file.read())  # "max" is a ValueError: no limit here
-            with open(usage_path) as file:
-                used = int(file.read())
-            return max(0, limit - used)
-    return None
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-@functools.cache
-def host_id() -> str:
-    """8 hex digits for this machine and process namespace, as in attempt names."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        parts.append(file.read().strip())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+        error = leaf
+    if not isinstance(error, ActorSnapError):
+        return error
+    fresh = copy.copy(error).with_traceback(error.__traceback__)
+    fresh.__cause__ = error.__cause__
+    return fresh

@@ -44,8 +44,18 @@ from actorsnap.state.tensors import (
     c_strides,
     refusal,
     source_of_array,
+    tensor_type,
 )
-from actorsnap.state.tree import Container, escape, flatten, human, parent_of, part_path
+from actorsnap.state.tree import (
+    CONTAINER_TYPES,
+    Container,
+    escape,
+    flatten,
+    human,
+    keys_without_token,
+    parent_of,
+    part_path,
+)
 
 __all__ = ["Captured", "Leaf", "capture"]
 
@@ -257,21 +267,21 @@ class _Collector:
 
     def _add_value(self, path: str, value: object, replicated: bool) -> None:
         try:
-            encoded = objects.encode_inline(value, path)
+            found = objects.bytes_of(value, path)
+            if found is None:
+                encoded = objects.encode_inline(value, path)
+                self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
+                return
         except objects.NotInline as error:
-            found = objects.bytes_of(value)
-            if found is not None:
-                self._add_bytes(path, *found, replicated)
-            elif self._allow_pickle:
+            if self._allow_pickle:
                 self._add_pickle(path, value, replicated)
             else:
                 self._refused.append(
-                    f"{path!r} is a {error.kind}, which is outside of the safe set; convert it "
-                    "to tensors, arrays, numbers, strings, bytes, dicts, lists and tuples, or "
-                    "allow pickle with options=Options(allow_pickle=True)"
+                    f"{path!r} {_why_not_inline(value, error)}, "
+                    "or allow pickle with options=Options(allow_pickle=True)"
                 )
         else:
-            self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
+            self._add_bytes(path, *found, replicated)
 
     def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
@@ -352,7 +362,7 @@ class _Collector:
             if why is not None:
                 self._refused.append(f"{path!r} {why}")
                 return
-        self._add_dense(path, tensor, _tensor_type(tensor), tensor.requires_grad, replicated)
+        self._add_dense(path, tensor, tensor_type(tensor), tensor.requires_grad, replicated)
 
     def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> str | None:
         """Returns why it cannot be done, or None."""
@@ -368,7 +378,7 @@ class _Collector:
                 shape=tuple(tensor.shape),
                 parts=tuple([name for name, _ in parts]),
                 parameters={k: objects.encode_inline(v, path) for k, v in parameters.items()},
-                type=_tensor_type(tensor),
+                type=tensor_type(tensor),
                 requires_grad=tensor.requires_grad,
                 replicated=replicated,
             )
@@ -484,11 +494,34 @@ class _Collector:
             replaced.setdefault(number, []).append(view)
 
 
-def _tensor_type(tensor: torch.Tensor) -> TensorType:
-    if type(tensor) is torch.nn.Parameter:
-        return "parameter"
-    # torch.nn.Buffer(x) is a plain tensor with this attribute.
-    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
+def _why_not_inline(value: object, error: objects.NotInline) -> str:
+    """Returns what is wrong with a leaf, and how to convert it."""
+    culprit = error.value
+    is_key = False
+    if isinstance(value, dict) and type(value) in CONTAINER_TYPES:
+        for key in keys_without_token(value):
+            is_key = key is culprit
+            if is_key and type(culprit) is not int:
+                return (
+                    f"is a dict with the key {key!r:.80} of type {error.kind}, which is outside "
+                    "of the safe set; convert it to a str or an int"
+                )
+            if isinstance(culprit, torch.Tensor | np.ndarray | np.generic):
+                shown = f"{key!r:.80} of type {type(key).__qualname__}"
+                return (
+                    f"is a dict with the key {shown} and a {error.kind} in it; tensors and "
+                    "arrays need keys of type str, int, float, bool or None; convert its keys"
+                )
+    is_in = "has a key that is" if is_key else "is" if culprit is value else "holds"
+    if type(culprit) is int:
+        return (
+            f"{is_in} an int of {culprit.bit_length()} bits; at most {objects.MAX_INT_BITS} "
+            "are stored: convert it to bytes"
+        )
+    return (
+        f"{is_in} a {error.kind}, which is outside of the safe set; convert it to tensors, "
+        "arrays, numbers, strings, bytes, dicts, lists and tuples"
+    )
 
 
 def _region(owner: torch.Tensor | np.ndarray[Any, Any]) -> Region:

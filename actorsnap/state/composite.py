@@ -16,7 +16,7 @@ import torch
 
 from actorsnap.format.manifest import CompositeLayout
 from actorsnap.format.validate import COMPOSITE_PARTS
-from actorsnap.state.tensors import DTYPES, QUANTIZED
+from actorsnap.state.tensors import DTYPES, QUANTIZED, c_strides
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
 
@@ -115,7 +115,7 @@ def assemble(
     parameters: Mapping[str, Any],
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Puts a tensor together. Sparse ones take over the parts' memory.
+    """Puts a tensor together, in the memory of its parts.
 
     Raises:
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
@@ -142,6 +142,7 @@ def _assemble(
             parts["indices"],
             parts["values"],
             size,
+            device="cpu",
             is_coalesced=bool(parameters["is_coalesced"]),
             check_invariants=True,
         )
@@ -155,6 +156,7 @@ def _assemble(
             parts[values],
             size,
             layout=_COMPRESSED[layout],
+            device="cpu",
             check_invariants=True,
         )
     if kind not in QUANTIZED:
@@ -163,7 +165,9 @@ def _assemble(
         scale, zero_point = parameters["scale"], parameters["zero_point"]
         if type(scale) is not float or type(zero_point) is not int:
             raise ValueError("scale or zero_point is no number")
-        result = torch._empty_affine_quantized(size, scale=scale, zero_point=zero_point, dtype=kind)
+        result = torch._empty_affine_quantized(
+            (0,), scale=scale, zero_point=zero_point, dtype=kind, device="cpu"
+        )
     else:
         axis = parameters["axis"]
         scales, zero_points = parts["scales"], parts["zero_points"]
@@ -172,8 +176,17 @@ def _assemble(
         if not scales.shape == zero_points.shape == (size[axis],):
             raise ValueError(f"{tuple(scales.shape)} scales for {size[axis]} channels")
         result = torch._empty_per_channel_affine_quantized(
-            size, scales=scales, zero_points=zero_points, axis=axis, dtype=kind
+            [length if dim == axis else 0 for dim, length in enumerate(size)],
+            scales=scales,
+            zero_points=zero_points,
+            axis=axis,
+            dtype=kind,
+            device="cpu",
         )
-    raw = _raw(result)
-    raw.copy_(parts["int_repr"])
-    return result
+    raw = parts["int_repr"]
+    strides = raw.stride()
+    if dtype in _PACKED:
+        strides = c_strides(size)
+        if raw.storage_offset():  # torch counts it in elements, of which a byte has several
+            raw = raw.clone()
+    return result.set_(raw.untyped_storage(), raw.storage_offset(), size, strides)

@@ -1,8 +1,8 @@
 """Finds memory for stored bytes that one or several leaves are views of.
 
-Decides, for one stored range, how often it is read and into what: the targets' own memory
-where that is shaped as the stored bytes are, else fresh memory that views are laid over or
-copied from. It must not know entries or storage.
+Decides, for one stored range, which part of it is read, how often and into what: the targets'
+own memory where that is shaped as the stored bytes are, else fresh memory that views are laid
+over or copied from. It must not know entries or storage.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ import torch
 from actorsnap.state import targets
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.sharing import Region, touched_without_gaps
-from actorsnap.state.tensors import DTYPES, ByteSink, MemorySink, empty_tensor, extent_bytes
+from actorsnap.state.tensors import (
+    DTYPES,
+    ByteSink,
+    ClippedSink,
+    MemorySink,
+    empty_tensor,
+    extent_bytes,
+)
 
-__all__ = ["Member", "place"]
+__all__ = ["Member", "Placed", "is_laid_out", "place"]
 
 
 class Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -63,20 +70,59 @@ class Member(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Region(start + self.offset, self.itemsize, self.shape, self.strides)
 
 
+class Placed(msgspec.Struct, frozen=True):
+    """How stored bytes become members.
+
+    Attributes:
+        start, stop: The bytes to read: whole blocks, or up to the end.
+        sinks: Each takes all of them. None where there is nothing to read.
+        finish: What to do when they are filled.
+    """
+
+    start: int
+    stop: int
+    sinks: list[ByteSink]
+    finish: Callable[[], None] | None
+
+
 def place(
-    nbytes: int, members: list[Member], values: dict[str, object]
-) -> tuple[list[ByteSink], Callable[[], None] | None]:
-    """Finds memory for ``nbytes`` stored bytes.
+    nbytes: int, members: list[Member], values: dict[str, object], *, block_bytes: int
+) -> Placed:
+    """Finds memory for those of ``nbytes`` stored bytes that members are made of.
 
     Args:
         nbytes: How many were stored.
         members: The leaves that are made of them.
-        values: Gets every member's value by its path; some only when the function that is
-            returned has run.
+        values: Gets every member's value by its path; some only when ``finish`` has run.
+        block_bytes: Bytes are read in blocks of this size only.
 
-    Returns:
-        Sinks that each take all the bytes, and what to do when they are filled.
+    Raises:
+        MemoryError: There is not so much memory.
     """
+    regions = [member.region(0) for member in members if 0 not in member.shape]
+    low = min([region.start for region in regions], default=0)
+    high = max([region.stop for region in regions], default=0)
+    # What lies on multiples of its item size still does so, counted from here.
+    low -= low % max([region.itemsize for region in regions], default=1)
+    start = low - low % block_bytes
+    stop = min(high + -high % block_bytes, nbytes)
+    if low:
+        members = [
+            msgspec.structs.replace(member, offset=max(0, member.offset - low))
+            for member in members
+        ]
+    sinks, finish = _place(high - low, members, values)
+    if start == stop:
+        sinks = []
+    elif (start, stop) != (low, high):
+        sinks = [ClippedSink(sink, low - start, stop - start) for sink in sinks]
+    return Placed(start, stop, sinks, finish)
+
+
+def _place(
+    nbytes: int, members: list[Member], values: dict[str, object]
+) -> tuple[list[ByteSink], Callable[[], None] | None]:
+    """As ``place``, for all of ``nbytes`` bytes."""
     sinks: list[ByteSink] = []
     left: list[Member] = []
     spans: dict[tuple[object, int], list[tuple[Member, Region]]] = {}
@@ -86,7 +132,7 @@ def place(
             left.append(member)
             continue
         region = targets.region_of(target)
-        if region is None or not _is_laid_out(member, region):
+        if region is None or not is_laid_out(member, region):
             left.append(member)
             continue
         device = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
@@ -105,7 +151,7 @@ def place(
     return _place_fresh(nbytes, left, sinks, values)
 
 
-def _is_laid_out(member: Member, region: Region) -> bool:
+def is_laid_out(member: Member, region: Region) -> bool:
     """Whether a target lies in memory as the leaf lies in the stored bytes."""
     if not targets_are_writable(member.target):
         return False
@@ -165,7 +211,7 @@ def _place_fresh(
             tensor = empty_tensor(first.shape, DTYPES[first.dtype])
             sinks.append(MemorySink(tensor.data_ptr(), nbytes, tensor))
             return sinks, _settle(first, tensor, values)
-    memory = torch.empty(nbytes, dtype=torch.uint8)
+    memory = empty_tensor((nbytes,), torch.uint8)
     sinks.append(MemorySink(memory.data_ptr(), nbytes, memory))
     finishers = []
     for member in members:

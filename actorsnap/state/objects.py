@@ -2,7 +2,7 @@
 
 Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The
 safe set is closed: a type outside of it is pickled if the caller allowed that, else refused.
-It must not know paths, entries, app states or storage.
+It must not know where leaves stand, entries, app states or storage.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import io
 import struct
 import warnings
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from math import isfinite
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import torch
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.state.tensors import DTYPES
+from actorsnap.state.tree import CONTAINER_TYPES
 
 __all__ = [
     "INLINE_BYTES",
+    "MAX_INT_BITS",
     "NUMPY_DTYPES",
     "NotInline",
     "array_from_npy",
@@ -37,7 +41,10 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096
-"""Longer bytes and strings are stored as bytes, beside the tensors."""
+"""Longer bytes, strings and containers are stored as bytes, beside the tensors."""
+
+MAX_INT_BITS: Final = 12_000
+"""Python prints no integers that are much longer."""
 
 _MAX_DEPTH: Final = 100
 """Of containers inside of one inline value. These recurse, on a stack that others use too."""
@@ -56,12 +63,23 @@ _LAYOUTS: Final = {
 }
 
 
+_DICTS: Final[dict[str, Callable[[Any], Any]]] = {
+    tag: kind for kind, tag in CONTAINER_TYPES.items() if issubclass(kind, dict)
+}
+
+
 class NotInline(Exception):
-    """The value is outside of what the inline encoding can say. ``kind`` names its type."""
+    """A value is outside of what the inline encoding can say.
+
+    Attributes:
+        value: It, or what is in it.
+        kind: Names its type.
+    """
 
     def __init__(self, value: object) -> None:
         kind = type(value)
         name = kind.__qualname__
+        self.value = value
         self.kind = name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
         super().__init__(self.kind)
 
@@ -73,7 +91,7 @@ def encode_inline(value: object, path: str) -> Any:
     """Returns ``value`` as something that JSON can hold.
 
     Raises:
-        NotInline: It is outside of the safe set, or too long for a manifest.
+        NotInline: It is outside of the safe set.
         UsageError: It contains itself or nests too deep. Names ``path``.
     """
     return _encode(value, path, 0)
@@ -95,27 +113,23 @@ def _encode(value: object, path: str, depth: int) -> Any:
         return encoder(value)
     if isinstance(value, np.dtype):
         return {"$": "npdtype", "v": _encode_descr(value)}
-    if kind in (list, tuple, dict) or kind.__name__ == "OrderedDict":
+    if kind in CONTAINER_TYPES:
         return _encode_container(value, path, depth + 1)
     raise NotInline(value)
 
 
 def _encode_str(value: str) -> Any:
-    if len(value) <= INLINE_BYTES:
-        if value.isascii():
-            return value
-        data = value.encode("utf-8", "surrogatepass")
-        if len(data) <= INLINE_BYTES:
-            try:
-                data.decode()
-            except UnicodeDecodeError:
-                return {"$": "str", "v": b64encode(data).decode()}
-            return value
-    raise NotInline(value)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            data = value.encode("utf-8", "surrogatepass")
+            return {"$": "str", "v": b64encode(data).decode()}
+    return value
 
 
 def _encode_int(value: int) -> Any:
-    if value.bit_length() > 12_000:  # Python prints no integers that are much longer
+    if value.bit_length() > MAX_INT_BITS:
         raise NotInline(value)
     return {"$": "int", "v": str(value)}
 
@@ -125,8 +139,6 @@ def _encode_float(value: float) -> Any:
 
 
 def _encode_bytes(value: bytes | bytearray) -> Any:
-    if len(value) > INLINE_BYTES:
-        raise NotInline(value)
     return {"$": type(value).__name__, "v": b64encode(value).decode()}
 
 
@@ -145,12 +157,12 @@ def _encode_descr(dtype: np.dtype[Any]) -> Any:
 def _encode_container(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise UsageError(f"the value at {path!r} nests too deep, or contains itself")
-    if type(value) is list:
-        return [_encode(item, path, depth) for item in value]
-    if type(value) is tuple:
-        return {"$": "tuple", "v": [_encode(item, path, depth) for item in value]}
+    kind = type(value)
+    if kind is list or kind is tuple:
+        items = [_encode(item, path, depth) for item in value]
+        return items if kind is list else {"$": "tuple", "v": items}
     pairs = [[_encode(key, path, depth), _encode(item, path, depth)] for key, item in value.items()]
-    return {"$": "dict", "v": pairs}
+    return {"$": CONTAINER_TYPES[kind], "v": pairs}
 
 
 _ENCODERS: Final[dict[type, Any]] = {
@@ -193,8 +205,8 @@ def _decode(encoded: Any, depth: int) -> Any:
     tag, value = encoded["$"], encoded["v"]
     if tag == "tuple":
         return tuple([_decode(item, depth + 1) for item in value])
-    if tag == "dict":
-        return {_decode(k, depth + 1): _decode(v, depth + 1) for k, v in value}
+    if type(tag) is str and tag in _DICTS:
+        return _DICTS[tag]({_decode(k, depth + 1): _decode(v, depth + 1) for k, v in value})
     if tag not in _DECODERS:
         raise FormatError(key="", detail=f"unknown inline type {tag!r:.80}")
     return _DECODERS[tag](value)
@@ -246,21 +258,40 @@ _DECODERS: Final[dict[str, Any]] = {
 # Bytes --------------------------------------------------------------------------------------
 
 
-def bytes_of(value: object) -> tuple[str, bytes | bytearray] | None:
-    """Returns type and bytes of a long bytes, bytearray or str; None for anything else."""
-    if type(value) is bytes or type(value) is bytearray:
-        return type(value).__name__, value
-    if type(value) is str:
-        return "str", value.encode("utf-8", "surrogatepass")
+def bytes_of(value: object, path: str) -> tuple[str, bytes | bytearray] | None:
+    """Returns type and bytes of a value that is too long for a manifest; None for others.
+
+    Raises:
+        NotInline, UsageError: As ``encode_inline``, for what is in a container.
+    """
+    kind = type(value)
+    if kind is bytes or kind is bytearray:
+        assert isinstance(value, bytes | bytearray)
+        return (kind.__name__, value) if len(value) > INLINE_BYTES else None
+    if kind is str:
+        assert isinstance(value, str)
+        if len(value) <= INLINE_BYTES // 4:
+            return None
+        data = value.encode("utf-8", "surrogatepass")
+        return ("str", data) if len(data) > INLINE_BYTES else None
+    if kind in CONTAINER_TYPES:
+        data = msgspec.json.encode(encode_inline(value, path))
+        return ("json", data) if len(data) > INLINE_BYTES else None
     return None
 
 
 def value_of(kind: str, data: bytearray) -> Any:
-    """Returns the value of a ``bytes`` entry of type ``bytes``, ``bytearray`` or ``str``."""
+    """Returns the value of a ``bytes`` entry that is neither pickled nor an array.
+
+    Raises:
+        Exception: The bytes are not of that type.
+    """
     if kind == "bytes":
         return bytes(data)
     if kind == "bytearray":
         return data
+    if kind == "json":
+        return _decode(msgspec.json.decode(data), 0)
     return data.decode("utf-8", "surrogatepass")
 
 

@@ -17,6 +17,7 @@ import torch
 
 from actorsnap.errors import FormatError, IncompatibleState, UsageError
 from actorsnap.format.manifest import (
+    BLOCK_BYTES,
     BytesEntry,
     CompositeEntry,
     ContainerEntry,
@@ -36,8 +37,10 @@ from actorsnap.state.checks import (
     check_view,
     fail,
 )
-from actorsnap.state.composite import assemble, part_shape
+from actorsnap.state.claims import Claim, claim
+from actorsnap.state.composite import assemble, part_shape, take_apart
 from actorsnap.state.members import Member, place
+from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import (
     DTYPES,
     ByteSink,
@@ -60,6 +63,7 @@ from actorsnap.state.tree import (
 __all__ = ["KeyRestore", "entries_by_key", "read_one"]
 
 _ABSENT: Any = object()
+_UNKNOWN_BYTES = 1 << 63  # of a base that comes later: then its views are checked again
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -106,13 +110,16 @@ class KeyRestore:
             arrays are restored in place. None builds everything fresh, on the CPU.
         allow_pickle: Whether pickled leaves may be read, which runs whatever code they ask
             for.
-        include_unexpected: Whether leaves that ``target`` lacks are read and built.
+        matching: What of ``target`` has to match. Under ``LEAVES`` what it lacks is not read.
         root: Escaped path to restore instead of the whole key.
+        apart: Paths of leaves that get memory of their own instead of the target's.
 
     Attributes:
-        missing: Paths of leaves that the target has and the snapshot lacks.
-        unexpected: Paths of leaves that the snapshot has and the target lacks.
-        mismatched: A line per leaf whose kind, dtype or shape differs.
+        missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
+        unexpected: Paths of leaves that the snapshot has and the target has no place for.
+        mismatched: A line per tensor that the target's one cannot take.
+        on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place.
+        claims: Memory of the target that is written to.
         reads: What to read into what. Nothing of a target is written before these are
             filled. A stored range may appear twice.
 
@@ -120,6 +127,7 @@ class KeyRestore:
         UsageError: Pickled leaves, and ``allow_pickle`` is False. All are named.
         FormatError: Entries contradict themselves or each other. Nothing is allocated for
             an entry before it is checked.
+        MemoryError: There is not so much memory; names the leaf.
     """
 
     def __init__(
@@ -129,15 +137,18 @@ class KeyRestore:
         *,
         target: object | None,
         allow_pickle: bool,
-        include_unexpected: bool = True,
+        matching: Matching = Matching.KEYS,
         root: str | None = None,
+        apart: Iterable[str] = (),
     ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
+        self.on_meta: list[str] = []
+        self.claims: list[Claim] = []
         self.reads: list[tuple[Stored, ByteSink]] = []
         self._root = escape(key) if root is None else root
-        self._include_unexpected = include_unexpected
+        self._matching = matching
         self._allow_pickle = allow_pickle
         self._pickles: list[str] = []
         self._skeleton = Skeleton(self._root)
@@ -146,13 +157,23 @@ class KeyRestore:
         self._finishers: list[Callable[[], None]] = []
         self._target = target
         self._targets: dict[str, object] = {}
-        self._target_items: list[tuple[str, object]] = []
+        self._opaque: set[str] = set()
         if target is not None:
-            paths, values = flatten(self._root, target)
-            self._target_items = list(zip(paths, values, strict=True))
             self._targets = {
-                path: value for path, value in self._target_items if type(value) is not Container
+                path: value
+                for path, value in zip(*flatten(self._root, target), strict=True)
+                if type(value) is not Container
             }
+            if matching is Matching.LEAVES and isinstance(target, dict):
+                self._opaque = {
+                    f"{self._root}/{escape(name)}" for name in target if _is_extra_state(name)
+                }
+        for path in apart:
+            lender: Any = self._targets[path]
+            try:
+                self._targets[path] = targets.stand_in(lender)
+            except MemoryError as error:
+                raise MemoryError(f"{path!r}: {error}") from error
         self._viewed = {
             entry.of for entry in entries if type(entry) is ViewEntry and self._has(entry.path)
         }
@@ -166,8 +187,9 @@ class KeyRestore:
             fail(self._root, "the snapshot has no entries of it")
         self._check_views(entries)
         for composite in self._composites:
+            held = self._parts_of_target(composite)
             for part in composite.parts:
-                self._place_part(composite, part)
+                self._place_part(composite, part, held.get(part))
         for of, members in self._members.items():
             self._place(self._bases[of], members)
         for composite in self._composites:
@@ -236,32 +258,50 @@ class KeyRestore:
                 else:
                     self._add_composite(entry)  # type: ignore[arg-type]
 
+    def _has_place(self, path: str) -> bool:
+        """Whether a leaf has to match just the target's leaf at its path."""
+        if self._matching is not Matching.LEAVES or self._target is None:
+            return False
+        return not self._opaque or "/".join(path.split("/", 2)[:2]) not in self._opaque
+
     def _find(self, path: str) -> tuple[bool, object]:
         """Returns whether a stored leaf is wanted, and the target's leaf, or _ABSENT."""
         target = self._targets.get(path, _ABSENT)
-        if target is _ABSENT and self._target is not None:
+        if target is _ABSENT and self._has_place(path):
             self.unexpected.append(path)
-            return self._include_unexpected, _ABSENT
+            return False, _ABSENT
         return True, target
 
     def _mismatch(self, path: str, target: object, detail: str) -> None:
         self.mismatched.append(f"{path}: {detail}")
         self._values[path] = target
 
-    def _fits(self, path: str, target: object, kind: str, dtype: str, shape: Any) -> bool:
-        """Whether the target takes a stored tensor or array; notes it where it does not."""
-        if isinstance(target, torch.Tensor | np.ndarray):
-            found = targets.difference(target, kind, dtype, tuple(shape))
-            if found is not None:
-                self._mismatch(path, target, found)
-                return False
-        return True
+    def _fit(
+        self, path: str, target: object, kind: str, dtype: str, shape: Any
+    ) -> tuple[bool, object]:
+        """Returns whether a stored tensor or array is wanted, and a target that takes it.
+
+        Notes a mismatch where a target that does not take it cannot be replaced either.
+        """
+        if not isinstance(target, torch.Tensor | np.ndarray):
+            return True, target
+        found = targets.difference(target, kind, dtype, tuple(shape))
+        if found is None:
+            if isinstance(target, torch.Tensor) and target.is_meta:
+                self.on_meta.append(path)
+            return True, target
+        is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
+        if self._has_place(path) or (self._matching is Matching.KEYS and is_same_kind):
+            self._mismatch(path, target, found)
+            return False, target
+        del self._targets[path]
+        return True, _ABSENT
 
     def _add_value(self, entry: ValueEntry) -> None:
         path = entry.path
         value = objects.decode_inline(entry.value, path)
         is_wanted, target = self._find(path)
-        if isinstance(target, torch.Tensor | np.ndarray):
+        if isinstance(target, torch.Tensor | np.ndarray) and self._has_place(path):
             stored = type(value).__qualname__
             self._mismatch(
                 path,
@@ -298,35 +338,39 @@ class KeyRestore:
             nbytes = data.stop - data.start
             if target.untyped_storage().nbytes() >= nbytes:
                 if nbytes:
-                    self.reads.append((data, MemorySink(target.data_ptr(), nbytes, target)))
+                    start = target.data_ptr()
+                    self.reads.append((data, MemorySink(start, nbytes, target)))
+                    self.claims.append(Claim(path, target, start, start + nbytes, path, start))
                 self._values[path] = target
                 return
         kind = "numpy array" if dtype is None else "tensor"
-        if not self._fits(path, target, kind, entry.dtype, shape):
+        is_wanted, target = self._fit(path, target, kind, entry.dtype, shape)
+        if not is_wanted:
             return
-        if path not in self._viewed:
-            if isinstance(target, torch.Tensor | np.ndarray):
-                if targets.is_writable(target):  # on a device, or strided
-                    if entry.data.stop > entry.data.start:
-                        self.reads.append((entry.data, targets.sink_of(target)))
-                    self._values[path] = target
-                    return
-            elif dtype is not None:
-                self._values[path] = self._fresh(entry, dtype)
-                return
+        is_viewed = path in self._viewed
+        has_memory = isinstance(target, torch.Tensor | np.ndarray)
+        if dtype is not None and not is_viewed and not has_memory:
+            self._values[path] = self._fresh(entry, dtype)
+            return
         member = Member(
             path, entry.type, entry.dtype, shape, c_strides(shape), 0, entry.requires_grad, target
         )
-        if path in self._viewed:
+        self.claims += claim(path, target, path, member)
+        if is_viewed:
             self._members.setdefault(path, []).append(member)
+        elif isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
+            # On a device, or strided.
+            if entry.data.stop > entry.data.start:
+                self.reads.append((entry.data, targets.sink_of(target)))
+            self._values[path] = target
         else:
             self._place(entry, [member])
 
     def _fresh(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         try:
             tensor = empty_tensor(entry.shape, dtype)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise FormatError(key=entry.path, detail=f"no such tensor: {error}") from error
+        except MemoryError as error:
+            raise MemoryError(f"{entry.path!r}: {error}") from error
         nbytes = tensor.nbytes
         if nbytes:
             self.reads.append((entry.data, MemorySink(tensor.data_ptr(), nbytes, tensor)))
@@ -335,36 +379,41 @@ class KeyRestore:
         return targets.typed(tensor, entry.type, entry.requires_grad)
 
     def _add_view(self, entry: ViewEntry) -> None:
+        check_view(entry, _UNKNOWN_BYTES)
         self._views.append(entry)
         is_wanted, target = self._find(entry.path)
         kind = "numpy array" if entry.type in NUMPY_KINDS else "tensor"
-        if is_wanted and self._fits(entry.path, target, kind, entry.dtype, entry.shape):
-            self._add_member(entry, target)
+        if is_wanted:
+            is_wanted, target = self._fit(entry.path, target, kind, entry.dtype, entry.shape)
+        if is_wanted:
+            member = self._add_member(entry, target)
+            self.claims += claim(entry.path, target, entry.of, member)
 
-    def _add_member(self, entry: ViewEntry, target: object) -> None:
-        self._members.setdefault(entry.of, []).append(
-            Member(
-                entry.path,
-                entry.type,
-                entry.dtype,
-                entry.shape,
-                entry.strides,
-                entry.offset,
-                entry.requires_grad,
-                target,
-            )
+    def _add_member(self, entry: ViewEntry, target: object) -> Member:
+        member = Member(
+            entry.path,
+            entry.type,
+            entry.dtype,
+            entry.shape,
+            entry.strides,
+            entry.offset,
+            entry.requires_grad,
+            target,
         )
+        self._members.setdefault(entry.of, []).append(member)
+        return member
 
     def _add_bytes(self, entry: BytesEntry) -> None:
         path, kind = entry.path, entry.type
         nbytes = check_stored(path, entry.data)
-        if kind not in ("bytes", "bytearray", "str", "pickle", "numpy"):
+        if kind not in ("bytes", "bytearray", "str", "json", "pickle", "numpy"):
             fail(path, f"unknown type of bytes {kind!r}")
         is_wanted, target = self._find(path)
         if not is_wanted:
             return
-        if isinstance(target, torch.Tensor) or (
-            isinstance(target, np.ndarray) and kind not in ("numpy", "pickle")
+        if self._has_place(path) and (
+            isinstance(target, torch.Tensor)
+            or (isinstance(target, np.ndarray) and kind not in ("numpy", "pickle"))
         ):
             have = targets.describe(target)
             stored = "numpy array" if kind == "numpy" else kind
@@ -373,7 +422,12 @@ class KeyRestore:
         if kind == "pickle" and not self._allow_pickle:
             self._pickles.append(path)
             return
-        data = bytearray(nbytes)
+        try:
+            data = bytearray(nbytes)
+        except MemoryError as error:
+            raise MemoryError(f"{path!r}: no memory for {nbytes} bytes") from error
+        if kind == "numpy":
+            self.claims += claim(path, target, path)
         if nbytes:
             raw = np.frombuffer(data, np.uint8)
             self.reads.append((entry.data, MemorySink(raw.ctypes.data, nbytes, raw)))
@@ -403,7 +457,7 @@ class KeyRestore:
             fail(path, f"unknown dtype {entry.dtype!r:.80}, or a negative size {entry.shape}")
         is_wanted, target = self._find(path)
         kind = f"{layout} tensor" if layout.startswith("sparse") else "tensor"
-        if is_wanted and self._fits(path, target, kind, entry.dtype, entry.shape):
+        if is_wanted and self._fit(path, target, kind, entry.dtype, entry.shape)[0]:
             self._composites.append(entry)
 
     # Composites and shared memory, once all entries are known
@@ -426,7 +480,14 @@ class KeyRestore:
                 checked.add(view.of)
             check_view(view, base.data.stop - base.data.start)
 
-    def _place_part(self, entry: CompositeEntry, part: str) -> None:
+    def _parts_of_target(self, entry: CompositeEntry) -> dict[str, torch.Tensor]:
+        target = self._targets.get(entry.path)
+        if not isinstance(target, torch.Tensor) or target.is_meta:
+            return {}
+        found = take_apart(target)
+        return {} if isinstance(found, str) else dict(found[2])
+
+    def _place_part(self, entry: CompositeEntry, part: str, held: torch.Tensor | None) -> None:
         path = part_path(entry.path, part)
         dense = self._dense.get(path)
         if dense is None or dense.type != "tensor":
@@ -438,11 +499,13 @@ class KeyRestore:
         if must is not None and must != (dense.dtype, dense.shape):
             fail(path, f"it is a {dense.dtype} {dense.shape}, not a {must[0]} {must[1]}")
         if isinstance(dense, ViewEntry):
-            self._add_member(dense, _ABSENT)
+            member = self._add_member(dense, _ABSENT)
+            self.claims += claim(entry.path, held, dense.of, member)
             return
         check_tensor(dense)
         shape = dense.shape
         member = Member(path, "tensor", dense.dtype, shape, c_strides(shape), 0, False, _ABSENT)
+        self.claims += claim(entry.path, held, path, member)
         if path in self._viewed:
             self._members.setdefault(path, []).append(member)
         else:
@@ -450,16 +513,18 @@ class KeyRestore:
 
     def _place(self, base: TensorEntry, members: list[Member]) -> None:
         """Finds memory for entries that share stored bytes, most often for just one."""
+        data = base.data
         try:
-            sinks, finish = place(base.data.stop - base.data.start, members, self._values)
-        except (MemoryError, FormatError):
-            raise
+            placed = place(data.stop - data.start, members, self._values, block_bytes=BLOCK_BYTES)
+        except MemoryError as error:
+            raise MemoryError(f"{members[0].path!r}: {error}") from error
         except Exception as error:  # what torch and numpy refuse about dims
             raise FormatError(key=members[0].path, detail=f"no such tensor: {error}") from error
-        if base.data.stop > base.data.start:
-            self.reads.extend((base.data, sink) for sink in sinks)
-        if finish is not None:
-            self._finishers.append(finish)
+        if placed.sinks:
+            data = _cut(data, placed.start, placed.stop)
+            self.reads.extend((data, sink) for sink in placed.sinks)
+        if placed.finish is not None:
+            self._finishers.append(placed.finish)
 
     def _assemble(self, entry: CompositeEntry) -> None:
         parts: dict[str, Any] = {
@@ -485,25 +550,33 @@ class KeyRestore:
         self._values[entry.path] = result
 
     def _keep_missing(self) -> None:
-        """Keeps what only the target has, where the snapshot's containers leave room for it."""
+        """Notes what only the target has; keeps further keys of its dicts, with their values."""
         skeleton = self._skeleton
-        for path, value in self._target_items:
-            if isinstance(value, Container):
-                if path not in skeleton:
-                    self._try_add(path, value)
-            elif not skeleton.is_leaf(path):
+        if self._matching is Matching.LEAVES:
+            self.missing = [
+                path
+                for path in self._targets
+                if not skeleton.is_leaf(path) and self._has_place(path)
+            ]
+            self.missing += sorted(path for path in self._opaque if path not in skeleton)
+        elif self._matching is Matching.KEYS:
+            for path, value in skeleton.further_keys(self._target):
                 self.missing.append(path)
-                self._try_add(path, value)
-
-    def _try_add(self, path: str, value: object) -> None:
-        try:
-            if isinstance(value, Container):
-                self._skeleton.add_container(path, value.type, value.metadata)
-            else:
-                self._skeleton.add_leaf(path)
+                skeleton.add_leaf(path)
                 self._values[path] = value
-        except FormatError:
-            return  # the snapshot has a leaf where the target has a container, or vice versa
+
+
+def _is_extra_state(name: object) -> bool:
+    """Whether a module's state dict has under ``name`` what ``get_extra_state`` returned."""
+    return isinstance(name, str) and f".{name}".endswith("._extra_state")
+
+
+def _cut(data: Stored, start: int, stop: int) -> Stored:
+    """Returns those blocks of stored bytes that begin at ``start`` and end at ``stop``."""
+    if stop - start == data.stop - data.start:
+        return data
+    blocks = data.crc32c[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
+    return Stored(data.object, data.start + start, data.start + stop, blocks)
 
 
 # A part of a key ------------------------------------------------------------------------------
@@ -538,7 +611,14 @@ def read_one(
         if out.layout is torch.strided if isinstance(out, torch.Tensor) else True:
             if not targets.is_writable(out):
                 raise UsageError("out is read-only, or its elements share memory; pass a copy")
-    restore = KeyRestore("", entries, target=out, allow_pickle=allow_pickle, root=root)
+    restore = KeyRestore(
+        "",
+        entries,
+        target=out,
+        allow_pickle=allow_pickle,
+        matching=Matching.LEAVES,
+        root=root,
+    )
     if out is not None and (restore.missing or restore.unexpected or restore.mismatched):
         lines = restore.mismatched or [
             f"{root}: a container in the snapshot, {targets.describe(out)} as out"

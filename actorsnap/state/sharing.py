@@ -1,8 +1,9 @@
 """Which leaves share memory, and what is stored for those that do.
 
 Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``: finds the
-groups, and decides per group whether one leaf is the base or the span of memory is. It must
-not know paths, entries or app states; members are numbered by the caller.
+groups, and decides per group whether one leaf is the base or the span of memory is, or whether
+its members are stored apart after all. It must not know paths, entries or app states; members
+are numbered by the caller.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ import numpy as np
 
 from actorsnap.state.tensors import c_strides, extent_bytes
 
-__all__ = ["Extents", "Group", "Region", "group", "touched_without_gaps"]
+__all__ = [
+    "Extents",
+    "Group",
+    "Region",
+    "group",
+    "share_bytes",
+    "touched_without_gaps",
+    "touching",
+]
 
 _MAX_EXACT = 128
 """Members up to which strided ones are compared in pairs. Beyond, extents decide."""
 
 _MAX_WORK = 10_000
+
+_MAX_SPAN = 2
+"""A span of memory is stored for its members if it is at most so many times what they would
+take each by itself. A row and a column of a large matrix share one element; the matrix is not
+what was asked to be saved."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
@@ -76,20 +90,19 @@ class Region(msgspec.Struct, frozen=True, gc=False):
                 run += stride * (size - 1)
         return True
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Equal for regions whose element i is the same memory, for every i."""
+        strides: tuple[int, ...] = ()
+        if 0 not in self.shape:
+            strides = tuple(
+                [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
+            )
+        return (self.start, self.itemsize, self.shape, strides)
+
     def same_layout(self, other: Region) -> bool:
         """Whether element i of both is the same memory, for every i."""
-        return (
-            self.start == other.start
-            and self.itemsize == other.itemsize
-            and self.shape == other.shape
-            and (
-                0 in self.shape
-                or all(
-                    a == b or size == 1
-                    for size, a, b in zip(self.shape, self.strides, other.strides, strict=True)
-                )
-            )
-        )
+        return self.layout == other.layout
 
 
 class Extents:
@@ -127,8 +140,8 @@ class Group(msgspec.Struct, frozen=True):
     same: bool
 
 
-def _candidates(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Returns the groups of two and more whose extents form one piece."""
+def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+    """Returns the groups of two and more whose extents form one piece, by their numbers."""
     if len(starts) < 2:
         return []
     low = np.asarray(starts, dtype=np.uint64)
@@ -163,7 +176,7 @@ class _Fake:
         }
 
 
-def _share(a: Region, b: Region) -> bool:
+def share_bytes(a: Region, b: Region) -> bool:
     """Whether two regions have a byte in common. True where that is too hard to say."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
@@ -193,7 +206,7 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
 
     for index, a in enumerate(members):
         for b in members[index + 1 :]:
-            if find(a) != find(b) and _share(regions[a], regions[b]):
+            if find(a) != find(b) and share_bytes(regions[a], regions[b]):
                 head[find(b)] = find(a)
     pieces: dict[int, list[int]] = {}
     for member in members:
@@ -201,10 +214,11 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
     return list(pieces.values())
 
 
-def _resolve(members: list[int], regions: dict[int, Region]) -> Group | None:
+def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
+    """Decides what is stored for members that share bytes."""
     first = regions[members[0]]
     if len(members) == 1 and not first.repeats:
-        return None
+        return []
     start = min(regions[m].start for m in members)
     stop = max(regions[m].stop for m in members)
     base = next(
@@ -215,11 +229,41 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> Group | None:
         ),
         None,
     )
-    same = False
-    if base is None and not first.repeats:
-        same = all(first.same_layout(regions[m]) for m in members)
-        base = members[0] if same else None
-    return Group(tuple(members), base, start, stop, same)
+    if base is not None:
+        return [Group(tuple(members), base, start, stop, same=False)]
+    layouts: dict[tuple[object, ...], list[int]] = {}
+    for member in members:
+        layouts.setdefault(regions[member].layout, []).append(member)
+    if len(layouts) == 1 and not first.repeats:
+        return [Group(tuple(members), members[0], start, stop, same=True)]
+    thin: list[list[int]] = []
+    dense: list[int] = []
+    apart = 0
+    for alike in layouts.values():
+        region = regions[alike[0]]
+        extent = region.stop - region.start
+        apart += min(region.nbytes, extent)
+        if extent > _MAX_SPAN * region.nbytes:
+            thin.append(alike)
+        else:
+            dense += alike
+    if stop - start <= _MAX_SPAN * apart:
+        return [Group(tuple(members), None, start, stop, same=False)]
+    # Thin ones are stored apart, and so share with those alike only. The extents of the others
+    # cover any span that they make, so this ends.
+    groups = [found for alike in thin for found in _resolve(alike, regions)]
+    return groups + _groups(sorted(dense), regions)
+
+
+def _groups(members: list[int], regions: dict[int, Region]) -> list[Group]:
+    """Returns the groups of two and more among members that are close to each other."""
+    starts = [regions[m].start for m in members]
+    stops = [regions[m].stop for m in members]
+    groups = []
+    for candidate in touching(starts, stops):
+        for piece in _connected([members[i] for i in candidate], regions):
+            groups += _resolve(piece, regions)
+    return groups
 
 
 def group(
@@ -240,18 +284,14 @@ def group(
     groups: list[Group] = []
     rest = set(repeating)
     for device in extents:
-        for candidate in _candidates(device.starts, device.stops):
+        for candidate in touching(device.starts, device.stops):
             members = [device.numbers[i] for i in candidate]
             regions = {member: region_of(member) for member in members}
-            for piece in _connected(members, regions):
-                found = _resolve(piece, regions)
-                rest.difference_update(piece)
-                if found is not None:
-                    groups.append(found)
+            groups += _groups(members, regions)
+    for found in groups:
+        rest.difference_update(found.members)
     for member in sorted(rest):
-        alone = _resolve([member], {member: region_of(member)})
-        if alone is not None:
-            groups.append(alone)
+        groups += _resolve([member], {member: region_of(member)})
     return groups
 
 

@@ -1,23 +1,37 @@
 """What an app state is made of: ``Stateful``, ``StateDict``, ``RNGState``.
 
-Decides which random generators are saved and how, and what an app state may look like. It
-must not know paths, entries or storage.
+Decides which random generators are saved and how, what an app state may look like, and how
+each kind of stateful takes over a state that is not quite its own. It must not know paths,
+entries or storage.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from actorsnap.errors import UsageError
 
-__all__ = ["RNGState", "StateDict", "Stateful", "is_module", "load_state", "validate_app_state"]
+__all__ = [
+    "Matching",
+    "RNGState",
+    "StateDict",
+    "Stateful",
+    "adapts",
+    "loader",
+    "matching_of",
+    "torch_complaints",
+    "validate_app_state",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +79,7 @@ class RNGState:
         state: dict[str, Any] = {
             "python": {
                 "version": version,
-                "words": torch.tensor(words, dtype=torch.int64),
+                "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
                 "gauss_next": gauss_next,
             },
             "torch": torch.get_rng_state(),
@@ -150,21 +164,116 @@ def validate_app_state(app_state: object) -> None:
                 f"the value at {key!r} is of type {type(value).__name__}, which lacks "
                 "state_dict or load_state_dict; put loose values into actorsnap.StateDict"
             )
+            continue
+        wrong.extend(
+            f"the value at {key!r} is of type {type(value).__name__}: its {name} is async, "
+            "and must be a plain method"
+            for name in ("state_dict", "load_state_dict")
+            if inspect.iscoroutinefunction(getattr(value, name))
+        )
     if wrong:
         raise UsageError("app_state cannot be used:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-def is_module(stateful: object) -> bool:
-    """Whether ``stateful`` refuses what it has no place for, as an ``nn.Module`` does."""
-    return isinstance(stateful, torch.nn.Module)
+# Taking over a state --------------------------------------------------------------------------
 
 
-def load_state(stateful: Stateful, state: Any, *, strict: bool) -> None:
-    """Hands a restored state over.
+class Matching(StrEnum):
+    """What of a stateful's present state has to match the state that it is to take over."""
 
-    ``strict`` reaches modules only; all else takes what it is given.
+    LEAVES = "leaves"
+    """Each leaf has its place, on both sides. What a module calls its extra state is opaque."""
+    KEYS = "keys"
+    """The saved structure is taken over, but a dict key that was not saved is missing, and a
+    tensor that another was saved for has to fit."""
+    NOTHING = "nothing"
+    """What was saved is taken over as it is; tensors that fit lend their memory."""
+
+
+def matching_of(stateful: Stateful) -> Matching:
+    """Returns what of ``stateful`` has to match.
+
+    Optimizers and schedulers build their state from what they are given, so that what they
+    have now says nothing about what they can take.
     """
     if isinstance(stateful, torch.nn.Module):
-        stateful.load_state_dict(state, strict=strict)
-    else:
-        stateful.load_state_dict(state)
+        return Matching.LEAVES
+    return Matching.KEYS if isinstance(stateful, StateDict) else Matching.NOTHING
+
+
+def adapts(stateful: Stateful) -> bool:
+    """Whether a module may take a state whose leaves are not its own: only torch can tell."""
+    if not isinstance(stateful, torch.nn.Module):
+        return False
+    load = getattr(stateful.load_state_dict, "__func__", None)
+    return load is not torch.nn.Module.load_state_dict or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        # torch's own layers do more only with what torch before 1.0 saved.
+        or not module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        for module in stateful.modules()
+    )
+
+
+def can_assign(stateful: Stateful) -> bool:
+    """Whether ``load_state_dict`` can put other tensors in the place of those on meta."""
+    if isinstance(stateful, torch.nn.Module):
+        return _takes(stateful.load_state_dict, "assign")
+    return isinstance(stateful, StateDict)
+
+
+def loader(stateful: Stateful, *, strict: bool) -> Callable[[Any], Any]:
+    """Returns ``load_state_dict``, with ``strict`` if it is a module's that takes it.
+
+    A module with something on meta that takes ``assign`` gets what was restored as its own.
+    """
+    load: Callable[..., Any] = stateful.load_state_dict
+    if not isinstance(stateful, torch.nn.Module):
+        return load
+    if _takes(load, "strict"):
+        load = partial(load, strict=strict)
+    if can_assign(stateful) and any(held.is_meta for held in _tensors(stateful).values()):
+        return lambda state: load(_to_assign(stateful, state), assign=True)
+    return load
+
+
+def _takes(load: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(load).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **dict(module.named_parameters(remove_duplicate=False)),
+    }
+
+
+def _to_assign(module: torch.nn.Module, state: Any) -> Any:
+    """Lets a module keep what is not on meta, and what is tied tied.
+
+    ``assign=True`` would replace every parameter, and one that has two names by two.
+    """
+    made: dict[tuple[int, int], torch.nn.Parameter] = {}
+    for name, held in _tensors(module).items():
+        value = state.get(name)
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if value.is_meta or not held.is_meta:
+            if value.data_ptr() == held.data_ptr():
+                state[name] = held
+        elif isinstance(held, torch.nn.Parameter):
+            of = (id(held), value.data_ptr())
+            if of not in made:
+                made[of] = torch.nn.Parameter(value, requires_grad=held.requires_grad)
+            state[name] = made[of]
+    return state
+
+
+def torch_complaints(error: RuntimeError) -> list[str]:
+    """Returns what a module's ``load_state_dict`` says does not fit; nothing if that is not why.
+
+    It says so after it has loaded all that does fit.
+    """
+    title, *complaints = str(error).split("\n\t")
+    return complaints if title.startswith("Error(s) in loading state_dict for ") else []

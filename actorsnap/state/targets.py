@@ -6,7 +6,7 @@ there without touching autograd. It must not know entries, paths or storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,16 @@ import torch
 from actorsnap.state.sharing import Region
 from actorsnap.state.tensors import (
     DTYPE_NAMES,
+    QUANTIZED,
     ByteSink,
     MemorySink,
     TensorSink,
+    carried,
+    empty_tensor,
     refusal,
     sink_of_array,
     sink_of_tensor,
+    tensor_type,
 )
 
 __all__ = [
@@ -31,9 +35,11 @@ __all__ = [
     "describe",
     "difference",
     "is_writable",
+    "mark_written",
     "region_of",
     "sink_of",
     "span_sink",
+    "stand_in",
     "typed",
 ]
 
@@ -149,17 +155,45 @@ def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
     return torch.nn.Buffer(tensor) if kind == "buffer" else tensor
 
 
+def stand_in(target: Target) -> object:
+    """Returns a target of the same kind with uninitialised memory of its own.
+
+    Sparse and quantized tensors have none: they are made anew, from their parts.
+    """
+    if isinstance(target, np.ndarray):
+        return np.empty_like(target)
+    if target.layout is not torch.strided or target.dtype in QUANTIZED:
+        return None
+    fresh = empty_tensor(target.shape, target.dtype, target.device)
+    return typed(fresh, tensor_type(target), target.requires_grad)
+
+
+def mark_written(targets: Iterable[Target]) -> None:
+    """Lets autograd know that targets are written to, which it cannot see.
+
+    A graph that was built on their old values then refuses to run backward.
+    """
+    torch.autograd.graph.increment_version(
+        [
+            target
+            for target in targets
+            if isinstance(target, torch.Tensor) and not target.is_inference()
+        ]
+    )
+
+
 # Copies, after all bytes are there ------------------------------------------------------------
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    target.detach().copy_(value)
+    into = carried(target)
+    into.copy_(value if into.dtype is value.dtype else carried(value))
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     flat = [
         # A clone has regular strides also where a dim of one element has odd ones.
-        x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        carried(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         for x in (a, b)
     ]
     return torch.equal(*flat)

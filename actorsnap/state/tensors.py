@@ -18,6 +18,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from actorsnap.format.geometry import Box, flat_range_boxes
+from actorsnap.format.manifest import TensorType
 
 __all__ = [
     "CARRIERS",
@@ -28,12 +29,14 @@ __all__ = [
     "ArraySource",
     "ByteSink",
     "ByteSource",
+    "ClippedSink",
     "MemorySink",
     "MemorySource",
     "TensorSink",
     "TensorSource",
     "bytes_of",
     "c_strides",
+    "carried",
     "empty_tensor",
     "extent_bytes",
     "is_addressable",
@@ -42,6 +45,7 @@ __all__ = [
     "sink_of_tensor",
     "source_of_array",
     "source_of_tensor",
+    "tensor_type",
 ]
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -179,11 +183,52 @@ class MemorySink(msgspec.Struct, frozen=True, gc=False, eq=False):
         _copy(self.view(start, start + len(data)), data)
 
 
-def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialised tensor on the CPU."""
-    if dtype is torch.complex32:  # torch.empty warns that it is experimental
-        return torch.empty(shape, dtype=torch.int32).view(dtype)
-    return torch.empty(shape, dtype=dtype)
+def empty_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Returns an uninitialised tensor.
+
+    Raises:
+        MemoryError: There is not so much memory.
+    """
+    # torch.empty warns that complex32 is experimental.
+    made = torch.int32 if dtype is torch.complex32 else dtype
+    try:
+        tensor = torch.empty(shape, dtype=made, device=device)
+    except RuntimeError as error:
+        raise MemoryError(f"no memory for {prod(shape) * dtype.itemsize} bytes") from error
+    return tensor if made is dtype else tensor.view(dtype)
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a dense tensor in the dtype that its bytes are copied in, without autograd."""
+    # Detached, leaves that require gradients and inference tensors can be written.
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        # Those two are resolved by copy_ in the tensor's own dtype only.
+        return tensor
+    return tensor.view(CARRIERS[tensor.itemsize])
+
+
+class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Takes ``nbytes`` bytes, and passes on those from ``skip`` on that ``inner`` takes.
+
+    Never addressable: the rest needs memory to be verified in.
+    """
+
+    inner: ByteSink
+    skip: int
+    nbytes: int
+    is_addressable: ClassVar[bool] = False
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise TypeError("some of these bytes have no place; use the copy")
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        low = max(start, self.skip)
+        high = min(start + len(data), self.skip + self.inner.nbytes)
+        if low < high:
+            self.inner.copy_from(low - self.skip, data[low - start : high - start])
 
 
 # Tensors ------------------------------------------------------------------------------------
@@ -219,14 +264,8 @@ class _Boxes:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape = tuple(tensor.shape)
         self.nbytes = tensor.nbytes
-        # Detached, leaves that require gradients and inference tensors can be written.
-        tensor = tensor.detach()
-        self._dtype = tensor.dtype
-        if not (tensor.is_conj() or tensor.is_neg()):
-            # Those two are resolved by copy_ in the tensor's own dtype only.
-            self._dtype = CARRIERS[tensor.dtype.itemsize]
-            tensor = tensor.view(self._dtype)
-        self.owner = tensor
+        self.owner = carried(tensor)
+        self._dtype = self.owner.dtype
 
     def view(self, start: int, stop: int) -> memoryview:
         raise TypeError("these bytes do not lie in CPU memory in order; use the copy")
@@ -386,6 +425,14 @@ def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
         return 0
     last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
     return (last + 1) * itemsize
+
+
+def tensor_type(tensor: torch.Tensor) -> TensorType:
+    """Returns what kind of plain tensor it is."""
+    if type(tensor) is torch.nn.Parameter:
+        return "parameter"
+    # torch.nn.Buffer(x) is a plain tensor with this attribute.
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
 
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -3,23 +3,25 @@
 Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it
 must not know torch, tensors, entries or storage; a leaf is whatever is no container.
 
-Containers are exactly ``dict``, ``OrderedDict``, ``list`` and ``tuple``. A subclass (a
-namedtuple, a defaultdict) would come back as something else, so it is a leaf, and
-``objects.py`` decides about it. The same goes for a dict with a key that no token can tell.
+Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. Another
+subclass (a namedtuple, a defaultdict) would come back as something else, so it is a leaf, and
+``objects.py`` decides about it. The same goes for a dict with a key that no token can tell,
+and for a long list of plain values: a path for each would be most of the snapshot.
 """
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isnan
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import MAX_NESTING, ContainerType
 
 __all__ = [
+    "CONTAINER_TYPES",
     "Container",
     "Key",
     "Skeleton",
@@ -27,6 +29,7 @@ __all__ = [
     "flatten",
     "human",
     "join",
+    "keys_without_token",
     "parent_of",
     "part_path",
     "split",
@@ -39,10 +42,15 @@ Key: TypeAlias = str | int | bool | float | None
 CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
     dict: "dict",
     OrderedDict: "ordered_dict",
+    Counter: "counter",
     list: "list",
     tuple: "tuple",
 }
-_KEY_TYPES = frozenset({str, int, bool, float, type(None)})
+_LISTS = frozenset({"list", "tuple"})
+_PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
+"""Of dict keys that have tokens, and of the items of a list that is one leaf if it is long."""
+
+_MAX_PLAIN_ITEMS = 256
 
 _ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
 """Most keys: they are their own token."""
@@ -63,7 +71,7 @@ class Container:
     """Stands in a flattened state for a container that paths alone do not tell.
 
     Attributes:
-        type: ``dict``, ``ordered_dict``, ``list`` or ``tuple``.
+        type: One of ``CONTAINER_TYPES``.
         metadata: torch's ``_metadata`` of a module's state dict, or None.
     """
 
@@ -175,17 +183,29 @@ def _child_paths(path: str, node: object) -> list[str] | None:
     prefix = path + "/"
     if not isinstance(node, dict):
         assert isinstance(node, list | tuple)
+        if len(node) > _MAX_PLAIN_ITEMS and _PLAIN_TYPES.issuperset(map(type, node)):
+            return None
         return [f"{prefix}{index}" for index in range(len(node))]
     kinds = set(map(type, node))
     if kinds == {str}:
         return [prefix + _escape_str(key) for key in node]
-    if not kinds <= _KEY_TYPES:
+    if keys_without_token(node):
         return None
-    if int in kinds and any(type(key) is int and abs(key) >= _HUGE for key in node):
-        return None
-    if float in kinds and sum(type(key) is float and isnan(key) for key in node) > 1:
-        return None  # NaN keys can stand side by side, and have one token
     return [prefix + escape(key) for key in node]
+
+
+def keys_without_token(node: Mapping[Any, object]) -> list[object]:
+    """Returns the keys of a dict that no path leads through: it counts as a leaf."""
+    found: list[object] = []
+    nans: list[object] = []
+    for key in node:
+        kind = type(key)
+        if kind not in _PLAIN_TYPES or (kind is int and abs(key) >= _HUGE):
+            found.append(key)
+        elif kind is float and isnan(key):
+            nans.append(key)
+    # NaN keys can stand side by side, and have one token.
+    return found + nans if len(nans) > 1 else found
 
 
 def _shown(path: str) -> str:
@@ -201,7 +221,8 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 
     Returns:
         Paths and, for each, its leaf, in traversal order. A container that is empty or is no
-        plain dict stands before its children, as a ``Container``.
+        plain dict stands before its children, as a ``Container``. A list or tuple of more
+        than 256 plain values is a leaf.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
@@ -284,6 +305,31 @@ class Skeleton:
         """Whether ``path`` was added as a leaf."""
         return path in self._leaves
 
+    def further_keys(self, state: object) -> list[tuple[str, object]]:
+        """Returns path and value of each dict key that ``state`` has in addition.
+
+        It looks into containers that both have; further items of a list are no keys.
+        """
+        found: list[tuple[str, object]] = []
+        shared = [(self._root, state)]
+        for path, node in shared:  # grows
+            branch = self._branches.get(path)
+            kind = CONTAINER_TYPES.get(type(node))
+            if branch is None or kind is None:
+                continue
+            is_list = kind in _LISTS
+            children = _child_paths(path, node)
+            if children is None or is_list != (branch.kind in _LISTS):
+                continue
+            assert isinstance(node, dict | list | tuple)
+            values = node.values() if isinstance(node, dict) else node
+            for child, value in zip(children, values, strict=True):
+                if type(value) in CONTAINER_TYPES and child in self._branches:
+                    shared.append((child, value))
+                elif not is_list and child not in self:
+                    found.append((child, value))
+        return found
+
     def add_leaf(self, path: str) -> None:
         """Adds a leaf, and the plain dicts that lead to it.
 
@@ -317,7 +363,7 @@ class Skeleton:
         if branch is None:
             branch = self._open(parent, "dict")
         key = token if _ORDINARY(token) else self._decode(path, token)
-        if branch.kind in ("list", "tuple") and (type(key) is not int or key < 0):
+        if branch.kind in _LISTS and (type(key) is not int or key < 0):
             raise FormatError(key=path, detail=f"a {branch.kind} has no item {token!r}")
         branch.keys.append(key)
         branch.paths.append(path)
@@ -393,6 +439,7 @@ def _in_order(keys: list[Key], children: list[object]) -> list[object]:
 _BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object]]] = {
     "dict": lambda keys, children, _: dict(zip(keys, children, strict=True)),
     "ordered_dict": _build_ordered,
+    "counter": lambda keys, children, _: Counter(dict(zip(keys, children, strict=True))),
     "list": lambda keys, children, _: _in_order(keys, children),
     "tuple": lambda keys, children, _: tuple(_in_order(keys, children)),
 }

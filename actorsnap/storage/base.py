@@ -52,11 +52,14 @@ class StorageContext:
         options: The caller's ``storage_options``; unknown names are refused by the backend.
         run_blocking: Where blocking calls go; the loop is never blocked.
         durable: False lets a backend skip fsync (scratch tiers).
+        scratch: A folder for what a crash may leave of writing an object at the root: who
+            collects the garbage of the folder's owner collects that, too. Empty for none.
     """
 
     run_blocking: RunBlocking
     options: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = True
+    scratch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

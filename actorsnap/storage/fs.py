@@ -9,12 +9,14 @@ Rules:
 - A key is a path below the root. Thus ``a`` and ``a/b`` cannot both exist, unlike on object
   stores, and a component has at most 255 bytes.
 - Objects of writers lie under their final key from the start; nothing refers to them before
-  they are complete. ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` beside the
-  key first (the leading dot is not doubled: ``.actorsnap`` has ``.actorsnap.<nonce>.tmp``).
-  Of a crash, such a temporary may be left. ``list`` shows it like any other object, and
-  ``delete`` takes it away, so that a collector of garbage needs no verb of its own.
+  they are complete. ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (the
+  leading dot is not doubled: ``.actorsnap`` has ``.actorsnap.<nonce>.tmp``), beside the key,
+  or, for keys at the root, in the context's ``scratch`` folder. Of a crash, such a temporary
+  may be left. ``list`` shows it like any other object, and ``delete`` takes it away, so that
+  a collector of garbage needs no verb of its own.
 - Durable means: the file is fsynced, then its folder, then each folder above it, up to the
   parent of the root, whose entries this instance has not yet seen on disk.
+- A deletion is fsynced where the folder of the object stays.
 - ``list`` passes over symbolic links and never leaves the root; other verbs follow links that
   someone else placed there.
 - Folders vanish with their last object, the root too. Creators that lose a race against this
@@ -58,6 +60,7 @@ from actorsnap.storage.posix import (
     close_all,
     opened_for_reading,
     publish_exclusively,
+    simplified,
     storage_error,
     temporary_path,
     truncated,
@@ -107,11 +110,12 @@ class FsStorage(Storage):
     def __init__(self, root: str, context: StorageContext) -> None:
         # Absolute now: the process may change its working folder while a save is running.
         # (getcwd only looks into the kernel's memory; abspath counts as blocking for any path.)
-        self.root = os.path.normpath(root if os.path.isabs(root) else f"{os.getcwd()}/{root}")
+        self.root = simplified(root if os.path.isabs(root) else f"{os.getcwd()}/{root}")
         self.url = self.root
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking
         self._durable = context.durable
+        self._scratch = context.scratch
         self._folders = Folders(self.root, durable=context.durable)
         self._open: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
@@ -296,8 +300,8 @@ class FsStorage(Storage):
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then folders that became empty, up to the root.
 
-        All keys are tried; the first error is raised at the end. Cancellation: some are
-        deleted.
+        Durable, but for the vanishing of folders: nothing is found in them again. All keys
+        are tried; the first error is raised at the end. Cancellation: some are deleted.
 
         Raises:
             AccessDenied, StorageError: an object cannot be deleted.
@@ -329,6 +333,13 @@ class FsStorage(Storage):
         # The deepest first, so that each folder is looked at once its children are gone.
         for folder in sorted(folders, key=len, reverse=True):
             self._folders.prune(folder)
+            try:
+                with self._mapped("delete", ""):
+                    self._folders.sync_entries(folder)
+            except ObjectNotFound:
+                pass  # pruned
+            except StorageError as error:
+                failures.append(error)
         return failures
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -387,8 +398,11 @@ class FsStorage(Storage):
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """A complete, fsynced file beside ``path``; gone afterwards unless it was renamed."""
-        temporary = temporary_path(path)
+        """A complete, fsynced file for ``path``; gone afterwards unless it was renamed."""
+        folder, name = os.path.split(path)
+        if folder == self.root:
+            folder = os.path.join(folder, self._scratch)
+        temporary = temporary_path(os.path.join(folder, name))
         fd = self._create(temporary)
         try:
             try:
@@ -444,6 +458,7 @@ class _FsWriter(ObjectWriter):
         Cancellation: comes through when the work is done; ``abort`` still removes the file.
 
         Raises:
+            ObjectNotFound: somebody has deleted the file meanwhile.
             StorageError: something is not durable, or the writer was ended. Abort it.
         """
         if not self._is_opener:
@@ -456,6 +471,8 @@ class _FsWriter(ObjectWriter):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
+                if not os.fstat(fd).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "deleted", self._path)
             self._storage._folders.sync(os.path.dirname(self._path))
             # Network file systems report late failures of writes here.
             self._descriptor.close()

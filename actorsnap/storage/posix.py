@@ -35,6 +35,7 @@ __all__ = [
     "close_all",
     "opened_for_reading",
     "publish_exclusively",
+    "simplified",
     "storage_error",
     "temporary_path",
     "truncated",
@@ -206,6 +207,11 @@ class Folders:
                 return
             folder = parent
 
+    def sync_entries(self, folder: str) -> None:
+        """Makes what was removed from ``folder`` stay so."""
+        if self._durable:
+            fsync_folder(folder)
+
     def prune(self, folder: str) -> None:
         """Removes ``folder`` and its parents, up to the root, while they are empty."""
         while True:
@@ -271,6 +277,12 @@ def unlink_object(path: str) -> None:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             return
         raise
+
+
+def simplified(path: str) -> str:
+    """An absolute path without what means nothing. ``..`` stays: behind a symbolic link, only
+    the kernel knows where it leads."""
+    return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
 def temporary_path(path: str) -> str:
@@ -363,11 +375,12 @@ def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageErr
     if number == errno.EEXIST:
         return make(ObjectExists, "the object exists already")
     if number == errno.ENOTDIR:
-        if os.path.lexists(root) and not os.path.isdir(root):
-            return make(StorageError, f"{root} is a file; name a folder")
+        obstacle = no_folder(root)
+        if os.path.lexists(root) and obstacle:
+            return make(StorageError, f"{obstacle}; name a folder")
         if op in _READING or op == "delete":
             return make(ObjectNotFound, "no such object")
-        return make(StorageError, parent_file(key, root))
+        return make(StorageError, obstacle or parent_file(key, root))
     if number == errno.EISDIR:
         return make(StorageError, "a folder has this name: other keys begin with it")
     if number == errno.EROFS:
@@ -380,8 +393,9 @@ def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageErr
     if number in (errno.ENOSPC, errno.EDQUOT):
         return make(StorageFull, f"{said}; {free(root)}. Delete old snapshots or store elsewhere")
     if number == errno.ENAMETOOLONG:
+        what = "path" if is_too_long(root) else "key"
         return make(
-            StorageError, f"the key is too long: at most {_NAME_MAX} bytes between two slashes"
+            StorageError, f"the {what} is too long: at most {_NAME_MAX} bytes between two slashes"
         )
     if number in (errno.EMFILE, errno.ENFILE):
         return make(StorageError, f"{said}; raise the limit of open files (ulimit -n)")
@@ -394,7 +408,25 @@ def parent_file(key: str, root: str) -> str:
         parent = "/".join(parts[:end])
         if os.path.isfile(os.path.join(root, parent)):
             return f"a parent is a file: {parent!r} is an object, so no key can lie below it"
-    return f"a parent of {root} is a file"
+    return f"a parent of {key!r} is no folder"
+
+
+def no_folder(path: str) -> str:
+    """What of ``path`` is there, but no folder, in words; empty if nothing is in the way."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if os.path.isdir(path):
+        return ""
+    is_dangling = os.path.islink(path) and not os.path.exists(path)
+    return f"{path} is {'a symbolic link to nothing' if is_dangling else 'a file'}"
+
+
+def is_too_long(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
 
 
 def free(root: str) -> str:

@@ -42,7 +42,9 @@ _BUILT_IN = {
 }
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_COLLAPSED_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_COLLAPSED_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+
+_HOME = re.compile("(fs://)?~", re.IGNORECASE)
 
 _registered: dict[str, StorageFactory] = {}
 _lock = threading.Lock()
@@ -76,7 +78,7 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
     """Opens the storage that a URL or a local path names. Does no I/O but imports.
 
     A string without ``scheme://`` and every ``os.PathLike`` is a path of the local file
-    system.
+    system. URLs are taken as they are: ``%20`` is no space.
 
     Raises:
         UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
@@ -130,21 +132,27 @@ def check_url(url: object) -> str:
     """A URL or path as a string.
 
     Raises:
-        UsageError: it is neither, is empty, or a URL that was damaged by pathlib.
+        UsageError: it is neither, is empty, a URL that lacks a slash, or begins with ``~``.
     """
     if isinstance(url, str):
         text = url
     elif isinstance(url, os.PathLike):
         text = os.fsdecode(url)
-        if _COLLAPSED_SCHEME.match(text):
-            raise UsageError(
-                f"the path {text!r} looks like a URL that lost a slash in pathlib; "
-                "pass the URL as a string"
-            )
     else:
         raise UsageError(f"a URL or a path is needed, not {type(url).__name__}")
     if not text or "\0" in text:
         raise UsageError("a URL or a path must not be empty or contain NUL")
+    if _HOME.match(text):
+        raise UsageError(
+            f"{text!r} begins with ~, which shells expand and nobody else: pass "
+            "os.path.expanduser(path), or an absolute path if there is a folder of that name"
+        )
+    if _COLLAPSED_SCHEME.match(text):
+        raise UsageError(
+            f"{text!r} looks like a URL that lost a slash: local ones have three (file:///path), "
+            "others two, and pathlib joins them, so pass a str; or an absolute path if there is "
+            "a folder of that name"
+        )
     return text
 
 

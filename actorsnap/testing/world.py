@@ -14,6 +14,7 @@ import anyio
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
+from actorsnap.actors.errands import Errands
 from actorsnap.actors.session import ParticipantActor, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.planning.packing import PackingRules
@@ -62,9 +63,16 @@ class SimulatedSave:
 
     async def run(self) -> list[Failure | None]:
         """Runs to the end; returns each rank's outcome."""
+        outcomes: dict[int, Failure | None] = {}
+        async with anyio.create_task_group() as tasks:
+            label = f"simulated {self.attempt}"
+            errands = Errands(tasks, run_blocking=self.run_blocking, label=label)
+            await self._run(errands, outcomes)
+        return [outcomes[rank] for rank in range(len(self.states))]
+
+    async def _run(self, errands: Errands, outcomes: dict[int, Failure | None]) -> None:
         world_size = len(self.states)
         transport = InprocTransport(world_size)
-        outcomes: dict[int, Failure | None] = {}
 
         async def run_rank(rank: int) -> None:
             outcomes[rank] = await self.participants[rank].run()
@@ -84,7 +92,7 @@ class SimulatedSave:
                     num_copiers=2,
                 ),
                 budget=self.budgets[rank],
-                run_blocking=self.run_blocking,
+                errands=errands,
                 board=ProgressBoard(f"simulated rank {rank}"),
                 on_staged=self._staged(rank),
                 on_failure=self.causes.append,
@@ -95,6 +103,7 @@ class SimulatedSave:
             ),
             end=transport.coordinator(),
             storage=self.storages[0],
+            errands=errands,
             template=CommitTemplate(
                 attempt=self.attempt,
                 created="2026-01-01T00:00:00.000000Z",
@@ -113,7 +122,6 @@ class SimulatedSave:
                     tasks.start_soon(run_rank, rank)
         finally:
             transport.close()
-        return [outcomes[rank] for rank in range(world_size)]
 
     def _staged(self, rank: int) -> Callable[[], None]:
         return lambda: self.staged.add(rank)

@@ -163,3 +163,37 @@ async def test_never_above_the_limit_and_nothing_left(seed: int) -> None:
     statistics = budget.statistics()
     assert statistics.leased_bytes == 0
     assert statistics.num_waiting == 0
+
+
+async def test_reading_does_not_wait_for_saves_that_hold_everything() -> None:
+    budget = Budget(10)
+    saving = await budget.lease(10)
+    async with anyio.create_task_group() as tasks:
+        second: list[Lease] = []
+
+        async def read() -> None:
+            second.append(await budget.lease(4, is_reading=True))
+
+        with anyio.fail_after(5):
+            first = await budget.lease(4, is_reading=True)
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+        # One at a time goes beyond the limit: the excess is a single read.
+        assert not second
+        assert budget.statistics().peak_bytes == 14
+        first.release()
+        await anyio.wait_all_tasks_blocked()
+        second.pop().release()
+    saving.release()
+    assert budget.statistics().leased_bytes == 0
+
+
+async def test_reading_alone_stays_within_the_limit() -> None:
+    budget = Budget(10)
+    leases = [await budget.lease(5, is_reading=True) for _ in range(2)]
+    with anyio.move_on_after(0.01) as scope:
+        await budget.lease(5, is_reading=True)
+    assert scope.cancelled_caught
+    for lease in leases:
+        lease.release()
+    assert budget.statistics().leased_bytes == 0

@@ -12,6 +12,7 @@ import gc
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def one_tensor(mib: int) -> dict[str, StateDict]:
     return {"s": StateDict(x=torch.ones(mib, MIB // 4))}
 
 
+def of_many(mib: int) -> dict[str, StateDict]:
+    """Tensors that do not lie in storage as they lie in memory, and a small part of one."""
+    base = torch.ones(mib, MIB // 4)
+    flat = base.view(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return {
+            "s": StateDict(
+                base=base,
+                view=flat[1000:1004],
+                half=flat[1000 : flat.numel() // 2],
+                quantized=torch.quantize_per_tensor(base, 0.1, 0, torch.qint8),
+                sparse=base.view(mib * 64, 4096)[:, ::4].to_sparse_csr(),
+            )
+        }
+
+
 def _open_slow(url: str, context: StorageContext) -> Storage:
     return ThrottledStorage(open_fs(url.removeprefix("slow://"), context), bytes_per_s=400e6)
 
@@ -106,6 +124,20 @@ def read(out: Callable[[int], torch.Tensor] | None, mib: int, folder: Path) -> i
     return growth(lambda: snapshot.read_object("s/x", target[1], memory_budget_bytes=MIB))
 
 
+def read_part(name: str, fresh: bool, mib: int, folder: Path) -> int:
+    """The growth besides what ``out`` has; that of a fresh value counts."""
+    for at, size in (("warm", 16), ("s", mib)):
+        state = of_many(size)
+        Snapshot.take(folder / at, state, options=OPTIONS)
+        out = None if fresh else state["s"][name].clone()
+        del state
+        snapshot = Snapshot(folder / at)
+        found = growth(
+            lambda: snapshot.read_object(f"s/{name}", out, memory_budget_bytes=MIB)  # noqa: B023
+        )
+    return found
+
+
 def restore(build: Callable[[int], dict[str, StateDict]], mib: int, folder: Path) -> int:
     for name, size in (("warm", 16), ("s", mib)):
         state = build(size)
@@ -134,6 +166,11 @@ SCENARIOS: dict[str, tuple[int, Callable[[int, Path], int]]] = {
         lambda mib, at: read(lambda n: torch.zeros(MIB // 4, n).t(), mib, at),
     ),
     "read-fresh": (256, lambda mib, at: read(None, mib, at)),
+    "read-view": (64, lambda mib, at: read_part("view", True, mib, at)),
+    "read-into-view": (64, lambda mib, at: read_part("half", False, mib, at)),
+    "read-quantized": (64, lambda mib, at: read_part("quantized", True, mib, at)),
+    "read-into-quantized": (64, lambda mib, at: read_part("quantized", False, mib, at)),
+    "read-into-sparse": (64, lambda mib, at: read_part("sparse", False, mib, at)),
     "restore": (512, lambda mib, at: restore(contiguous, mib, at)),
     "restore-strided": (256, lambda mib, at: restore(strided, mib, at)),
     "verify": (256, verify),

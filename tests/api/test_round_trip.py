@@ -110,6 +110,7 @@ def test_leaves_come_back_in_place(api: Facade, case: str, place: str) -> None:
     assert_same(target.data, CASES[case]())
     after = addresses(target.data)
     before.pop("/'channel-packed'", None)  # torch cannot copy into packed elements
+    before.pop("/'stepped'", None)  # negative strides: saved apart from what it is a view of
     assert {path: after[path] for path in before} == before
     assert before or case in ("values", "sparse")
 
@@ -656,7 +657,7 @@ def test_options_by_environment(api: Facade, place: str, monkeypatch: pytest.Mon
         api.Snapshot(place)
     monkeypatch.delenv("ACTORSNAP_CHUNK_BYTES")
     monkeypatch.setenv("ACTORSNAP_FSNYC", "0")
-    with pytest.raises(UsageError, match="no option 'fsnyc'"):
+    with pytest.raises(UsageError, match="did you mean ACTORSNAP_FSYNC"):
         api.Snapshot(place)
 
 

@@ -23,7 +23,6 @@ from actorsnap.format.layout import (
     data_key,
     dtype_itemsize,
     header_cost,
-    is_commit_temporary,
     is_well_formed_key,
     lay_out,
     manifest_key,
@@ -413,9 +412,3 @@ def test_itemsizes_of_numpy_dtypes(name: str, itemsize: int) -> None:
 @pytest.mark.parametrize("name", ["", "float7", "<q8", "f8]", "float99999", "<f8\n"])
 def test_unknown_dtypes_have_no_itemsize(name: str) -> None:
     assert dtype_itemsize(name) is None
-
-
-def test_temporaries_of_the_commit_object_are_told_from_everything_else() -> None:
-    assert is_commit_temporary(".actorsnap.89abcdef.tmp")
-    for key in (".actorsnap", ".actorsnap.tmp", "a/.actorsnap.1.tmp", ".actorsnap.1.tmpx", "x.tmp"):
-        assert not is_commit_temporary(key)

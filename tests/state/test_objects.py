@@ -28,6 +28,7 @@ from actorsnap.state.objects import (
     encode_inline,
 )
 from actorsnap.state.restore import KeyRestore
+from actorsnap.state.stateful import Matching
 from tests.state.stored import round_trip, store
 from tests.state.test_tree import same
 
@@ -317,7 +318,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 def test_pickles_that_are_not_wanted_do_not_matter() -> None:
     memory = store({"a": Fraction(1), "b": 2}, allow_pickle=True)
     restore = KeyRestore(
-        "s", memory.key("s"), target={"b": 0}, allow_pickle=False, include_unexpected=False
+        "s", memory.key("s"), target={"b": 0}, allow_pickle=False, matching=Matching.LEAVES
     )
     assert restore.unexpected == ["s/a"]
     assert restore.build() == {"b": 2}

@@ -26,7 +26,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.state.capture import capture
 from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
-from actorsnap.state.stateful import StateDict
+from actorsnap.state.stateful import Matching, StateDict, matching_of
 from tests.state.stored import Memory, store
 from tests.state.test_tree import same
 
@@ -69,7 +69,7 @@ def test_every_difference_is_found_before_anything_is_read() -> None:
         "only here": 5,
     }
     before = {key: value for key, value in target.items()}
-    restore = opened(memory, target)
+    restore = opened(memory, target, matching=Matching.LEAVES)
     assert restore.missing == ["s/only here"]
     assert restore.unexpected == ["s/only stored"]
     lines = dict(line.split(": ", 1) for line in restore.mismatched)
@@ -84,19 +84,36 @@ def test_every_difference_is_found_before_anything_is_read() -> None:
     assert "many ranks" in lines["s/subclass"]
     assert lines["s/array"] == "dtype <f8 in the snapshot, <f4 in the app state"
     assert len(lines) == 10
-    assert len(restore.reads) == 2
+    assert len(restore.reads) == 1
     memory.fill(restore.reads)
     result = restore.build()
-    for name in (*(line.removeprefix("s/") for line in lines), "only here", "good"):
+    for name in (*(line.removeprefix("s/") for line in lines), "good"):
         assert result[name] is before[name]
     assert target["good"] == 1
+    assert list(result) == [k for k in target if k != "only here"]
+    # Where keys have to match, a tensor has to fit a tensor; another kind is replaced.
+    restore = opened(memory, target, matching=Matching.KEYS)
+    assert restore.missing == ["s/only here"]
+    assert restore.unexpected == []
+    replaced = {"s/kind", "s/value", "s/text"}
+    assert {line.partition(": ")[0] for line in restore.mismatched} == set(lines) - replaced
+    memory.fill(restore.reads)
+    result = restore.build()
     assert result["only stored"] == 1
+    assert result["only here"] == 5
     assert list(result) == [*(k for k in target if k != "only here"), "only stored", "only here"]
+    # Where nothing has to match, everything is.
+    restore = opened(memory, target, matching=Matching.NOTHING)
+    assert restore.missing == restore.unexpected == restore.mismatched == []
+    memory.fill(restore.reads)
+    result = restore.build()
+    assert "only here" not in result
+    assert [name for name, value in result.items() if value is before.get(name)] == ["good"]
 
 
 def test_unexpected_leaves_can_be_left_out() -> None:
     memory = store({"a": torch.ones(1), "b": {"c": torch.ones(1), "d": [1, 2]}, "e": [], "f": (1,)})
-    restore = opened(memory, {"a": torch.zeros(1)}, include_unexpected=False)
+    restore = opened(memory, {"a": torch.zeros(1)}, matching=Matching.LEAVES)
     assert restore.unexpected == ["s/b/c", "s/b/d/0", "s/b/d/1", "s/f/0"]
     assert len(restore.reads) == 1
     memory.fill(restore.reads)
@@ -108,10 +125,12 @@ def test_without_a_target_nothing_is_missing() -> None:
     assert (restore.missing, restore.unexpected, restore.mismatched) == ([], [], [])
 
 
-def test_an_empty_target_makes_all_unexpected() -> None:
-    restore = opened(store({"a": 1}), {})
+def test_an_empty_target() -> None:
+    memory = store({"a": 1})
+    restore = opened(memory, {}, matching=Matching.LEAVES)
     assert restore.unexpected == ["s/a"]
-    assert restore.build() == {"a": 1}
+    assert restore.build() == {}
+    assert memory.restore("s", {}) == {"a": 1}
 
 
 def test_values_replace_values_of_any_kind() -> None:
@@ -133,7 +152,7 @@ def test_containers_follow_the_snapshot() -> None:
     assert same(result["v"], state)
 
 
-def test_missing_leaves_are_kept_where_there_is_room() -> None:
+def test_further_keys_of_dicts_are_kept() -> None:
     memory = store({"a": {"x": 1}, "l": [1], "leaf": 3})
     target = {
         "a": {"x": 0, "y": 5},
@@ -142,10 +161,10 @@ def test_missing_leaves_are_kept_where_there_is_room() -> None:
         "new": OrderedDict(k=(1, 2)),
     }
     restore = opened(memory, target)
-    assert restore.missing == ["s/a/y", "s/l/1", "s/leaf/below", "s/new/k/0", "s/new/k/1"]
+    assert restore.missing == ["s/new", "s/a/y"]
     expected = {
         "a": {"x": 1, "y": 5},
-        "l": [1, 7],
+        "l": [1],
         "leaf": 3,
         "new": OrderedDict(k=(1, 2)),
     }
@@ -221,11 +240,13 @@ def test_a_model_with_its_optimizer_and_scheduler_continues() -> None:
         pointers = [p.data_ptr() for p in other[0].parameters()]
         for key, stateful in zip(("model", "optim", "sched"), other, strict=True):
             restore = KeyRestore(
-                key, memory.key(key), target=stateful.state_dict(), allow_pickle=False
+                key,
+                memory.key(key),
+                target=stateful.state_dict(),
+                allow_pickle=False,
+                matching=matching_of(stateful),
             )
-            assert not restore.missing
-            assert not restore.mismatched
-            assert bool(restore.unexpected) == (key == "optim" and not stepped)
+            assert restore.missing == restore.unexpected == restore.mismatched == []
             memory.fill(restore.reads)
             stateful.load_state_dict(restore.build())
         assert [p.data_ptr() for p in other[0].parameters()] == pointers

@@ -17,7 +17,7 @@ from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.state.capture import capture
 from actorsnap.state.restore import KeyRestore
 from actorsnap.state.sharing import Region, touched_without_gaps
-from actorsnap.state.stateful import StateDict
+from actorsnap.state.stateful import Matching, StateDict
 from tests.state.stored import Memory, store
 
 
@@ -230,7 +230,7 @@ def test_one_view_of_several_into_a_target_of_its_own() -> None:
     memory = store({"a": x, "b": x[1:3], "c": x.t()})
     entries = memory.key("s")
     target = {"b": torch.zeros(2, 6, requires_grad=True), "c": torch.zeros(4, 6).t()}
-    restore = KeyRestore("s", entries, target=target, allow_pickle=False, include_unexpected=False)
+    restore = KeyRestore("s", entries, target=target, allow_pickle=False, matching=Matching.LEAVES)
     memory.fill(restore.reads)
     result = restore.build()
     assert list(result) == ["b", "c"]

@@ -82,6 +82,9 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> str:
         ("fs://a/b", f"{Path.cwd()}/a/b"),
         ("a/b", f"{Path.cwd()}/a/b"),
         ("step:10", f"{Path.cwd()}/step:10"),
+        ("./step:/10", f"{Path.cwd()}/step:/10"),
+        ("./~/x", f"{Path.cwd()}/~/x"),
+        ("a/~b", f"{Path.cwd()}/a/~b"),
         ("/a%20b/c?d#e", "/a%20b/c?d#e"),
         ("file:///a%20b", "/a%20b"),
         ("/a://b", "/a:/b"),
@@ -121,9 +124,18 @@ def test_what_is_no_url(url: object) -> None:
         open_storage(url, CONTEXT)  # type: ignore[arg-type]
 
 
-def test_a_url_that_went_through_pathlib() -> None:
-    with pytest.raises(UsageError, match="lost a slash in pathlib"):
-        open_storage(PurePosixPath("mine://bucket/step-1"), CONTEXT)
+@pytest.mark.parametrize(
+    "url", [PurePosixPath("mine://bucket/step-1"), "file:/tmp/x", "FILE:/x", "s3:/bucket/x"]
+)
+def test_a_url_that_lost_a_slash(url: str | PurePosixPath) -> None:
+    with pytest.raises(UsageError, match=r"lost a slash: local ones have three \(file:///path\)"):
+        open_storage(url, CONTEXT)
+
+
+@pytest.mark.parametrize("url", ["~", "~/x", "~somebody/x", "fs://~/x", PurePosixPath("~/x")])
+def test_a_home_folder_is_not_created_here(url: str | PurePosixPath) -> None:
+    with pytest.raises(UsageError, match=r"os\.path\.expanduser"):
+        open_storage(url, CONTEXT)
 
 
 def test_known_schemes() -> None:

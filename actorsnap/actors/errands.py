@@ -1,0 +1,137 @@
+"""What a save does in a storage that may hang, and how it stops waiting for it.
+
+A thread inside a system call cannot be stopped: a write to a dead NFS server may never return.
+Here each such step is a task of its own, an errand. Whoever waits for one can be cancelled, and
+then waits for a short grace only. The errand that is left keeps what its threads use, leased
+memory and descriptors, until they return. That is safe for saves, which only read the caller's
+memory. It is not for restores, which write to it: those wait, however long it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+import anyio.abc
+
+from actorsnap.storage.base import RunBlocking
+
+__all__ = ["Errands"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRACE_S = 2.0
+"""So long is a step waited for when nobody wants it any more: healthy storages answer by then."""
+
+_CLEANUP_S = 30.0
+"""Cleaning up takes no longer; what is left is garbage."""
+
+
+class Errands:
+    """The errands of one save. For use on one event loop.
+
+    Args:
+        tasks: Where they run. It ends when the last one has returned.
+        run_blocking: Where their blocking calls go.
+        label: Of the save, for messages.
+    """
+
+    def __init__(
+        self, tasks: anyio.abc.TaskGroup, *, run_blocking: RunBlocking, label: str
+    ) -> None:
+        self._tasks = tasks
+        self._run_blocking = run_blocking
+        self._label = label
+        self._num_calls = 0
+        self._left: list[anyio.Event] = []
+
+    async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """See ``storage.base.RunBlocking``; counts the calls for the warning."""
+        self._num_calls += 1
+        try:
+            return await self._run_blocking(fn, *args)
+        finally:
+            self._num_calls -= 1
+
+    async def run(self, step: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Awaits ``step(*args)`` in a task of its own.
+
+        Raises:
+            Exception: what the step raises.
+        Cancellation: cancels the step and waits for a grace. A step that ends by itself within
+            it has ended as if not cancelled; one that hangs is left behind, with a warning.
+        """
+        scope = anyio.CancelScope(shield=True)  # cancelled by who waits, and by nobody else
+        ended = anyio.Event()
+        results: list[T] = []
+        errors: list[Exception] = []
+
+        async def perform() -> None:
+            try:
+                with scope:
+                    results.append(await step(*args))
+            except Exception as error:
+                errors.append(error)
+            finally:
+                ended.set()
+
+        self._tasks.start_soon(perform)
+        try:
+            await ended.wait()
+        except anyio.get_cancelled_exc_class():
+            scope.cancel()
+            with anyio.move_on_after(_GRACE_S, shield=True):
+                await ended.wait()
+            if not ended.is_set():
+                self._left.append(ended)
+                logger.warning(
+                    "%s: the storage hangs, %d calls have not returned; going on without them",
+                    self._label,
+                    self._num_calls,
+                )
+            if not results and not errors:
+                raise
+        if errors:
+            raise errors.pop()
+        return results.pop()
+
+    async def clean_up(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Runs ``step`` whatever is cancelled, for a bounded time; never raises its error.
+
+        Behind errands that were left it is left, too: it runs when they have returned.
+        """
+        if self._left:
+            earlier, ended = tuple(self._left), anyio.Event()
+            self._left.append(ended)
+            self._tasks.start_soon(self._clean_up_behind, earlier, step, ended)
+            return
+        with anyio.move_on_after(_CLEANUP_S, shield=True) as scope:
+            await self.run(self._tidy, step)
+        if scope.cancelled_caught:
+            logger.warning(
+                "%s: garbage was left: cleaning up took over %g s", self._label, _CLEANUP_S
+            )
+
+    async def _clean_up_behind(
+        self,
+        earlier: tuple[anyio.Event, ...],
+        step: Callable[[], Awaitable[None]],
+        ended: anyio.Event,
+    ) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                for other in earlier:
+                    await other.wait()
+                await self._tidy(step)
+        finally:
+            ended.set()
+
+    async def _tidy(self, step: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await step()
+        except Exception:  # whatever a backend raises
+            logger.warning("%s: garbage was left", self._label, exc_info=True)

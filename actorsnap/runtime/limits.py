@@ -1,0 +1,86 @@
+"""How much memory and how many cores this process may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+__all__ = ["cgroup_free_bytes", "default_budget_bytes", "usable_cores"]
+
+_MAX_DEFAULT_BUDGET = 64 << 30
+
+
+def default_budget_bytes() -> int:
+    """60 % of the free memory of the machine or the cgroup, at most 64 GiB."""
+    free = psutil.virtual_memory().available
+    limit = cgroup_free_bytes()
+    if limit is not None:
+        free = min(free, limit)
+    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, free * 6 // 10))
+
+
+def cgroup_free_bytes(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """What the cgroup and all above it (v2 or v1) still let this process take.
+
+    Files in the page cache count as free: the kernel drops them before it refuses memory.
+
+    Args:
+        membership: Which cgroups this process is in.
+        root: Where their folders are mounted.
+
+    Returns:
+        None without a limit.
+    """
+    free: list[int] = []
+    for folder, is_v2 in _cgroups(membership, root):
+        limit_name, usage_name, prefix = (
+            ("memory.max", "memory.current", "")
+            if is_v2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        )
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / limit_name).read_text())  # "max" is a ValueError: no limit
+            used = int((folder / usage_name).read_text())
+            cached = _cached_bytes(folder / "memory.stat", prefix)
+            free.append(max(0, limit - max(0, used - cached)))
+    return min(free, default=None)
+
+
+def _cgroups(membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of the memory cgroups, each with all above it, and whether they are v2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0"
+        if not is_v2 and "memory" not in controllers.split(","):
+            continue
+        mount = root if is_v2 else root / "memory"
+        # In a container the path may be the host's, and only the mount's top be there.
+        inside = PurePosixPath(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            yield mount / folder, is_v2
+
+
+def _cached_bytes(stat: Path, prefix: str) -> int:
+    wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
+    try:
+        fields = [line.split() for line in stat.read_text().splitlines()]
+        return sum(int(value) for name, value in fields if name in wanted)
+    except (OSError, ValueError):
+        return 0
+
+
+def usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

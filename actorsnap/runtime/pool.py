@@ -1,0 +1,115 @@
+"""Worker threads: run blocking calls, one after the other, first come first served.
+
+There are as many as cores: copies and checksums gain nothing from more. A call that hangs in a
+storage must not keep all others from theirs, so that while every thread hangs, more are started.
+See ``docs/decisions/0003-worker-threads.md``. It must not know event loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["WorkerPool"]
+
+_HANGS_AFTER_S = 0.5
+"""A chunk is copied or hashed in a tenth of this."""
+
+_MAX_EXTRA = 32
+_IDLE_S = 5.0
+
+
+class WorkerPool:
+    """Daemon threads that take jobs from one queue.
+
+    Args:
+        num_threads: Made at once and kept. At interpreter exit none can be started any more
+            (Python 3.12), when pending snapshots are finished.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._jobs: queue.SimpleQueue[
+            tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, BaseException | None], None]]
+            | None
+        ] = queue.SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+        self._busy_since: dict[threading.Thread, float] = {}
+        self._numbers = itertools.count()
+        try:
+            for _ in range(num_threads):
+                self._add(idle_s=None)
+        except BaseException:
+            self.stop(timeout_s=None)
+            raise
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        done: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """Runs ``fn(*args)``; the thread then calls ``done`` with its result or its error."""
+        self._jobs.put((fn, args, done))
+
+    def relieve(self) -> bool:
+        """Starts threads for the jobs that wait, if all others hang.
+
+        Returns:
+            Whether jobs wait: ask again in a while.
+        """
+        num_waiting = self._jobs.qsize()
+        busy_since = list(self._busy_since.values())
+        latest = time.monotonic() - _HANGS_AFTER_S
+        if len(busy_since) == len(self._threads) and all(begin < latest for begin in busy_since):
+            room = self.num_threads + _MAX_EXTRA - len(self._threads)
+            with contextlib.suppress(RuntimeError):  # the interpreter exits
+                for _ in range(min(num_waiting, room)):
+                    self._add(idle_s=_IDLE_S)
+        return num_waiting > 0
+
+    def stop(self, timeout_s: float | None) -> None:
+        """Ends all threads; waits so long for those that are in a job."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        threads = tuple(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _add(self, idle_s: float | None) -> None:
+        thread = threading.Thread(
+            target=self._work,
+            args=(idle_s,),
+            name=f"actorsnap-worker-{next(self._numbers)}",
+            daemon=True,
+        )
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
+
+    def _work(self, idle_s: float | None) -> None:
+        this = threading.current_thread()
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get(timeout=idle_s)) is not None:
+                self._busy_since[this] = time.monotonic()
+                fn, args, done = job
+                try:
+                    result = fn(*args)
+                except BaseException as error:
+                    done(None, error)
+                else:
+                    done(result, None)
+                # An idle worker must not keep the last job's tensors alive.
+                del job, fn, args, done
+                result = None
+                del self._busy_since[this]
+        self._threads.discard(this)

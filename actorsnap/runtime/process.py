@@ -1,0 +1,37 @@
+"""Which process this is, and which others live."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import socket
+
+import psutil
+
+__all__ = ["host_id", "is_running"]
+
+
+@functools.cache
+def host_id() -> str:
+    """8 hex digits for this machine and process namespace, as in attempt names."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process lives. One that only waits for its parent to look does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True  # not ours to look at
+
+
+os.register_at_fork(after_in_child=host_id.cache_clear)  # it may be in another namespace

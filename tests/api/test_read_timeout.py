@@ -1,0 +1,42 @@
+"""Calls that read or delete end at ``timeout_s`` where the storage does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from actorsnap import Options, Snapshot, StorageError
+from actorsnap.testing.faults import FaultyStorage
+from tests.api.faults import faulty, faulty_url
+from tests.api.places import number_at, state
+
+CALLS: dict[str, tuple[str, Callable[[Snapshot], Any]]] = {
+    "restore": ("get", lambda s: s.restore(state(-1))),
+    "restore-data": ("read_into", lambda s: s.restore(state(-1))),
+    "read_object": ("read_into", lambda s: s.read_object("model/weight")),
+    "get_manifest": ("get", lambda s: s.get_manifest()),
+    "verify": ("stat", lambda s: s.verify()),
+    "verify-full": ("read_into", lambda s: s.verify("full")),
+    "delete": ("delete", lambda s: s.delete()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None:
+    url = str(tmp_path / "s")
+    await Snapshot.take(url, state(1), options=Options(fsync=False))
+    verb, run = CALLS[call]
+    with faulty(lambda inner: FaultyStorage(inner, stall=[verb])), anyio.fail_after(20):
+        snapshot = Snapshot(faulty_url(url), options=Options(timeout_s=0.3))
+        with pytest.raises(StorageError, match=r"timeout_s=0\.3 is over") as caught:
+            await run(snapshot)
+    assert url in str(caught.value)
+    assert caught.value.op == {"verify-full": "verify"}.get(
+        call, call if call in ("verify", "delete") else "read"
+    )
+    assert caught.value.retryable
+    assert await number_at(url) == 1

@@ -1,0 +1,45 @@
+"""Options from the environment, and the size of chunks under a budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from actorsnap import Options, UsageError
+from actorsnap.options import MIN_CHUNK_BYTES, chunk_within, from_env
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("name", ["CKPT_DIR", "HOME", "LOG_LEVEL", "BENCH_ROOT", "RUN_ID", ""])
+def test_foreign_variables_are_nobodys_business(name: str) -> None:
+    found = from_env({f"ACTORSNAP_{name}": "x", "ACTORSNAP_TIMEOUT_S": "7"})
+    assert found == Options(timeout_s=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TIMEOUT", "TIMEOUT_S"),
+        ("FSYNCH", "FSYNC"),
+        ("CHUNK_BYTE", "CHUNK_BYTES"),
+        ("MEMORY_BUDGET", "MEMORY_BUDGET_BYTES"),
+        ("ALLOW_PICKEL", "ALLOW_PICKLE"),
+    ],
+)
+def test_misspelt_options_are_refused(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"did you mean ACTORSNAP_{meant}\?"):
+        from_env({f"ACTORSNAP_{name}": "1"})
+
+
+@pytest.mark.parametrize("budget", ["64", 2.0 * MIB, True, MIN_CHUNK_BYTES - 1, -1])
+def test_budgets_that_do_not_work_are_refused(budget: object) -> None:
+    with pytest.raises(UsageError, match="memory_budget_bytes"):
+        Options(memory_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("chunk_mib", "budget_bytes", "expected_mib"),
+    [(16, 64 * MIB, 16), (16, 16 * MIB, 16), (16, 15 * MIB, 8), (16, 3 * MIB, 2), (3, MIB, 2)],
+)
+def test_chunks_fit_into_the_budget(chunk_mib: int, budget_bytes: int, expected_mib: int) -> None:
+    assert chunk_within(chunk_mib * MIB, budget_bytes) == expected_mib * MIB

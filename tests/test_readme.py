@@ -1,0 +1,66 @@
+"""What README shows is what is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    return re.split(r"^## ", TEXT.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for kind, block in found if kind == language]
+
+
+def printed(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+def timeless(text: str) -> str:
+    # On a terminal, as in README, columns are aligned; in a pipe tabs stand between them.
+    return re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", "<time>", text).replace("\t", "  ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the quickstart has left its snapshots, as README says."""
+    folder = tmp_path_factory.mktemp("readme")
+    assert "$ python examples/quickstart_async.py ckpt\n" in TEXT
+    printed(str(ROOT / "examples" / "quickstart_async.py"), "ckpt", cwd=folder)
+    return folder
+
+
+def test_the_shell(folder: Path) -> None:
+    (block,) = blocks(section("From the shell"))
+    for session in block.removeprefix("$ ").split("\n$ "):
+        command, expected = session.split("\n", 1)
+        program, *arguments = command.split()
+        assert program == "actorsnap"
+        found = printed("-m", "actorsnap", *arguments, cwd=folder)
+        assert timeless(found).rstrip() == timeless(expected).rstrip(), command
+
+
+def test_without_actorsnap(folder: Path) -> None:
+    text = section("Without actorsnap")
+    (script,), (expected,) = blocks(text, "python"), blocks(text)
+    assert printed("-c", script, cwd=folder) == expected
