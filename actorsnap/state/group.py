@@ -22,6 +22,7 @@ from actorsnap.errors import UsageError
 __all__ = ["Group", "find_group"]
 
 _CONNECT_S = 300.0
+_HOST_S = 20.0
 _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
 
 
@@ -148,9 +149,9 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
 def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None:
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is not in [0, {world_size}), the ranks of this job")
-    _check_store(store)
     if world_size == 1:
         return None
+    _check_store(store)
     return Group(
         rank=rank, world_size=world_size, ranks=tuple(range(world_size)), store=store, name=name
     )
@@ -193,6 +194,8 @@ def _check_store(store: Any) -> None:
         raise UsageError(f"store must be a c10d store, not {type(store).__name__}; {remedy}")
     if isinstance(base, dist.FileStore):
         raise UsageError(f"a FileStore has no queues, which messages need; {remedy}")
+    if isinstance(base, dist.HashStore):
+        raise UsageError(f"a HashStore is known to one process only; {remedy}")
     if isinstance(base, dist.TCPStore) and not getattr(base, "libuvBackend", True):
         raise UsageError(
             "this TCPStore was made with use_libuv=False (or USE_LIBUV=0), and that kind has no "
@@ -267,7 +270,12 @@ def _environment_store(pid: int, host: str, port: int, is_host: bool) -> _Enviro
     if is_host:
         try:
             server = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, multi_tenant=True
+                host,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=_HOST_S),
+                wait_for_workers=False,
+                multi_tenant=True,
             )
         except RuntimeError as error:
             said = str(error).split("\n", 1)[0]

@@ -336,7 +336,7 @@ class StorePort(Generic[Up, Down]):
         """From any thread."""
         return self._mailbox.statistics(self._num_dropped)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 8.0) -> None:
         """Sends what is queued, takes leave of the others, empties the mailbox, ends the
         threads; open saves get ``Broken``. Blocks, at most ``timeout_s``: not for the loop.
 

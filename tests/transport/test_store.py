@@ -1,0 +1,435 @@
+"""The store transport inside one process: two ports on one store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import anyio
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.mailbox import Frame, Kind
+from actorsnap.transport.store import StorePort, StoreSave
+from tests.conftest import LeakCheck
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    rank: int
+    data: bytes = b""
+
+
+class Tell(msgspec.Struct, frozen=True, array_like=True, tag="tell"):
+    text: str
+
+
+Port = StorePort[Ask, Tell]
+Opener = Callable[..., Port]
+
+
+class DictStore:
+    """Queues of this process. (``HashStore`` wakes any one waiter at a push, maybe another
+    queue's, so two mailboxes cannot wait at it.)"""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[bytes]] = defaultdict(deque)
+        self._changed = threading.Condition()
+
+    def clone(self) -> DictStore:
+        return self
+
+    def set_timeout(self, timeout: object) -> None: ...
+
+    def queue_len(self, key: str) -> int:
+        return len(self._queues[key])
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._queues[key].append(value)
+            self._changed.notify_all()
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._queues[key], 20 if block else 0)
+            return self._queues[key].popleft()
+
+
+@pytest.fixture(params=["tcp", "dict"])
+def store(request: pytest.FixtureRequest) -> Any:
+    if request.param == "dict":
+        return DictStore()
+    return cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def open_port() -> Iterator[Opener]:
+    opened: list[Port] = []
+
+    def make(store: Any, rank: int, **options: Any) -> Port:
+        port = Port(
+            store,
+            namespace="job",
+            rank=rank,
+            world_size=options.pop("world_size", 2),
+            up=Ask,
+            down=Tell,
+            call_soon=cast(Any, asyncio.get_running_loop().call_soon_threadsafe),
+            **options,
+        )
+        opened.append(port)
+        return port
+
+    yield make
+    for port in opened:
+        port.close()
+
+
+def coordinator(save: StoreSave[Ask, Tell]) -> Any:
+    assert save.coordinator is not None
+    return save.coordinator
+
+
+async def received(end: Any, within_s: float = 10.0) -> Any:
+    with anyio.fail_after(within_s):
+        return await end.receive()
+
+
+async def nothing(end: Any) -> None:
+    with anyio.move_on_after(0.15):
+        pytest.fail(f"unexpected: {await end.receive()}", pytrace=False)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not holds():  # noqa: ASYNC110 - threads change it
+            await anyio.sleep(0.005)
+
+
+async def closed(port: Port) -> None:
+    await anyio.to_thread.run_sync(port.close)
+
+
+def raw(store: Any, rank: int, frame: Frame | bytes) -> None:
+    data = frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame)
+    store.queue_push(f"actorsnap/job/{rank}", data)
+
+
+def session_of(port: Port) -> bytes:
+    return port._token
+
+
+def left_in(store: Any) -> list[int]:
+    return [store.queue_len(f"actorsnap/job/{rank}") for rank in (0, 1)]
+
+
+async def test_messages_keep_their_order(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    saves = [port.begin() for port in ports]
+    for number in range(100):
+        await saves[1].participant.send(Ask(1, b"%d" % number))
+    for number in range(100):
+        assert await received(saves[0].coordinator) == Ask(1, b"%d" % number)
+        await coordinator(saves[0]).send(1, Tell(str(number)))
+    for number in range(100):
+        assert await received(saves[1].participant) == Tell(str(number))
+    for save in saves:
+        save.close()
+    for port in reversed(ports):
+        await closed(port)
+    sent, got = (port.statistics() for port in ports)
+    assert (sent.messages_sent, got.messages_received) == (100, 100)
+    assert (got.messages_sent, sent.messages_received) == (100, 100)
+    assert got.bytes_sent < 100 * 40
+    assert left_in(store) == [0, 0]
+
+
+async def test_a_message_larger_than_the_store_takes(store: Any, open_port: Opener) -> None:
+    saves = [open_port(store, rank).begin() for rank in (0, 1)]
+    large = Ask(1, bytes(range(256)) * (9 << 12))
+    await saves[1].participant.send(Ask(1))
+    await saves[1].participant.send(large)
+    await saves[1].participant.send(Ask(1))
+    assert [await received(saves[0].coordinator) for _ in range(3)] == [Ask(1), large, Ask(1)]
+
+
+async def test_messages_to_oneself_stay_here(store: Any, open_port: Opener) -> None:
+    port = open_port(store, 0)
+    save = port.begin()
+    question, answer = Ask(0), Tell("x")
+    await save.participant.send(question)
+    assert await received(save.coordinator) is question
+    await coordinator(save).send(0, answer)
+    assert await received(save.participant) is answer
+    assert port.statistics().messages_sent == 0
+
+
+async def test_what_comes_before_its_save_is_begun_waits(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    early = [ports[1].begin() for _ in range(3)]
+    for number in (2, 0, 1):
+        await early[number].participant.send(Ask(1, b"%d" % number))
+    await until(lambda: len(ports[0]._kept) == 3)
+    for number in range(3):
+        save = ports[0].begin()
+        assert save.number == number
+        assert await received(save.coordinator) == Ask(1, b"%d" % number)
+        await nothing(save.coordinator)
+
+
+async def test_an_answer_may_come_before_the_rank_does(store: Any, open_port: Opener) -> None:
+    first = open_port(store, 0).begin()
+    await coordinator(first).send(1, Tell("aborted"))
+    assert await received(open_port(store, 1).begin().participant) == Tell("aborted")
+
+
+async def test_late_and_repeated_frames(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    saves = [port.begin() for port in ports]
+    payload = msgspec.msgpack.encode(Ask(1))
+    frame = Frame(Kind.UP, 1, session_of(ports[0]), 0, payload)
+    for _ in range(2):
+        raw(store, 0, frame)
+        assert await received(saves[0].coordinator) == Ask(1)
+    saves[0].close()
+    following = ports[0].begin()
+    raw(store, 0, frame)
+    await until(lambda: ports[0].statistics().num_dropped == 1)
+    await nothing(following.coordinator)
+    for end in (saves[0].participant, saves[0].coordinator):
+        with pytest.raises(anyio.ClosedResourceError):
+            await received(end)
+    with pytest.raises(anyio.ClosedResourceError):
+        await saves[0].participant.send(Ask(0))
+
+
+async def test_too_many_saves_behind(
+    store: Any, open_port: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    for _ in range(18):
+        await ports[1].begin().participant.send(Ask(1))
+    await until(lambda: ports[0].statistics().num_dropped == 2)
+    assert "forgot what came for save 0" in caplog.text
+    saves = [ports[0].begin() for _ in range(3)]
+    for save in saves[:2]:
+        found = await received(save.coordinator)
+        assert isinstance(found, Broken)
+        assert "saves behind" in found.reason
+    assert await received(saves[2].coordinator) == Ask(1)
+
+
+async def test_rubbish_does_not_stop_the_thread(
+    store: Any, open_port: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    saves = [port.begin() for port in ports]
+    session = session_of(ports[0])
+    wrong = msgspec.msgpack.encode(Tell("not for a coordinator"))
+    rubbish: list[Frame | bytes] = [
+        b"",
+        b"\xff" * 100,
+        msgspec.msgpack.encode([99, 1, b"x"]),
+        Frame(Kind.UP, 1, session, 0, wrong),
+        Frame(Kind.UP, 1, session, 0, b"\xc1"),
+        Frame(Kind.BEAT, 1, session, payload=b"rubbish"),
+        Frame(Kind.UP, 7, session, 0, msgspec.msgpack.encode(Ask(7))),
+        Frame(Kind.STOP, 0, b"another"),
+    ]
+    for frame in rubbish:
+        raw(store, 0, frame)
+    await saves[1].participant.send(Ask(1))
+    assert await received(saves[0].coordinator) == Ask(1)
+    assert ports[0].statistics().num_dropped == len(rubbish)
+    assert "dropped a frame" in caplog.text
+
+
+async def test_what_an_earlier_job_left_is_not_taken(store: Any, open_port: Opener) -> None:
+    old = b"oldoldol"
+    raw(store, 0, Frame(Kind.HELLO, 1, b"its-rank"))
+    raw(store, 0, Frame(Kind.UP, 1, old, 0, msgspec.msgpack.encode(Ask(1, b"old"))))
+    raw(store, 1, Frame(Kind.WELCOME, 0, old, payload=b"its-rank"))
+    raw(store, 1, Frame(Kind.DOWN, 0, old, 0, msgspec.msgpack.encode(Tell("old"))))
+    raw(store, 1, Frame(Kind.BYE, 0, old))
+    saves = [open_port(store, rank).begin() for rank in (0, 1)]
+    await saves[1].participant.send(Ask(1, b"new"))
+    assert await received(saves[0].coordinator) == Ask(1, b"new")
+    await coordinator(saves[0]).send(1, Tell("new"))
+    assert await received(saves[1].participant) == Tell("new")
+
+
+async def test_a_rank_takes_its_leave(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    saves = [port.begin() for port in ports]
+    await saves[1].participant.send(Ask(1))
+    assert await received(saves[0].coordinator) == Ask(1)
+    await closed(ports[1])
+    assert isinstance(await received(saves[1].participant), Broken)
+    assert await received(saves[0].coordinator) == Lost(rank=1, silent_s=0.0)
+    assert await received(coordinator(ports[0].begin())) == Lost(rank=1, silent_s=0.0)
+    # It comes back.
+    again = open_port(store, 1, first_number=2).begin()
+    await again.participant.send(Ask(1, b"again"))
+    await until(lambda: 2 in ports[0]._kept)
+    assert await received(coordinator(ports[0].begin())) == Ask(1, b"again")
+
+
+async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    saves = [port.begin() for port in ports]
+    await saves[1].participant.send(Ask(1))
+    assert await received(saves[0].coordinator) == Ask(1)
+    await closed(ports[0])
+    assert await received(saves[1].participant) == Lost(rank=0, silent_s=0.0)
+    saves[1].close()
+    # A new port of it has a session of its own.
+    new = open_port(store, 0, first_number=1).begin()
+    following = ports[1].begin()
+    await following.participant.send(Ask(1, b"following"))
+    assert await received(new.coordinator) == Ask(1, b"following")
+
+
+async def test_silence(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
+    save, other = (port.begin(lost_after_s=0.4) for port in ports)
+    await other.participant.send(Ask(1))
+    assert await received(save.coordinator) == Ask(1)
+    # It is heard as long as the save is in flight there, and rank 2, never heard, is not lost.
+    with anyio.move_on_after(1.0):
+        pytest.fail(f"unexpected: {await save.participant.receive()}", pytrace=False)
+    assert coordinator(save)._heard.keys() == {1}
+    other.close()
+    found = await received(save.coordinator)
+    assert isinstance(found, Lost)
+    assert found.rank == 1
+    assert 0.4 < found.silent_s < 2
+    await nothing(save.coordinator)
+
+
+async def test_a_process_that_was_stopped_reads_before_it_judges(
+    store: Any, open_port: Opener
+) -> None:
+    now = [0.0]
+    ports = [open_port(store, 0, clock=lambda: now[0]), open_port(store, 1, beat_s=0.05)]
+    saves = [port.begin(lost_after_s=4) for port in ports]
+    await saves[1].participant.send(Ask(1))
+    assert await received(saves[0].coordinator) == Ask(1)
+    for _ in range(2):
+        now[0] += 3600
+        with anyio.move_on_after(0.6):
+            pytest.fail(f"unexpected: {await coordinator(saves[0]).receive()}", pytrace=False)
+
+
+async def test_a_message_that_cannot_be_encoded_breaks_its_save_only(
+    store: Any, open_port: Opener
+) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    bad, good = ports[1].begin(), ports[1].begin()
+    await bad.participant.send(Ask(1))
+    await until(lambda: 0 in ports[0]._kept)
+    await bad.participant.send(Ask(1, object()))  # type: ignore[arg-type]
+    assert isinstance(await received(bad.participant), Broken)
+    ports[0].begin()
+    await good.participant.send(Ask(1, b"good"))
+    assert await received(coordinator(ports[0].begin())) == Ask(1, b"good")
+
+
+async def test_a_cancelled_receive_loses_nothing(store: Any, open_port: Opener) -> None:
+    saves = [open_port(store, rank).begin() for rank in (0, 1)]
+    got: list[Any] = []
+    for number in range(50):
+        await saves[1].participant.send(Ask(1, b"%d" % number))
+    with anyio.fail_after(10):
+        while len(got) < 50:
+            with anyio.move_on_after(0.0002):
+                got.append(await coordinator(saves[0]).receive())
+    assert got == [Ask(1, b"%d" % number) for number in range(50)]
+
+
+async def test_closing(store: Any, open_port: Opener, no_leaks: LeakCheck) -> None:
+    port = open_port(store, 0)
+    save = port.begin()
+    await until(lambda: port.is_connected)
+    no_leaks.restart()
+    raw(store, 0, b"unread")
+    for _ in range(2):
+        await closed(port)
+    assert port.is_broken
+    assert not [t for t in threading.enumerate() if t.name.startswith("actorsnap-store")]
+    assert left_in(store) == [0, 0]
+    for end in (save.participant, save.coordinator):
+        found = await received(end)
+        assert isinstance(found, Broken)
+        assert "closed" in found.reason
+        await nothing(end)
+    assert isinstance(await received(port.begin().participant), Broken)
+
+
+class FakeStore:
+    """Fails or hangs as it is told."""
+
+    def __init__(self, *, push: Exception | None = None, pop: Exception | None = None) -> None:
+        self._push, self._pop = push, pop
+        self.go = threading.Event()
+
+    def clone(self) -> FakeStore:
+        return self
+
+    def set_timeout(self, timeout: object) -> None: ...
+
+    def queue_len(self, key: str) -> int:
+        return 0
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        if self._push is not None:
+            raise self._push
+        self.go.wait()
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        if self._pop is not None:
+            raise self._pop
+        self.go.wait()
+        raise RuntimeError("the end")
+
+
+class QueueEmptyError(RuntimeError):
+    """As torch calls it."""
+
+
+@pytest.mark.parametrize(
+    ("store", "reason"),
+    [
+        (FakeStore(pop=OSError("reset\nby peer")), "(OSError: reset)"),
+        (FakeStore(push=ConnectionError("reset")), "(ConnectionError: reset)"),
+        (FakeStore(pop=QueueEmptyError("queue is empty")), "two jobs use one store"),
+    ],
+)
+async def test_a_store_that_fails(store: FakeStore, reason: str, open_port: Opener) -> None:
+    port = open_port(store, 1)
+    saves = [port.begin(), port.begin()]
+    for save in saves:
+        found = await received(save.participant, within_s=1)
+        assert isinstance(found, Broken)
+        assert reason in found.reason
+        await save.participant.send(Ask(1))
+    assert port.is_broken
+    assert isinstance(await received(port.begin().participant, within_s=1), Broken)
+    store.go.set()
+
+
+async def test_a_store_that_hangs(open_port: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = FakeStore()
+    port = open_port(store, 1)
+    with port.begin() as save, contextlib.suppress(TimeoutError):
+        await received(save.participant, within_s=0.05)
+    began = time.monotonic()
+    await anyio.to_thread.run_sync(port.close, 0.2)
+    assert time.monotonic() - began < 2
+    assert "is stuck in the store" in caplog.text
+    store.go.set()
