@@ -209,14 +209,22 @@ class FetcherPool:
                 with _missing_is_damage(read):
                     await self._fetch_one(requests, read)
 
+        async def tell_threads() -> None:
+            """A cancellation reaches threads by ``has_ended`` only."""
+            nonlocal has_ended
+            try:
+                await anyio.sleep_forever()
+            finally:
+                has_ended = True
+
         # Iterators of lists may be shared by threads.
         ready, rest = iter(in_place), iter(others)
-        try:
+        async with anyio.create_task_group() as outer:
+            outer.start_soon(tell_threads)
             async with anyio.create_task_group() as tasks:
                 for _ in range(min(self._num_fetchers, len(in_place) + len(others))):
                     tasks.start_soon(work)
-        finally:
-            has_ended = True
+            outer.cancel_scope.cancel()
 
     def _plan(self, requests: Sequence[Request]) -> tuple[list[Read], list[Read]]:
         """The reads that threads can do alone, and the others."""

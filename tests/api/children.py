@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
-from actorsnap.actors import coordinator
+from actorsnap.actors import coordinator, errands
 from actorsnap.runtime import calls
 from actorsnap.runtime.host import Host, shutdown, wait_done
 from actorsnap.storage.base import Storage
@@ -229,6 +229,7 @@ def interrupted(
     """
     raised = ""
     coordinator._COMMIT_GRACE_S = 0.0  # a storage that never answers is not waited for
+    errands._CLEANUP_S = 1.0
     barrier = _InterruptingBarrier(at, stalls=stalls)
 
     def wrap(inner: Storage) -> Storage:

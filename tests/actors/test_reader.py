@@ -1,0 +1,70 @@
+"""Fetchers on threads: what a cancellation reaches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.reader import FetcherPool, Request
+from actorsnap.format.manifest import BLOCK_BYTES, ObjectRecord, RankManifest, Stored
+from actorsnap.state.tensors import MemorySink
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.registry import open_storage
+from actorsnap.storage.wrappers import Wrapper
+from actorsnap.testing import run_blocking_in_thread
+
+pytestmark = pytest.mark.anyio
+NUM_BLOCKS = 32
+
+
+class Held(Wrapper):
+    """Every read waits until ``go``."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.num_reads = 0
+        self.has_begun, self.go = threading.Event(), threading.Event()
+
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        self.num_reads += 1
+        self.has_begun.set()
+        assert self.go.wait(20)
+        super().read_into_blocking(key, offset, batches)
+
+
+async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    storage = Held(open_storage(tmp_path, context))
+    size = NUM_BLOCKS * BLOCK_BYTES
+    await storage.put("object", [memoryview(bytes(size))])
+    target = np.ones(size, np.uint8)
+    sink = MemorySink(target.ctypes.data, size, target)
+    record = ObjectRecord(key="object", size=size, header_bytes=0, header_crc32c=0)
+    manifest = RankManifest(attempt="a", rank=0, objects=(record,))
+    pool = FetcherPool(
+        storage,
+        run_blocking=run_blocking_in_thread,
+        budget=Budget(1 << 20),
+        verify=False,
+        chunk_bytes=2 * BLOCK_BYTES,
+        max_gap_bytes=0,
+        num_fetchers=2,
+    )
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.fetch, [Request(manifest, Stored(0, 0, size, ()), sink)])
+        await anyio.to_thread.run_sync(storage.has_begun.wait, 20)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0.05)
+        storage.go.set()
+    assert storage.num_reads <= 2
+    await storage.aclose()
