@@ -31,13 +31,14 @@ from actorsnap.protocol.coordinator import (
     CoordinatorEvent,
     CoordinatorMachine,
     DeadlinePassed,
+    RankLost,
     SendToRank,
     StopCommit,
     WriteCommit,
 )
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.messages import Failed, Failure, Stage
 from actorsnap.storage.base import Storage
-from actorsnap.transport.base import CoordinatorEnd
+from actorsnap.transport.base import Broken, CoordinatorEnd, Lost
 
 __all__ = ["CommitTemplate", "CoordinatorActor"]
 
@@ -148,7 +149,12 @@ class CoordinatorActor:
 
     async def _next_event(self) -> CoordinatorEvent:
         with anyio.CancelScope(deadline=self._deadline) as scope:
-            return await self._end.receive()
+            message = await self._end.receive()
+            if isinstance(message, Lost):
+                return RankLost(message.rank, message.silent_s)
+            if isinstance(message, Broken):
+                return Failed(0, Failure(reason=message.reason, stage=Stage.JOIN, rank=0))
+            return message
         assert scope.cancelled_caught
         self._deadline = math.inf
         return DeadlinePassed(self._timeout_s)

@@ -18,6 +18,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.actors.uploader import ChecksumLedger, UploaderActor
@@ -25,28 +26,38 @@ from actorsnap.errors import ActorSnapError, StorageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
+    CompositeEntry,
     Entry,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
+    ViewEntry,
     encode_rank_manifest,
 )
-from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, pack, write_order
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.planning.packing import ObjectPlan, RankPlan, pack, write_order
+from actorsnap.planning.save import take_stock
+from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.participant import (
     AnnounceStaged,
     Begun,
     CancelRequested,
     ChunkStored,
     CompleteObject,
+    CoordinatorLost,
     DiscardObjects,
     Finish,
+    JoinObjects,
+    Looked,
+    LookForCommit,
     ManifestStored,
     ObjectCompleted,
+    ObjectReleased,
+    ObjectsOpened,
+    ObjectWork,
     ParticipantCommand,
     ParticipantEvent,
     ParticipantMachine,
     Planned,
+    ReleaseObject,
     Send,
     StagingEnded,
     StartStoring,
@@ -55,15 +66,19 @@ from actorsnap.protocol.participant import (
     StoreManifest,
 )
 from actorsnap.state.capture import Captured, Leaf
-from actorsnap.state.tensors import MemorySource
+from actorsnap.state.tensors import ByteSource, MemorySource, PartSource
+from actorsnap.state.tree import part_path
 from actorsnap.storage.base import ObjectWriter, Storage
-from actorsnap.transport.base import ParticipantEnd
+from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
 __all__ = ["ParticipantActor", "SaveSettings"]
 
 logger = logging.getLogger(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
+_LOOK_S = 10.0
+"""Bound of the look whether a commit is visible, when nobody can tell any more."""
+
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
 comes to run a switch interval (5 ms) later."""
@@ -79,7 +94,6 @@ class SaveSettings:
         num_copiers: Chunks copied at once.
     """
 
-    rules: PackingRules
     copies: bool
     num_uploaders: int
     num_copiers: int
@@ -95,6 +109,10 @@ class ParticipantActor:
         errands: Where all work of this rank runs that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
+        remembered: The plan of the group's last save, by its digest.
+
+    Attributes:
+        plan: The plan of this save, to be remembered; None before there is one.
     """
 
     def __init__(
@@ -110,7 +128,10 @@ class ParticipantActor:
         board: ProgressBoard,
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
+        remembered: tuple[bytes, RankPlan] | None = None,
     ) -> None:
+        self.plan: tuple[bytes, RankPlan] | None = None
+        self._remembered = remembered
         self._machine = machine
         self._end = end
         self._storage = storage
@@ -129,11 +150,14 @@ class ParticipantActor:
             1
         )
         self._attempt = ""
-        self._written: tuple[int, ...] = ()
+        # Per scope, the indices of its leaves; the same order as in the inventory.
+        self._scopes: dict[tuple[int, ...] | None, list[int]] = {}
         self._objects: tuple[ObjectPlan, ...] = ()
+        self._number_of: dict[str, int] = {}
         self._ledgers: list[ChecksumLedger] = []
-        self._writers: list[ObjectWriter] = []
-        self._completed: set[int] = set()
+        self._writers: dict[int, ObjectWriter] = {}
+        self._opened: list[anyio.Event] = []
+        self._ended: set[int] = set()
         self._manifest_key: str | None = None
         self._work_scope = anyio.CancelScope()
         self._work_ended = anyio.Event()
@@ -161,8 +185,7 @@ class ParticipantActor:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._receive_messages)
                 tasks.start_soon(self._await_cancel)
-                inventory = tuple(leaf.item for leaf in self._leaves)
-                await self._handle(Begun(inventory), tasks)
+                await self._handle(await self._run_blocking(self._take_stock), tasks)
                 while self._outcome is None:
                     await self._handle(await self._events_out.receive(), tasks)
                 tasks.cancel_scope.cancel()
@@ -178,9 +201,26 @@ class ParticipantActor:
         assert self._outcome is not None
         return self._outcome.failure
 
+    def _take_stock(self) -> Begun:
+        if shared := [i for i, leaf in enumerate(self._leaves) if leaf.item.replicated]:
+            self._scopes[None] = shared
+        inventory, lists = take_stock([leaf.item for leaf in self._leaves], self._scopes)
+        return Begun(inventory, lists, self._remembered)
+
     async def _receive_messages(self) -> None:
         while True:
-            await self._events_in.send(await self._end.receive())
+            match await self._end.receive():
+                case Lost() as lost:
+                    reason = (
+                        f"rank {lost.rank}, which coordinates, was not heard for "
+                        f"{lost.silent_s:.0f} s"
+                    )
+                    await self._post(CoordinatorLost(reason))
+                case Broken() as broken:
+                    await self._post(CoordinatorLost(broken.reason))
+                    return
+                case message:
+                    await self._post(message)
 
     async def _await_cancel(self) -> None:
         await self._cancel_wanted.wait()
@@ -197,8 +237,10 @@ class ParticipantActor:
                 case AnnounceStaged():
                     self._board.enter(Phase.STORING)
                     self._on_staged()
-                case CompleteObject() | StoreManifest():
+                case CompleteObject() | ReleaseObject() | JoinObjects() | StoreManifest():
                     await self._control_in.send(command)
+                case LookForCommit():
+                    tasks.start_soon(self._look_for_commit)
                 case StopWork():
                     await self._stop_work()
                 case DiscardObjects():
@@ -247,6 +289,12 @@ class ParticipantActor:
                         number = command.object
                         key = self._objects[number].key
                         tasks.start_soon(self._guard, Stage.STORE, key, self._complete, number)
+                    case ReleaseObject():
+                        number = command.object
+                        key = self._objects[number].key
+                        tasks.start_soon(self._guard, Stage.STORE, key, self._release, number)
+                    case JoinObjects():
+                        tasks.start_soon(self._guard, Stage.STORE, None, self._join, command.tokens)
                     case StoreManifest():
                         key = manifest_key(self._attempt, self._machine.rank)
                         tasks.start_soon(self._guard, Stage.STORE, key, self._store_manifest, key)
@@ -260,13 +308,14 @@ class ParticipantActor:
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt = command.attempt
-        skip = frozenset(command.skip)
-        self._written = tuple(i for i in range(len(self._leaves)) if i not in skip)
-        items = [self._leaves[index].item for index in self._written]
-        self._objects = await self._run_blocking(self._pack, items)
+        self.plan = (command.digest, command.plan)
+        self._objects = await self._run_blocking(self._pack, command)
+        self._number_of = {plan.key: number for number, plan in enumerate(self._objects)}
+        self._opened = [anyio.Event() for _ in self._objects]
         self._ledgers = [ChecksumLedger(plan) for plan in self._objects]
-        self._board.plan(sum(plan.size for plan in self._objects))
-        await self._post(Planned(tuple(len(plan.chunks) for plan in self._objects)))
+        self._board.plan(sum(plan.nbytes for plan in self._objects))
+        work = [ObjectWork(len(p.chunks), p.opens, p.is_shared) for p in self._objects]
+        await self._post(Planned(tuple(work)))
 
         tasks.start_soon(self._move_bytes)
 
@@ -285,10 +334,7 @@ class ParticipantActor:
         staging = StagingActor(
             objects=self._objects,
             order=order,
-            sources=[
-                [self._leaves[self._written[item]].source for item in plan.items]
-                for plan in self._objects
-            ],
+            sources=[self._sources(plan) for plan in self._objects],
             copies=copies,
             out=staged_in,
             budget=self._budget,
@@ -306,7 +352,7 @@ class ParticipantActor:
                 for _ in range(num_uploaders):
                     uploader = UploaderActor(
                         chunks=staged_out.clone(),
-                        writers=self._writers,
+                        writer_of=self._writer_of,
                         ledgers=self._ledgers,
                         begin=begin,
                         run_blocking=self._run_blocking,
@@ -326,12 +372,42 @@ class ParticipantActor:
 
     async def _open_writers(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         """Lets uploaders begin when there is something to write to, and staging permits."""
-        for plan in self._objects:
-            self._writers.append(await self._storage.writer(plan.key, plan.size))
+        tokens: list[Token] = []
+        for number, plan in enumerate(self._objects):
+            if plan.opens:
+                writer = await self._storage.writer(plan.key, plan.size)
+                self._writers[number] = writer
+                self._opened[number].set()
+                if plan.is_shared:
+                    tokens.append(Token(plan.key, writer.token))
+        if tokens:
+            await self._post(ObjectsOpened(tuple(tokens)))
         await may_store.wait()
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)
         begin.set()
+
+    async def _join(self, tokens: Sequence[Token]) -> None:
+        for token in tokens:
+            number = self._number_of[token.key]
+            self._writers[number] = await self._storage.join_writer(token.token)
+            self._opened[number].set()
+
+    async def _writer_of(self, number: int) -> ObjectWriter:
+        await self._opened[number].wait()
+        return self._writers[number]
+
+    def _sources(self, plan: ObjectPlan) -> list[ByteSource]:
+        return [
+            source if box is None else PartSource(source, box.start, stop - start)
+            for source, box, start, stop in zip(
+                [self._leaves[item].source for item in plan.items],
+                plan.boxes,
+                plan.starts,
+                plan.ends,
+                strict=True,
+            )
+        ]
 
     async def _stage(self, staging: StagingActor) -> None:
         await staging.run()
@@ -343,42 +419,64 @@ class ParticipantActor:
     async def _report_chunk(self, number: int) -> None:
         await self._post(ChunkStored(number))
 
-    def _pack(self, items: Sequence[Item]) -> tuple[ObjectPlan, ...]:
+    def _pack(self, command: StartStoring) -> tuple[ObjectPlan, ...]:
         return pack(
-            items,
+            [leaf.item for leaf in self._leaves],
             attempt=self._attempt,
             rank=self._machine.rank,
-            rules=self._settings.rules,
+            rules=command.rules,
+            scopes=tuple(self._scopes.values()),
+            plan=command.plan,
         )
 
     async def _complete(self, number: int) -> None:
         await self._writers[number].complete()
-        self._completed.add(number)
+        self._ended.add(number)
         await self._post(ObjectCompleted(number))
+
+    async def _release(self, number: int) -> None:
+        await self._writers[number].release()
+        self._ended.add(number)
+        await self._post(ObjectReleased(number))
+
+    async def _look_for_commit(self) -> None:
+        found: bool | None = None
+        with anyio.move_on_after(_LOOK_S):
+            try:
+                commit = await find_commit(self._storage)
+                found = commit is not None and commit.attempt == self._attempt
+            except Exception as error:  # whatever a backend raises
+                logger.warning(
+                    "%s: whether it is committed is unknown: %s", self._board.label, error
+                )
+        await self._post(Looked(found))
 
     async def _store_manifest(self, key: str) -> None:
         data = await self._run_blocking(self._encode_manifest)
         self._manifest_key = key
         await self._storage.put(key, [memoryview(data)])
-        record = ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
-        await self._post(ManifestStored(record))
+        await self._post(ManifestStored(len(data), crc32c(data)))
 
     def _encode_manifest(self) -> bytes:
-        places: list[tuple[int, int] | None] = [None] * len(self._leaves)
+        places: list[list[tuple[int, int]]] = [[] for _ in self._leaves]
         for number, plan in enumerate(self._objects):
             for position, item in enumerate(plan.items):
-                places[self._written[item]] = (number, position)
+                places[item].append((number, position))
         entries: list[Entry] = []
-        ordinal = 0
+        leaves = iter(places)
+        absent: set[str] = set()
         for part in self._captured.parts:
             if not isinstance(part, Leaf):
                 entries.append(part)
                 continue
-            place = places[ordinal]
-            ordinal += 1
-            if place is not None:
-                number, position = place
-                entries.append(part.entry(self._ledgers[number].stored(position, number)))
+            found = next(leaves)
+            if not found:
+                absent.add(part.item.path)
+            for number, position in found:
+                stored = self._ledgers[number].stored(position, number)
+                entries.append(part.entry(stored, self._objects[number].boxes[position]))
+        if absent:
+            entries = [entry for entry in entries if not _refers_to(entry, absent)]
         return encode_rank_manifest(
             RankManifest(
                 attempt=self._attempt,
@@ -406,14 +504,24 @@ class ParticipantActor:
         await self._errands.clean_up(self._delete_objects)
 
     async def _delete_objects(self) -> None:
-        for number, writer in enumerate(self._writers):
-            if number not in self._completed:
+        for number, writer in self._writers.items():
+            if number not in self._ended:
                 await writer.abort()
-        keys = [plan.key for plan in self._objects]
+        keys = [plan.key for plan in self._objects if plan.opens]
         if self._manifest_key is not None:
             keys.append(self._manifest_key)
         if keys:
             await self._storage.delete(keys)
+
+
+def _refers_to(entry: Entry, absent: set[str]) -> bool:
+    """Whether an entry is worth nothing here, because another rank stores what it refers to."""
+    match entry:
+        case ViewEntry():
+            return entry.of in absent
+        case CompositeEntry():
+            return any(part_path(entry.path, part) in absent for part in entry.parts)
+    return False
 
 
 def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:

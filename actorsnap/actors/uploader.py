@@ -64,7 +64,7 @@ class UploaderActor:
 
     Args:
         chunks: A clone of the stream of staged chunks.
-        writers: Per object, its writer.
+        writer_of: The writer of an object, by its number; waits until it is open.
         ledgers: Per object, where its checksums go.
         begin: Nothing is stored before this is set.
         report: Awaited with the object's number after each chunk.
@@ -76,7 +76,7 @@ class UploaderActor:
         self,
         *,
         chunks: MemoryObjectReceiveStream[StagedChunk],
-        writers: Sequence[ObjectWriter],
+        writer_of: Callable[[int], Awaitable[ObjectWriter]],
         ledgers: Sequence[ChecksumLedger],
         begin: anyio.Event,
         run_blocking: RunBlocking,
@@ -86,7 +86,7 @@ class UploaderActor:
         board: ProgressBoard,
     ) -> None:
         self._chunks = chunks
-        self._writers = writers
+        self._writer_of = writer_of
         self._ledgers = ledgers
         self._begin = begin
         self._run_blocking = run_blocking
@@ -113,7 +113,7 @@ class UploaderActor:
                 await self._report(staged.chunk.object)
 
     async def _store(self, staged: StagedChunk) -> None:
-        writer = self._writers[staged.chunk.object]
+        writer = await self._writer_of(staged.chunk.object)
         nbytes = staged.chunk.stop - staged.chunk.start
         if self._has_blocking_io:
             checksums = await self._run_blocking(_hash_and_write, writer, staged, self._is_stopped)

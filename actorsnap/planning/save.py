@@ -48,6 +48,7 @@ __all__ = [
     "item_digest",
     "plan_digest",
     "plan_save",
+    "take_stock",
 ]
 
 _MAX_ROW_BYTES = 1 << 20
@@ -126,6 +127,28 @@ def inventory_digest(inventory: Inventory) -> bytes:
 def plan_digest(plan: RankPlan) -> bytes:
     """Returns 16 bytes that stand for a rank's plan."""
     return _digest(plan)
+
+
+def take_stock(
+    items: Sequence[Item], scopes: Mapping[tuple[int, ...] | None, Sequence[int]]
+) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
+    """Returns a rank's inventory, and the item lists of its scopes by digest.
+
+    Args:
+        items: All that the rank holds.
+        scopes: Per scope, the indices of its items. What is in none is private.
+    """
+    private_bytes = sum([item.nbytes for item in items])
+    found: list[Scope] = []
+    lists: dict[bytes, tuple[Item, ...]] = {}
+    for ranks, indices in scopes.items():
+        held = tuple([items[index] for index in indices])
+        nbytes = sum([item.nbytes for item in held])
+        digest = item_digest(held)
+        private_bytes -= nbytes
+        found.append(Scope(ranks, digest, nbytes))
+        lists[digest] = held
+    return Inventory(private_bytes, tuple(found)), lists
 
 
 def plan_save(

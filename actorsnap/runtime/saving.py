@@ -28,6 +28,7 @@ from actorsnap.errors import (
     SnapshotAborted,
     StorageError,
     UnsupportedFormat,
+    UsageError,
 )
 from actorsnap.format.manifest import COMMIT_KEY, Commit
 from actorsnap.options import Options, chunk_within
@@ -282,11 +283,6 @@ class SaveJob:
             storage=storage,
             captured=captured,
             settings=SaveSettings(
-                rules=PackingRules(
-                    chunk_bytes=chunk_within(options.chunk_bytes, self._host.budget.limit_bytes),
-                    max_objects=min(options.max_objects, capabilities.preferred_parallel_objects),
-                    min_object_bytes=options.min_object_bytes,
-                ),
                 copies=self._copies,
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
@@ -299,7 +295,17 @@ class SaveJob:
         )
         del captured
         coordinator = CoordinatorActor(
-            machine=CoordinatorMachine(attempt=attempt, world_size=1, release=RELEASE),
+            machine=CoordinatorMachine(
+                attempt=attempt,
+                url=self.url,
+                world_size=1,
+                release=RELEASE,
+                rules=PackingRules(
+                    chunk_bytes=chunk_within(options.chunk_bytes, self._host.budget.limit_bytes),
+                    max_objects=min(options.max_objects, capabilities.preferred_parallel_objects),
+                    min_object_bytes=options.min_object_bytes,
+                ),
+            ),
             end=transport.coordinator(),
             storage=storage,
             errands=errands,
@@ -344,8 +350,10 @@ class SaveJob:
             seen = seen.__cause__ or seen.__context__
 
     def _error(self, failure: Failure) -> ActorSnapError:
-        if failure.already_exists:
-            error: ActorSnapError = ObjectExists(
+        if failure.is_usage:
+            error: ActorSnapError = UsageError(failure.reason)
+        elif failure.already_exists:
+            error = ObjectExists(
                 op="commit", key=COMMIT_KEY, backend=self._place.url, detail=failure.reason
             )
         else:

@@ -29,7 +29,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.planning.packing import Item
+from actorsnap.planning.packing import Item, ItemBox
 from actorsnap.state import objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.sharing import Region
@@ -85,22 +85,24 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     dtype: str
     requires_grad: bool = False
 
-    def entry(self, stored: Stored) -> TensorEntry | BytesEntry:
-        """Returns the manifest entry, given where the bytes were stored."""
+    def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
+        """Returns the manifest entry, given where the bytes of the leaf, or of a box of it,
+        were stored."""
         item = self.item
         if not self.dtype:
             return BytesEntry(
                 path=item.path, type=self.kind, data=stored, replicated=item.replicated
             )
+        place = item if box is None else box
         return TensorEntry(
             path=item.path,
             dtype=self.dtype,
-            shape=item.shape,
+            shape=place.shape,
             data=stored,
             type=self.kind,
             requires_grad=self.requires_grad,
-            global_shape=item.global_shape,
-            offsets=item.offsets,
+            global_shape=place.global_shape,
+            offsets=place.offsets,
             replicated=item.replicated,
         )
 

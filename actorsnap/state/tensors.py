@@ -168,6 +168,24 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False, eq=False):
         _copy(out, self.view(start, start + len(out)))
 
 
+class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Bytes ``[start, start + nbytes)`` of another source."""
+
+    whole: ByteSource
+    start: int
+    nbytes: int
+
+    @property
+    def is_addressable(self) -> bool:
+        return self.whole.is_addressable
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self.whole.view(self.start + start, self.start + stop)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        self.whole.copy_into(self.start + start, out)
+
+
 class MemorySink(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Contiguous CPU memory to restore into."""
 

@@ -106,7 +106,8 @@ class ObjectWriter(ABC):
     """Positional writes to one new object of known size.
 
     Life: ``Storage.writer`` -> any number of ``write_at`` in any order and concurrently, of
-    disjoint ranges that together cover the object -> ``complete`` or ``abort`` (once).
+    disjoint ranges that together cover the object -> ``complete`` or ``abort`` (once). A writer
+    from ``Storage.join_writer`` ends in ``release`` or ``abort`` before the opener completes.
 
     Attributes:
         key: The object key.
@@ -139,6 +140,14 @@ class ObjectWriter(ABC):
         opened ``durable``, of the machine. Atomicity: on object stores the key appears here,
         whole; on file systems a partial file may be seen before, which is why nothing refers
         to an object before it is complete.
+        """
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Ends a joined writer; its opener does not call this.
+
+        When it returns, what was written here is as durable as ``complete`` makes what the
+        opener wrote, once that returns too.
         """
 
     @abstractmethod

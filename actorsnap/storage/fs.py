@@ -188,9 +188,6 @@ class FsStorage(Storage):
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """Opens the file of another party's writer. Its ``abort`` only closes it here.
 
-        Each of its writes is durable when it returns, if the storage is: the opener's fsync
-        does not reach what another machine still holds in its cache.
-
         Raises:
             ObjectNotFound: the other party aborted.
             AccessDenied, StorageError: it cannot be opened.
@@ -449,8 +446,6 @@ class _FsWriter(ObjectWriter):
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
         with self._mapped("write_at"), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
-            if self._storage._durable and not self._is_opener:
-                os.fsync(fd)
 
     async def complete(self) -> None:
         """Fsyncs the file, then the folders that lead to it, and closes it.
@@ -475,6 +470,25 @@ class _FsWriter(ObjectWriter):
                     raise FileNotFoundError(errno.ENOENT, "deleted", self._path)
             self._storage._folders.sync(os.path.dirname(self._path))
             # Network file systems report late failures of writes here.
+            self._descriptor.close()
+
+    async def release(self) -> None:
+        """Fsyncs the file and closes it here: the opener's fsync does not reach what another
+        machine still holds in its cache.
+
+        Raises:
+            StorageError: something is not durable, or the writer was ended.
+        """
+        if self._is_opener:
+            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        await self._storage._run(self._release_blocking)
+        self._is_ended = True
+
+    def _release_blocking(self) -> None:
+        with self._mapped("release"):
+            with self._descriptor.use() as fd:
+                if self._storage._durable:
+                    os.fsync(fd)
             self._descriptor.close()
 
     async def abort(self) -> None:
@@ -532,5 +546,5 @@ class _FsWriter(ObjectWriter):
                     op=op,
                     key=self.key,
                     backend=self._storage.url,
-                    detail="the writer was completed or aborted",
+                    detail="the writer was completed, released or aborted",
                 ) from None

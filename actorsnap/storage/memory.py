@@ -256,6 +256,7 @@ class _MemoryWriter(ObjectWriter):
         self._full = full
         self._upload = upload
         self._is_opener = is_opener
+        self._is_released = False
 
     async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
         stop = offset + num_bytes(views)
@@ -298,6 +299,14 @@ class _MemoryWriter(ObjectWriter):
                 )
             del self._space.uploads[self.token]
 
+    async def release(self) -> None:
+        await checkpoint()
+        if self._is_opener:
+            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        with self._space.lock:
+            self._require_open("release")
+        self._is_released = True
+
     async def abort(self) -> None:
         # No checkpoint: an abort is mostly called under cancellation and must have its effect.
         if self._is_opener:
@@ -305,12 +314,12 @@ class _MemoryWriter(ObjectWriter):
                 self._space.uploads.pop(self.token, None)
 
     def _require_open(self, op: str) -> None:
-        if self._space.uploads.get(self.token) is not self._upload:
+        if self._is_released or self._space.uploads.get(self.token) is not self._upload:
             raise StorageError(
                 op=op,
                 key=self.key,
                 backend=self._url,
-                detail="the writer was completed or aborted",
+                detail="the writer was completed, released or aborted",
             )
 
 

@@ -120,6 +120,9 @@ class WriterWrapper(ObjectWriter):
     async def complete(self) -> None:
         await self.inner.complete()
 
+    async def release(self) -> None:
+        await self.inner.release()
+
     async def abort(self) -> None:
         await self.inner.abort()
 
@@ -225,6 +228,10 @@ class _PrefixWriter(WriterWrapper):
         with self._storage._relative():
             await self.inner.complete()
 
+    async def release(self) -> None:
+        with self._storage._relative():
+            await self.inner.release()
+
 
 class LimitedStorage(Wrapper):
     """At most ``max_operations`` verbs at a time; more wait their turn, first come first served.
@@ -312,6 +319,10 @@ class _LimitedWriter(WriterWrapper):
     async def complete(self) -> None:
         async with self._turns:
             await self.inner.complete()
+
+    async def release(self) -> None:
+        async with self._turns:
+            await self.inner.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,3 +487,6 @@ class _RetryWriter(WriterWrapper):
 
     async def complete(self) -> None:
         await self._storage._retry(self.inner.complete)
+
+    async def release(self) -> None:
+        await self._storage._retry(self.inner.release)

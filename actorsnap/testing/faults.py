@@ -45,6 +45,7 @@ class Verb(StrEnum):
     JOIN_WRITER = "join_writer"
     WRITE_AT = "write_at"
     COMPLETE = "complete"
+    RELEASE = "release"
     ABORT = "abort"
     GET = "get"
     READ_INTO = "read_into"
@@ -275,6 +276,10 @@ class _FaultyWriter(WriterWrapper):
     async def complete(self) -> None:
         async with self._storage._operation(Verb.COMPLETE, self.key):
             await self.inner.complete()
+
+    async def release(self) -> None:
+        async with self._storage._operation(Verb.RELEASE, self.key):
+            await self.inner.release()
 
     async def abort(self) -> None:
         async with self._storage._operation(Verb.ABORT, self.key):

@@ -84,9 +84,6 @@ class SimulatedSave:
                 storage=self.storages[rank],
                 captured=capture(state, replicated=self.replicated),
                 settings=SaveSettings(
-                    rules=PackingRules(
-                        chunk_bytes=self.chunk_bytes, max_objects=2, min_object_bytes=_MIB
-                    ),
                     copies=self.copies,
                     num_uploaders=2,
                     num_copiers=2,
@@ -99,7 +96,13 @@ class SimulatedSave:
             )
         coordinator = CoordinatorActor(
             machine=CoordinatorMachine(
-                attempt=self.attempt, world_size=world_size, release=RELEASE
+                attempt=self.attempt,
+                url="simulated",
+                world_size=world_size,
+                release=RELEASE,
+                rules=PackingRules(
+                    chunk_bytes=self.chunk_bytes, max_objects=2, min_object_bytes=_MIB
+                ),
             ),
             end=transport.coordinator(),
             storage=self.storages[0],

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 import pytest
+import safetensors.torch
 import torch
 import trio.testing
 
 from actorsnap.errors import ObjectNotFound, StorageError
+from actorsnap.format.checksum import block_checksums
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -97,9 +99,29 @@ async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
     assert world.staged == {0, 1, 2, 3}
     commit, manifests = await read_back(storage)
     assert commit.world_size == 4
-    tensors = [(m.rank, e.path) for m in manifests for e in m.entries if isinstance(e, TensorEntry)]
-    assert sorted(path for _, path in tensors) == ["model/b", "model/w"] + ["private/x"] * 4
-    assert {rank for rank, path in tensors if path == "private/x"} == {0, 1, 2, 3}
+    entries = [(m, e) for m in manifests for e in m.entries if isinstance(e, TensorEntry)]
+    assert {m.rank for m, e in entries if e.path == "private/x"} == {0, 1, 2, 3}
+    assert [e.path for _, e in entries].count("model/b") == 1
+    # The large one is written by all, each a part, into objects that stay whole.
+    parts = [(m, e) for m, e in entries if e.path == "model/w"]
+    assert {m.rank for m, _ in parts} == {0, 1, 2, 3}
+    whole = bytearray(3 * MIB)
+    for manifest, entry in parts:
+        assert entry.global_shape == (3 * MIB,)
+        assert entry.offsets is not None
+        at = entry.data
+        data = await storage.get(manifest.objects[at.object].key, at.start, at.stop)
+        assert block_checksums(memoryview(data)) == at.crc32c
+        assert len(data) == entry.shape[0]
+        whole[entry.offsets[0] : entry.offsets[0] + len(data)] = data
+    expected = torch.arange(3 * MIB, dtype=torch.uint8)
+    assert bytes(whole) == expected.numpy().tobytes()
+    keys = {m.objects[e.data.object].key for m, e in parts}
+    assert len(keys) < 4
+    loaded: dict[str, torch.Tensor] = {}
+    for key in keys:
+        loaded |= safetensors.torch.load(await storage.get(key))
+    assert torch.equal(loaded["w"], expected)
     assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
 
 

@@ -214,6 +214,10 @@ class _BarrierWriter(WriterWrapper):
         await self._barrier.enter("complete", self.key)
         await self.inner.complete()
 
+    async def release(self) -> None:
+        await self._barrier.enter("release", self.key)
+        await self.inner.release()
+
     async def abort(self) -> None:
         await self._barrier.enter("abort", self.key)
         await self.inner.abort()

@@ -437,7 +437,7 @@ async def test_a_descriptor_in_use_is_closed_by_its_last_user(root: Path) -> Non
     with writer._descriptor.use() as fd:
         await writer.abort()
         os.fstat(fd)  # still open
-        with pytest.raises(StorageError, match="completed or aborted"):
+        with pytest.raises(StorageError, match="completed, released or aborted"):
             await writer.write_at(0, [memoryview(b"abc")])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -486,7 +486,7 @@ async def test_misuse_of_a_writer(root: Path) -> None:
     await writer.complete()
     await writer.abort()
     for call in (writer.complete(), writer.write_at(0, [memoryview(b"x")])):
-        with pytest.raises(StorageError, match="completed or aborted"):
+        with pytest.raises(StorageError, match="completed, released or aborted"):
             await call
     assert await storage.get("key") == b"abc"
     with pytest.raises(UsageError):

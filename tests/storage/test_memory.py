@@ -127,7 +127,7 @@ async def test_misuse_of_a_writer(name: str) -> None:
     await writer.abort()
     assert await storage.get("key") == b"abc"
     for call in (writer.complete(), joined.write_at(0, [memoryview(b"x")])):
-        with pytest.raises(StorageError, match="completed or aborted"):
+        with pytest.raises(StorageError, match="completed, released or aborted"):
             await call
     assert await storage.get("key") == b"abc"
 
