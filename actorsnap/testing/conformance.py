@@ -337,10 +337,26 @@ class StorageConformance:
             for n in range(6):
                 views = [memoryview(data)[n * part : (n + 1) * part]]
                 tasks.start_soon(writers[n % 3].write_at, n * part, views)
+        for joined in writers[1:]:
+            await joined.release()
         await opener.complete()
         assert await storage.get("key") == data
         assert await other.get("key") == data
         await other.aclose()
+
+    @_bounded
+    async def test_a_released_writer_writes_no_more(self, storage: Storage) -> None:
+        opener = await storage.writer("key", 3)
+        joined = await storage.join_writer(opener.token)
+        await joined.release()
+        with pytest.raises(StorageError):
+            await joined.write_at(0, [memoryview(b"abc")])
+        await joined.abort()  # without effect
+        with pytest.raises(UsageError):
+            await opener.release()
+        await opener.write_at(0, [memoryview(b"abc")])
+        await opener.complete()
+        assert await storage.get("key") == b"abc"
 
     @_bounded
     async def test_join_after_abort_fails(self, storage: Storage) -> None:
@@ -767,6 +783,7 @@ class StorageConformance:
                     future.result()
 
         await anyio.to_thread.run_sync(run_all, write)
+        await joined.release()
         await writer.complete()
         await anyio.to_thread.run_sync(run_all, read)
         assert target == data

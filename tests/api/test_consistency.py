@@ -287,7 +287,8 @@ def staging_taken_out() -> Iterator[None]:
     async def store_late(self: Any, staged: StagedChunk) -> None:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
-            await self._writers[staged.chunk.object].gate.pass_through(nbytes)
+            writer = await self._writer_of(staged.chunk.object)
+            await writer.gate.pass_through(nbytes)
             late.pop(id(staged.lease.view))()
         await store(self, staged)
 

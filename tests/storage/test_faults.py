@@ -78,7 +78,8 @@ async def work(storage: Storage) -> None:
             await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"ab")])
         else:
             await writer.write_at(0, [memoryview(b"ab")])
-        await joined.abort()
+        await joined.release()
+        await joined.abort()  # without effect
         await writer.complete()
     except BaseException:
         await writer.abort()
@@ -100,6 +101,7 @@ ORDER = [
     "writer",
     "join_writer",
     "write_at",
+    "release",
     "complete",
     "get",
     "read_into",

@@ -223,12 +223,13 @@ async def test_put_if_absent_is_fsynced_before_it_is_linked(root: Path, calls: C
 
 
 @bounded(10)
-async def test_a_joined_writer_makes_each_write_durable(root: Path, calls: Calls) -> None:
+async def test_a_joined_writer_is_durable_when_it_is_released(root: Path, calls: Calls) -> None:
     storage = fs(root)
     writer = await storage.writer("key", 6)
     joined = await storage.join_writer(writer.token)
     calls.take()
     await joined.write_at(3, [memoryview(b"def")])
+    await joined.release()
     assert calls.take() == [("pwritev", "runs/step-1/key"), ("fsync", "runs/step-1/key")]
     await writer.abort()
 
