@@ -162,7 +162,8 @@ class Snapshot:
         - Anything else (optimizers, schedulers) gets exactly what was saved.
 
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
-        has one on the meta device, which a module or ``StateDict`` takes over as its own.
+        has one on the meta device, which a module or ``StateDict`` takes over as its own. A
+        read-only array is replaced by a writable one.
         Tensors that share memory, but were saved as separate ones: a module's keeps it, else
         the first one; the others are replaced by tensors of their own, on the same device.
         A module's that would have to be replaced counts as mismatched; under ``strict=False``
@@ -197,13 +198,15 @@ class Snapshot:
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank.
+            path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank. Not
+                a part of a leaf (``"0/model/sparse@indices"``).
             out: A tensor or array of the same dtype and shape to read into, on any device.
             memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
                 result itself. The process grows by at most this plus 4 MiB, and by the
-                index, which is read once per ``Snapshot``. Not bounded, with ``out``: a sparse
-                or quantized tensor is read beside it first, and so is a view that has other
-                strides than the saved one, from its first byte to its last.
+                index, which is read once per ``Snapshot``. Not bounded: with ``out``, a sparse
+                or quantized tensor is read beside it first; a view whose elements overlap
+                (sliding windows) or lie at odd addresses is read from its first byte to its
+                last, gaps included; an array with negative strides is copied into.
 
         Returns:
             ``out``, or the value: tensors fresh on the CPU. A view of a larger tensor comes

@@ -1,10 +1,11 @@
-"""What a save does in a storage that may hang, and how it stops waiting for it.
+"""What a call does in a storage that may hang, and how it stops waiting for it.
 
 A thread inside a system call cannot be stopped: a write to a dead NFS server may never return.
 Here each such step is a task of its own, an errand. Whoever waits for one can be cancelled, and
 then waits for a short grace only. The errand that is left keeps what its threads use, leased
-memory and descriptors, until they return. That is safe for saves, which only read the caller's
-memory. It is not for restores, which write to it: those wait, however long it takes.
+memory and descriptors, until they return. That is safe for what at most reads the caller's
+memory: saves, reading an index, verifying, deleting. It is not for reads into the caller's
+tensors: those are waited for, however long it takes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _CLEANUP_S = 30.0
 
 
 class Errands:
-    """The errands of one save. For use on one event loop.
+    """The errands of one call. For use on one event loop.
 
     Args:
         tasks: Where they run. It ends when the last one has returned.
         run_blocking: Where their blocking calls go.
-        label: Of the save, for messages.
+        label: Of the call, for messages.
     """
 
     def __init__(

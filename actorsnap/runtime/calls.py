@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.reader import Request, find_commit
+from actorsnap.actors.reader import Request, SnapshotReader, find_commit
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -53,6 +53,7 @@ from actorsnap.runtime.place import (
     Place,
     Source,
     collect_garbage,
+    find_attempts,
     open_place,
     open_ready_place,
 )
@@ -72,6 +73,7 @@ from actorsnap.state.stateful import (
 )
 from actorsnap.state.targets import mark_written
 from actorsnap.state.tree import escape, join
+from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.registry import absolute, check_url, is_ready
 
 __all__ = [
@@ -112,8 +114,9 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
             ``StateDict``; they keep their values.
         unexpected: Paths of the snapshot that a module has no place for; not restored.
         mismatched: A line per leaf of a module or ``StateDict`` whose kind, dtype or shape
-            differs; they keep their values. Or of leaves of modules that share memory in the
-            app state only: it holds the value that was loaded last.
+            differs; they keep their values. Or per optimizer that cannot take what was saved;
+            it keeps all its values. Or per two leaves of modules that share memory in the app
+            state only: it holds the value that was loaded last.
         nbytes: Bytes read into place.
     """
 
@@ -285,8 +288,8 @@ def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]
     """Reads commit object and rank manifests."""
 
     async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
-        async with source.opened(host, "read") as (_, reader):
-            return await source.index(reader)
+        async with source.opened(host, "read") as (_, reader, errands):
+            return await errands.run(source.index, reader)
 
     index: tuple[Commit, dict[int, RankManifest]] = yield step
     return index
@@ -306,17 +309,21 @@ def delete(source: Source) -> Script[None]:
     """The commit object first: what is left behind by a crash is garbage, not a ruin."""
 
     async def step(host: Host) -> None:
-        async with source.opened(host, "delete") as (storage, reader):
-            attempt = None
-            try:
-                attempt = (await reader.commit()).attempt
-            except (NotASnapshot, UnsupportedFormat):
-                raise
-            except FormatError:
-                logger.info("%s: deleting a damaged snapshot", source.place.url, exc_info=True)
-            await storage.delete([COMMIT_KEY])
-            # Not what another take is writing: it would commit a ruin.
-            await collect_garbage(host, storage, superseded=attempt)
+        async with source.opened(host, "delete") as (storage, reader, errands):
+
+            async def perform() -> None:
+                attempt = None
+                try:
+                    attempt = (await reader.commit()).attempt
+                except (NotASnapshot, UnsupportedFormat):
+                    raise
+                except FormatError:
+                    logger.info("%s: deleting a damaged snapshot", source.place.url, exc_info=True)
+                await storage.delete([COMMIT_KEY])
+                # Not what another take is writing: it would commit a ruin.
+                await collect_garbage(host, storage, superseded=attempt)
+
+            await errands.run(perform)
 
     yield step
 
@@ -329,13 +336,18 @@ def collect(source: Source, *, force: bool) -> Script[tuple[list[str], list[str]
     """
 
     async def step(host: Host) -> tuple[list[str], list[str]]:
-        async with source.opened(host, "collect") as (storage, _):
-            deleted = await collect_garbage(host, storage, force=force)
-            left = {attempt_of(info.key) async for info in storage.list("")} - {None}
-            with contextlib.suppress(ChecksumMismatch):  # which is its own cannot be told
-                commit = await find_commit(storage)
-                left -= {commit and commit.attempt}
-            return deleted, sorted(str(attempt) for attempt in left)
+        async with source.opened(host, "collect") as (storage, _, errands):
+
+            async def perform() -> tuple[list[str], list[str]]:
+                deleted = await collect_garbage(host, storage, force=force)
+                left = set(await find_attempts(storage))
+                with contextlib.suppress(ChecksumMismatch):  # which is its own cannot be told
+                    commit = await find_commit(storage)
+                    if commit is not None:
+                        left.discard(commit.attempt)
+                return deleted, sorted(left)
+
+            return await errands.run(perform)
 
     found: tuple[list[str], list[str]] = yield step
     return found
@@ -385,65 +397,70 @@ def verify(
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
     async def step(host: Host) -> VerifyReport:
-        async with source.opened(host, "verify") as (storage, reader):
-            commit = await reader.commit()
-            problems: list[ActorSnapError] = []
-            num_objects = done = 0
-            total = 0
-            meter = _Meter(progress)
-            work: list[tuple[RankManifest, int, list[Stored]]] = []
-            for named in commit.manifests:
-                try:
-                    manifest = await reader.manifest(named)
-                except FormatError as error:
-                    problems.append(error)
-                    continue
-                leaves: list[list[Stored]] = [[] for _ in manifest.objects]
-                for entry in manifest.entries:
-                    if isinstance(entry, TensorEntry | BytesEntry):
-                        leaves[entry.data.object].append(entry.data)
-                work.extend((manifest, number, held) for number, held in enumerate(leaves))
-                total += sum(at.stop - at.start for held in leaves for at in held)
-            await host.run_blocking(meter.begin, total)
-            for manifest, number, held in work:
-                record = manifest.objects[number]
-                num_objects += 1
-                try:
-                    info = await storage.stat(record.key)
-                    if info.size != record.size:
+        async with source.opened(host, "verify") as (storage, reader, errands):
+            return await errands.run(perform, host, storage, reader, errands.run_blocking)
+
+    async def perform(
+        host: Host, storage: Storage, reader: SnapshotReader, run_blocking: RunBlocking
+    ) -> VerifyReport:
+        commit = await reader.commit()
+        problems: list[ActorSnapError] = []
+        num_objects = done = 0
+        total = 0
+        meter = _Meter(progress)
+        work: list[tuple[RankManifest, int, list[Stored]]] = []
+        for named in commit.manifests:
+            try:
+                manifest = await reader.manifest(named)
+            except FormatError as error:
+                problems.append(error)
+                continue
+            leaves: list[list[Stored]] = [[] for _ in manifest.objects]
+            for entry in manifest.entries:
+                if isinstance(entry, TensorEntry | BytesEntry):
+                    leaves[entry.data.object].append(entry.data)
+            work.extend((manifest, number, held) for number, held in enumerate(leaves))
+            total += sum(at.stop - at.start for held in leaves for at in held)
+        await run_blocking(meter.begin, total)
+        for manifest, number, held in work:
+            record = manifest.objects[number]
+            num_objects += 1
+            try:
+                info = await storage.stat(record.key)
+                if info.size != record.size:
+                    raise ChecksumMismatch(
+                        key=record.key,
+                        detail=f"has {info.size} bytes, was written with {record.size}",
+                    )
+                if level == "full":
+                    header = await storage.get(record.key, 0, record.header_bytes)
+                    if crc32c(header) != record.header_crc32c:
                         raise ChecksumMismatch(
-                            key=record.key,
-                            detail=f"has {info.size} bytes, was written with {record.size}",
+                            key=record.key, detail="the safetensors header differs"
                         )
-                    if level == "full":
-                        header = await storage.get(record.key, 0, record.header_bytes)
-                        if crc32c(header) != record.header_crc32c:
-                            raise ChecksumMismatch(
-                                key=record.key, detail="the safetensors header differs"
-                            )
-                        pool = source.fetcher(host, storage, verify=True)
-                        requests = [
-                            Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
-                            for at in held
-                        ]
-                        await pool.fetch(requests)
-                        done += record.size
-                except ObjectNotFound as error:
-                    missing = ChecksumMismatch(key=record.key, detail="the object is missing")
-                    missing.__cause__ = error
-                    problems.append(missing)
-                except FormatError as error:
-                    problems.append(error)
-                except BaseExceptionGroup as group:
-                    damage, other = group.split(FormatError)
-                    if damage is None or other is not None:
-                        raise
-                    problems.append(_leaves(damage)[0])
-            if problems:
-                await reader.check_replaced()
-            return VerifyReport(
-                level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
-            )
+                    pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+                    requests = [
+                        Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
+                        for at in held
+                    ]
+                    await pool.fetch(requests)
+                    done += record.size
+            except ObjectNotFound as error:
+                missing = ChecksumMismatch(key=record.key, detail="the object is missing")
+                missing.__cause__ = error
+                problems.append(missing)
+            except FormatError as error:
+                problems.append(error)
+            except BaseExceptionGroup as group:
+                damage, other = group.split(FormatError)
+                if damage is None or other is not None:
+                    raise
+                problems.append(_leaves(damage)[0])
+        if problems:
+            await reader.check_replaced()
+        return VerifyReport(
+            level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
+        )
 
     report: VerifyReport = yield step
     return report
@@ -492,7 +509,11 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
         # A generator that only this process has is no reason to refuse the others.
         states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
         part = compare(key)
-        mismatched.extend(_stuck_on_meta(key, stateful, part))
+        stuck = _stuck_on_meta(key, stateful, part)
+        mismatched.extend(stuck)
+        if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.mismatched):
+            mismatched.extend(part.mismatched)
+            continue  # it takes all or nothing
         if (part.missing or part.unexpected or part.mismatched) and adapts(stateful):
             adapting[key] = part
             # Fresh: what is adapted may go to another place than the one that has its name.
@@ -570,11 +591,13 @@ def _settle(
     # Of two modules' leaves the last one wins, as when load_state_dict copies.
     in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
     others = [key for key in parts if key not in in_modules]
-    claims = [claim for key in [*in_modules, *others] for claim in parts[key].claims]
+    # load_state_dict copies a module's leaf into the memory it has, wherever it was read to.
+    fixed = [claim for key in in_modules for claim in parts[key].claims]
+    claims = [claim for key in others for claim in parts[key].claims]
     lines: dict[str, None] = {}
     apart: dict[str, set[str]] = {}
     key_of = {escape(key): key for key in parts}
-    for owner, other in disputes(claims):
+    for owner, other in disputes(claims, fixed):
         key = key_of[other.path.partition("/")[0]]
         apart.setdefault(key, set()).add(other.path)
         if key in in_modules:
@@ -674,7 +697,7 @@ async def _fetch(
             "num_fetchers": 1,
         }
     if requests:
-        async with source.opened(host, "read", manifest.attempt) as (storage, _):
+        async with source.opened(host, "read", manifest.attempt) as (storage, _, _):
             await source.fetcher(host, storage, **changes).fetch(requests)
     return sum(request.stored.stop - request.stored.start for request in requests)
 
@@ -689,16 +712,20 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
     async def step(host: Host) -> dict[str, Commit | FormatError | None]:
         found: dict[str, Commit | FormatError | None] = {}
-        async with source.opened(host, "list") as (storage, _):
-            async for info in storage.list(""):
-                name, _, key = info.key.partition("/")
-                if key == COMMIT_KEY:
-                    try:
-                        found[name] = decode_commit(await storage.get(info.key))
-                    except FormatError as error:
-                        found[name] = error
-                elif attempt_of(key) is not None:
-                    found.setdefault(name, None)
+        async with source.opened(host, "list") as (storage, _, errands):
+
+            async def perform() -> None:
+                async for info in storage.list(""):
+                    name, _, key = info.key.partition("/")
+                    if key == COMMIT_KEY:
+                        try:
+                            found[name] = decode_commit(await storage.get(info.key))
+                        except FormatError as error:
+                            found[name] = error
+                    elif attempt_of(key) is not None:
+                        found.setdefault(name, None)
+
+            await errands.run(perform)
         return found
 
     found: dict[str, Commit | FormatError | None] = yield step

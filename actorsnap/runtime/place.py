@@ -11,9 +11,10 @@ from typing import Any
 
 import anyio
 
+from actorsnap.actors.errands import Errands
 from actorsnap.actors.reader import FetcherPool, SnapshotReader, find_commit
-from actorsnap.errors import ChecksumMismatch, StorageError
-from actorsnap.format.layout import attempt_of, manifest_key
+from actorsnap.errors import ChecksumMismatch, ObjectNotFound, StorageError
+from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.retention import collectable
@@ -26,14 +27,12 @@ __all__ = [
     "Place",
     "Source",
     "collect_garbage",
+    "find_attempts",
     "open_place",
     "open_ready_place",
 ]
 
 logger = logging.getLogger(__name__)
-
-_CLEANUP_S = 30.0
-"""Closing a storage takes no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +97,11 @@ class Source:
     @asynccontextmanager
     async def opened(
         self, host: Host, op: str, attempt: str | None = None
-    ) -> AsyncIterator[tuple[Storage, SnapshotReader]]:
+    ) -> AsyncIterator[tuple[Storage, SnapshotReader, Errands]]:
         """The storage, for one operation within ``timeout_s``.
+
+        What does not write to the caller's memory runs as an errand: only so does the time
+        bound it, and a cancellation end it, where the storage hangs.
 
         Args:
             op: What is done, for messages.
@@ -111,18 +113,19 @@ class Source:
             StorageError: the time is over.
         """
         host.set_budget(self.options.memory_budget_bytes)
-        with anyio.move_on_after(self.options.timeout_s) as scope:
-            storage = await open_place(host, self.place, fsync=True)
-            reader = SnapshotReader(storage, host.run_blocking, attempt)
-            try:
-                yield storage, reader
-            except Exception as error:
-                if _is_damage(error):
-                    await reader.check_replaced()
-                raise
-            finally:
-                with anyio.move_on_after(_CLEANUP_S, shield=True):
-                    await storage.aclose()
+        async with _errands(host, f"{op} {self.place.url}") as errands:
+            with anyio.move_on_after(self.options.timeout_s) as scope:
+                run_blocking = errands.run_blocking
+                storage = await open_place(host, self.place, fsync=True, run_blocking=run_blocking)
+                reader = SnapshotReader(storage, run_blocking, attempt)
+                try:
+                    yield storage, reader, errands
+                except Exception as error:
+                    if _is_damage(error):
+                        await errands.run(reader.check_replaced)
+                    raise
+                finally:
+                    await errands.clean_up(storage.aclose)
         if scope.cancelled_caught:
             raise StorageError(
                 op=op,
@@ -153,6 +156,26 @@ class Source:
         return FetcherPool(storage, **(settings | changes))
 
 
+@asynccontextmanager
+async def _errands(host: Host, label: str) -> AsyncIterator[Errands]:
+    """Errands in a call of their own, which ends when the last one has returned."""
+    tasks = anyio.create_task_group()
+    begun, over = anyio.Event(), anyio.Event()
+
+    async def keep() -> None:
+        async with tasks:
+            begun.set()
+            with anyio.CancelScope(shield=True):
+                await over.wait()
+
+    host.submit(keep())
+    try:
+        await begun.wait()
+        yield Errands(tasks, run_blocking=host.run_blocking, label=label)
+    finally:
+        over.set()
+
+
 def _is_damage(error: Exception) -> bool:
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ChecksumMismatch) is not None
@@ -179,25 +202,35 @@ async def collect_garbage(
         StorageError: listing, reading or deleting failed.
     """
     now_s = time.time()
-    by_attempt: dict[str, list[str]] = {}
-    async for info in storage.list(""):
-        attempt = attempt_of(info.key)
-        if attempt is not None:
-            by_attempt.setdefault(attempt, []).append(info.key)
-    garbage = list(by_attempt)
+    attempts = garbage = await find_attempts(storage)
     if not force:
-        garbage = await host.run_blocking(_find_collectable, host, by_attempt, now_s, superseded)
+        garbage = await host.run_blocking(_find_collectable, host, attempts, now_s, superseded)
     try:
         commit = await find_commit(storage)
         spared = {commit.attempt} if commit is not None else set()
     except ChecksumMismatch:
         # It names one of those that were complete. Deleting the snapshot deletes that one.
-        spared = {name for name, keys in by_attempt.items() if manifest_key(name, 0) in keys}
-    keys = [key for name in garbage if name not in spared for key in by_attempt[name]]
+        spared = {name for name in attempts if await _is_complete(storage, name)}
+    keys: list[str] = []
+    for name in garbage:
+        if name not in spared:
+            keys.extend(await storage.delete_folder(name))
     if keys:
-        await storage.delete(keys)
         logger.info("%s: deleted %d objects that were garbage", storage.url, len(keys))
     return keys
+
+
+async def find_attempts(storage: Storage) -> list[str]:
+    """The attempts that have left a folder, also an empty one."""
+    return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
+
+
+async def _is_complete(storage: Storage, attempt: str) -> bool:
+    try:
+        await storage.stat(manifest_key(attempt, 0))
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def _find_collectable(

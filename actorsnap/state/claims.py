@@ -99,25 +99,31 @@ def claim(path: str, target: Any, base: str, member: Member | None = None) -> li
     return [Claim(path, target, start, stop, base, origin, device)]
 
 
-def disputes(claims: Sequence[Claim]) -> list[tuple[Claim, Claim]]:
+def disputes(claims: Sequence[Claim], fixed: Sequence[Claim] = ()) -> list[tuple[Claim, Claim]]:
     """Returns the claims that cannot both be met: who keeps the memory, and who gives way.
 
     One that is real is always seen. One that is none may be, between leaves of which one is
     restored with other strides than it was saved with, or among very many in one place.
 
     Args:
-        claims: Who comes first keeps the memory.
+        claims: Who comes first keeps the memory; who gives way gets other memory.
+        fixed: Come before ``claims``, and are written to their memory even if they give way:
+            each is in as many disputes as it has with others of them.
     """
     found: list[tuple[Claim, Claim]] = []
-    for device in {each.device for each in claims}:
-        here = [each for each in claims if each.device == device]
+    for device in {each.device for each in (*fixed, *claims)}:
+        here = [each for each in fixed if each.device == device]
+        num_fixed = len(here)
+        here += [each for each in claims if each.device == device]
         for piece in touching([each.start for each in here], [each.stop for each in here]):
             if len({(here[n].base, here[n].origin) for n in piece}) > 1:
-                found.extend((here[a], here[b]) for a, b in _disputes(here, piece))
+                found.extend((here[a], here[b]) for a, b in _disputes(here, num_fixed, piece))
     return found
 
 
-def _disputes(claims: Sequence[Claim], numbers: Sequence[int]) -> list[tuple[int, int]]:
+def _disputes(
+    claims: Sequence[Claim], num_fixed: int, numbers: Sequence[int]
+) -> list[tuple[int, int]]:
     """As ``disputes``, among claims that form one piece of memory: from its start to its end."""
     found: list[tuple[int, int]] = []
     open_: list[int] = []
@@ -130,9 +136,10 @@ def _disputes(claims: Sequence[Claim], numbers: Sequence[int]) -> list[tuple[int
             if stays and not _agree(claims[number], claims[other], len(open_) <= _MAX_EXACT):
                 owner, loser = sorted((number, other))
                 found.append((owner, loser))
-                stays = loser != number
-                if stays:
-                    continue
+                if loser >= num_fixed:
+                    stays = loser != number
+                    if stays:
+                        continue
             kept.append(other)
         open_ = [*kept, number] if stays else kept
     return found

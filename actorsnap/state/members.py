@@ -1,8 +1,9 @@
 """Finds memory for stored bytes that one or several leaves are views of.
 
 Decides, for one stored range, which part of it is read, how often and into what: the targets'
-own memory where that is shaped as the stored bytes are, else fresh memory that views are laid
-over or copied from. It must not know entries or storage.
+own memory where that is shaped as the stored bytes are, memory for just the elements of a view
+that is read alone, else fresh memory that views are laid over or copied from. It must not know
+entries or storage.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from actorsnap.state import targets
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.sharing import Region, touched_without_gaps
 from actorsnap.state.tensors import (
+    CARRIERS,
     DTYPES,
     ByteSink,
     ClippedSink,
     MemorySink,
+    StridedSink,
+    c_strides,
     empty_tensor,
     extent_bytes,
 )
@@ -148,6 +152,8 @@ def _place(
     left = _place_whole(nbytes, left, sinks, values)
     if not left:
         return sinks, None
+    if left == members and len(left) == 1 and _is_separable(left[0]):
+        return _place_alone(left[0], sinks, values)
     return _place_fresh(nbytes, left, sinks, values)
 
 
@@ -198,6 +204,40 @@ def _place_whole(
                 placed.append(region)
         values[member.path] = target
     return left
+
+
+def _is_separable(member: Member) -> bool:
+    """Whether the member's elements can be told apart in any piece of its memory."""
+    steps = [(n, step) for n, step in zip(member.shape, member.strides, strict=True) if step]
+    return (
+        0 not in member.shape
+        and member.offset == 0  # else elements begin at odd addresses
+        and targets.is_injective([n for n, _ in steps], [step for _, step in steps])
+    )
+
+
+def _place_alone(
+    member: Member, sinks: list[ByteSink], values: dict[str, object]
+) -> tuple[list[ByteSink], Callable[[], None] | None]:
+    """Places a member that all bytes are read for: those between its elements are not kept."""
+    target = member.target
+    if isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
+        sink = targets.strided_sink(target, member.strides)
+        if sink is not None:
+            sinks.append(sink)
+            values[member.path] = target
+            return sinks, None
+    region = member.region(0)
+    if region.has_no_gaps:
+        return _place_fresh(region.stop, [member], sinks, values)
+    # What is repeated is kept once.
+    sizes = tuple([n if step else 1 for n, step in zip(member.shape, member.strides, strict=True)])
+    memory = empty_tensor((prod(sizes) * member.itemsize,), torch.uint8)
+    elements = memory.view(CARRIERS[member.itemsize]).view(sizes)
+    sinks.append(StridedSink(elements, member.strides))
+    strides = [step and dense for step, dense in zip(member.strides, c_strides(sizes), strict=True)]
+    compact = msgspec.structs.replace(member, strides=tuple(strides))
+    return sinks, _settle(compact, _laid_over(memory, compact), values)
 
 
 def _place_fresh(

@@ -117,8 +117,10 @@ class KeyRestore:
     Attributes:
         missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
         unexpected: Paths of leaves that the snapshot has and the target has no place for.
-        mismatched: A line per tensor that the target's one cannot take.
-        on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place.
+        mismatched: A line per tensor that the target's one cannot take. Or, of an optimizer,
+            why it cannot take anything.
+        on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place,
+            except under ``NOTHING``.
         claims: Memory of the target that is written to.
         reads: What to read into what. Nothing of a target is written before these are
             filled. A stored range may appear twice.
@@ -202,6 +204,8 @@ class KeyRestore:
                 f"Else restore other keys:\n{lines}"
             )
         self._keep_missing()
+        if matching is Matching.GROUPS:
+            self._compare_groups(entries)
 
     def build(self) -> Any:
         """Returns the state for ``load_state_dict``; call it once, after all reads.
@@ -289,6 +293,10 @@ class KeyRestore:
         if found is None:
             if isinstance(target, torch.Tensor) and target.is_meta:
                 self.on_meta.append(path)
+                if self._matching is Matching.NOTHING:
+                    # Nobody knows whether it would copy into that tensor, or replace it.
+                    self._values[path] = target
+                    return False, target
             return True, target
         is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
         if self._has_place(path) or (self._matching is Matching.KEYS and is_same_kind):
@@ -565,6 +573,40 @@ class KeyRestore:
                 skeleton.add_leaf(path)
                 self._values[path] = value
 
+    def _compare_groups(self, entries: Sequence[Entry]) -> None:
+        """Notes where an optimizer's parameter groups are first not as they were saved."""
+        target: Any = self._target
+        groups = target["param_groups"]
+        root = f"{self._root}/param_groups"
+        saved: int | str = self._skeleton.num_items(root)
+        if saved != len(groups):
+            self.mismatched.append(
+                f"{self._root}: {saved} parameter groups in the snapshot, {len(groups)} in the "
+                "app state"
+            )
+            return
+        stored = {entry.path: entry.data for entry in entries if type(entry) is BytesEntry}
+        for number, group in enumerate(groups):
+            path = f"{root}/{number}/params"
+            held = group["params"]
+            if path in stored:
+                # Not read yet. But as params are numbered through, as many take as many bytes.
+                size = stored[path].stop - stored[path].start
+                found = objects.bytes_of(held, path)
+                is_same = found is not None and len(found[1]) == size
+                saved = len(held) if is_same else "another number of"
+            else:
+                inline = self._values.get(path)
+                saved = self._skeleton.num_items(path)
+                if isinstance(inline, list):
+                    saved = len(inline)
+            if saved != len(held):
+                self.mismatched.append(
+                    f"{self._root}: {saved} params in parameter group {number} in the snapshot, "
+                    f"{len(held)} in the app state"
+                )
+                return
+
 
 def _is_extra_state(name: object) -> bool:
     """Whether a module's state dict has under ``name`` what ``get_extra_state`` returned."""
@@ -649,6 +691,8 @@ def _resolve(entries: Sequence[Entry], path: str) -> str:
             f"{path!r} can mean several paths; pass one of them: "
             + ", ".join(repr(found) for found in sorted(typed)[:5])
         )
+    if any(entry.path == path for entry in entries):
+        raise UsageError(f"{path!r} is a part of {parent_of(path)!r}, which can be read")
     near = get_close_matches(path, sorted(seen)[:2000], n=3, cutoff=0.5)
     hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
     raise UsageError(f"the snapshot has no path {path!r}{hint}")

@@ -186,6 +186,8 @@ class Matching(StrEnum):
     KEYS = "keys"
     """The saved structure is taken over, but a dict key that was not saved is missing, and a
     tensor that another was saved for has to fit."""
+    GROUPS = "groups"
+    """As ``NOTHING``, but torch refuses an optimizer's state with other parameter groups."""
     NOTHING = "nothing"
     """What was saved is taken over as it is; tensors that fit lend their memory."""
 
@@ -198,6 +200,11 @@ def matching_of(stateful: Stateful) -> Matching:
     """
     if isinstance(stateful, torch.nn.Module):
         return Matching.LEAVES
+    if isinstance(stateful, torch.optim.Optimizer):
+        load = getattr(stateful.load_state_dict, "__func__", None)
+        is_torchs = load is torch.optim.Optimizer.load_state_dict
+        if is_torchs and not stateful._optimizer_load_state_dict_pre_hooks:
+            return Matching.GROUPS
     return Matching.KEYS if isinstance(stateful, StateDict) else Matching.NOTHING
 
 
@@ -252,9 +259,11 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _to_assign(module: torch.nn.Module, state: Any) -> Any:
     """Lets a module keep what is not on meta, and what is tied tied.
 
-    ``assign=True`` would replace every parameter, and one that has two names by two.
+    ``assign=True`` would replace every parameter, and one that has two names by two; and what
+    was saved tied would share memory in a module that is not.
     """
-    made: dict[tuple[int, int], torch.nn.Parameter] = {}
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    holders: dict[int, int] = {}  # by restored storage: whose it becomes, by storage on meta
     for name, held in _tensors(module).items():
         value = state.get(name)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -262,11 +271,16 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
         if value.is_meta or not held.is_meta:
             if value.data_ptr() == held.data_ptr():
                 state[name] = held
-        elif isinstance(held, torch.nn.Parameter):
-            of = (id(held), value.data_ptr())
-            if of not in made:
-                made[of] = torch.nn.Parameter(value, requires_grad=held.requires_grad)
-            state[name] = made[of]
+            continue
+        of = (id(held), value.data_ptr())
+        if of not in made:
+            holder = held.untyped_storage()._cdata
+            if holders.setdefault(value.untyped_storage()._cdata, holder) != holder:
+                value = value.detach().clone().requires_grad_(value.requires_grad)
+            if isinstance(held, torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=held.requires_grad)
+            made[of] = value
+        state[name] = made[of]
     return state
 
 

@@ -14,10 +14,12 @@ import torch
 
 from actorsnap.state.sharing import Region
 from actorsnap.state.tensors import (
+    CARRIERS,
     DTYPE_NAMES,
     QUANTIZED,
     ByteSink,
     MemorySink,
+    StridedSink,
     TensorSink,
     carried,
     empty_tensor,
@@ -34,12 +36,14 @@ __all__ = [
     "assign_tensor",
     "describe",
     "difference",
+    "is_injective",
     "is_writable",
     "mark_written",
     "region_of",
     "sink_of",
     "span_sink",
     "stand_in",
+    "strided_sink",
     "typed",
 ]
 
@@ -111,10 +115,11 @@ def is_writable(target: Target) -> bool:
             return False
         shape = target.shape
         strides = tuple([abs(stride) // target.itemsize for stride in target.strides])
-    return _is_injective(shape, strides)
+    return is_injective(shape, strides)
 
 
-def _is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether surely no two elements share memory, and dims nest: a stride spans the smaller."""
     if 0 in shape:
         return True
     reach = 0
@@ -131,6 +136,16 @@ def sink_of(target: Target) -> ByteSink:
     if isinstance(target, torch.Tensor):
         return sink_of_tensor(target)
     return sink_of_array(target)
+
+
+def strided_sink(target: Target, strides: Sequence[int]) -> ByteSink | None:
+    """Returns the way from a strided view's memory into a writable target; None: there is none."""
+    if isinstance(target, np.ndarray):
+        if region_of(target) is None:
+            return None
+        name = str(CARRIERS[target.itemsize]).removeprefix("torch.")
+        target = torch.from_numpy(target.view(name))
+    return StridedSink(target, strides)
 
 
 def span_sink(start: int, nbytes: int, targets: Sequence[Target]) -> ByteSink | None:

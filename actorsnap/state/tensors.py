@@ -32,6 +32,7 @@ __all__ = [
     "ClippedSink",
     "MemorySink",
     "MemorySource",
+    "StridedSink",
     "TensorSink",
     "TensorSource",
     "bytes_of",
@@ -330,6 +331,54 @@ class TensorSink(_Boxes):
         flat, _ = _elements(data, self._dtype.itemsize)
         for part, elements in self._pairs(start, flat):
             part.copy_(elements)
+
+
+class StridedSink(TensorSink):
+    """Takes the memory that a strided view lay in, and keeps the view's elements.
+
+    In the order of memory the elements are those of a C-order tensor, its dims sorted by
+    stride. So what a range of memory holds of them is a flat range of that tensor.
+
+    Args:
+        tensor: Takes the elements. They must not share memory.
+        strides: Of the view, which has the shape of ``tensor``, in elements. But for those
+            that are 0, elements must not share memory.
+    """
+
+    __slots__ = ("_strides",)
+
+    def __init__(self, tensor: torch.Tensor, strides: Sequence[int]) -> None:
+        super().__init__(tensor)
+        self.nbytes = extent_bytes(tensor.shape, strides, tensor.itemsize)
+        steps = [stride if n > 1 else 0 for n, stride in zip(tensor.shape, strides, strict=True)]
+        dims = sorted(range(tensor.ndim), key=steps.__getitem__, reverse=True)
+        self.owner = self.owner.permute(dims)
+        self._strides = [steps[dim] for dim in dims]
+        # Along the others, an element of memory is repeated.
+        self._shape = tuple([tensor.shape[dim] for dim in dims if steps[dim]])
+
+    def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        low = start // self._dtype.itemsize
+        flat = flat.view(self._dtype)
+        first, stop = self._num_before(low), self._num_before(low + flat.numel())
+        pairs = []
+        for box in flat_range_boxes(self._shape, first, stop):
+            part = self.owner[_index(box)]
+            at = sum([o * step for o, step in zip(box.offsets, self._strides, strict=False)])
+            pairs.append((part, flat[at - low :].as_strided(part.shape, self._strides)))
+        return pairs
+
+    def _num_before(self, at: int) -> int:
+        """Returns how many elements lie before element ``at`` of the memory."""
+        found = 0
+        count = prod(self._shape)
+        for size, stride in zip(self._shape, self._strides, strict=False):
+            count //= size
+            if at >= size * stride:
+                return found + size * count
+            found += at // stride * count
+            at %= stride
+        return found + min(at, 1)
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

@@ -305,6 +305,11 @@ class Skeleton:
         """Whether ``path`` was added as a leaf."""
         return path in self._leaves
 
+    def num_items(self, path: str) -> int:
+        """Returns how many children the container at ``path`` has; 0 if there is none."""
+        branch = self._branches.get(path)
+        return 0 if branch is None else len(branch.keys)
+
     def further_keys(self, state: object) -> list[tuple[str, object]]:
         """Returns path and value of each dict key that ``state`` has in addition.
 

@@ -237,6 +237,27 @@ class Storage(ABC):
         """Deletes objects. Keys that do not exist are passed over. Folders that become empty
         vanish with their last object."""
 
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        """The names of the folders directly in ``folder``, sorted; of the root for ``""``.
+
+        A folder is what keys have before a slash: ``a/b/c`` lies in ``a/b``, which lies in
+        ``a``. Where folders exist by themselves, empty ones are named, too. To be overridden
+        where a storage can tell without listing all objects.
+        """
+        start = f"{folder}/" if folder else ""
+        keys = [info.key.removeprefix(start) async for info in self.list(start)]
+        return sorted({key.partition("/")[0] for key in keys if "/" in key})
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        """Deletes all objects in ``folder`` and below; returns their keys.
+
+        Where folders exist by themselves, the empty ones vanish, too. A folder that does not
+        exist is passed over. Cancellation: some are deleted.
+        """
+        keys = [info.key async for info in self.list(f"{check_key(folder)}/")]
+        await self.delete(keys)
+        return keys
+
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
         """Size and time of one object.

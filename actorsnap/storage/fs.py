@@ -339,6 +339,36 @@ class FsStorage(Storage):
                 failures.append(error)
         return failures
 
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        """The folders in ``folder``, without links; looks at nothing below them.
+
+        Raises:
+            AccessDenied, StorageError: it cannot be read, or the root is a file.
+        """
+        return await self._run(self._list_folders_blocking, folder and check_key(folder))
+
+    def _list_folders_blocking(self, folder: str) -> Sequence[str]:
+        with self._mapped("list", folder):
+            try:
+                with os.scandir(self._path(folder) if folder else self.root) as entries:
+                    return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError:
+                if os.path.isdir(self.root):
+                    return []  # an object has the name
+                raise
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        """Deletes all objects in ``folder``, then all folders there that are empty.
+
+        Raises:
+            AccessDenied, StorageError: something cannot be listed or deleted.
+        """
+        keys = await super().delete_folder(folder)
+        await self._run(self._folders.prune_below, self._path(folder))
+        return keys
+
     async def stat(self, key: str) -> ObjectInfo:
         """Size and time of one object.
 

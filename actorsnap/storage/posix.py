@@ -227,6 +227,11 @@ class Folders:
                 return
             folder = os.path.dirname(folder)
 
+    def prune_below(self, folder: str) -> None:
+        """``prune`` for ``folder`` and all folders in it; follows no links."""
+        for path, _, _ in os.walk(folder, topdown=False):
+            self.prune(path)
+
 
 def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo]:
     """The regular files below ``folder`` in key order; links are passed over."""

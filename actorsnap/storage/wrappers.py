@@ -95,6 +95,12 @@ class Wrapper(Storage):
     async def delete(self, keys: Sequence[str]) -> None:
         await self.inner.delete(keys)
 
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        return await self.inner.list_folders(folder)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        return await self.inner.delete_folder(folder)
+
     async def stat(self, key: str) -> ObjectInfo:
         return await self.inner.stat(key)
 
@@ -182,6 +188,15 @@ class PrefixStorage(Wrapper):
     async def delete(self, keys: Sequence[str]) -> None:
         with self._relative():
             await self.inner.delete([self._full(key) for key in keys])
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        with self._relative():
+            full = self._full(folder) if folder else self._prefix.removesuffix("/")
+            return await self.inner.list_folders(full)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        with self._relative():
+            return [*map(self._stripped, await self.inner.delete_folder(self._full(folder)))]
 
     async def stat(self, key: str) -> ObjectInfo:
         with self._relative():
@@ -299,6 +314,14 @@ class LimitedStorage(Wrapper):
         async with self._turns:
             await self.inner.delete(keys)
 
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        async with self._turns:
+            return await self.inner.list_folders(folder)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        async with self._turns:
+            return await self.inner.delete_folder(folder)
+
     async def stat(self, key: str) -> ObjectInfo:
         async with self._turns:
             return await self.inner.stat(key)
@@ -366,12 +389,13 @@ class RetryPolicy:
 class RetryStorage(Wrapper):
     """Tries again what failed with a ``StorageError`` that is ``retryable``.
 
-    Verbs are repeatable as they stand, but for three:
+    Verbs are repeatable as they stand, but for four:
 
     - ``put_if_absent``: a failed try may have created the object. If a later try finds it, its
       content is compared, and equal content counts as success. Callers whose data are equal
       to others' cannot tell who won; a commit object has the attempt in it.
     - ``list``: goes on after the last key that it has shown.
+    - ``delete_folder``: returns the keys that the last try has deleted.
     - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
       the object is garbage of this attempt.
 
@@ -445,6 +469,12 @@ class RetryStorage(Wrapper):
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._retry(lambda: self.inner.delete(keys))
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        return await self._retry(lambda: self.inner.list_folders(folder))
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        return await self._retry(lambda: self.inner.delete_folder(folder))
 
     async def stat(self, key: str) -> ObjectInfo:
         return await self._retry(lambda: self.inner.stat(key))

@@ -666,6 +666,20 @@ class StorageConformance:
         assert await keys_in(storage) == []
 
     @_bounded
+    async def test_folders(self, storage: Storage) -> None:
+        assert await storage.list_folders() == []
+        assert await storage.delete_folder("missing") == []
+        for key in ("a/1", "a/b/c/2", "a/d/3", "ab/4", "a.5", "6"):
+            await storage.put(key, [memoryview(b"x")])
+        assert await storage.list_folders() == ["a", "ab"]
+        assert await storage.list_folders("a") == ["b", "d"]
+        for missing in ("missing", "6", "6/b"):
+            assert await storage.list_folders(missing) == []
+        assert sorted(await storage.delete_folder("a")) == ["a/1", "a/b/c/2", "a/d/3"]
+        assert await storage.list_folders() == ["ab"]
+        assert await keys_in(storage) == ["6", "a.5", "ab/4"]
+
+    @_bounded
     async def test_folders_vanish_with_their_last_object(self, storage: Storage) -> None:
         await storage.put("name/deep/er", [memoryview(b"x")])
         await storage.delete(["name/deep/er"])

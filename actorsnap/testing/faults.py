@@ -51,6 +51,8 @@ class Verb(StrEnum):
     READ_INTO = "read_into"
     LIST = "list"
     DELETE = "delete"
+    LIST_FOLDERS = "list_folders"
+    DELETE_FOLDER = "delete_folder"
     STAT = "stat"
 
 
@@ -61,7 +63,16 @@ class When(StrEnum):
     AFTER = "after"
 
 
-_WRITING = frozenset({Verb.PUT, Verb.PUT_IF_ABSENT, Verb.WRITE_AT, Verb.COMPLETE, Verb.DELETE})
+_WRITING = frozenset(
+    {
+        Verb.PUT,
+        Verb.PUT_IF_ABSENT,
+        Verb.WRITE_AT,
+        Verb.COMPLETE,
+        Verb.DELETE,
+        Verb.DELETE_FOLDER,
+    }
+)
 # `abort` never raises StorageError by contract, so no fault may make it.
 _FAILING = frozenset(Verb) - {Verb.ABORT}
 
@@ -114,7 +125,7 @@ class FaultyStorage(Wrapper):
             error: What is raised; a ``StorageError`` that is not retryable if None.
             is_lasting: All operations from ``fail_at`` on fail: the store is gone.
             kill_after: SIGKILL this process at that operation, counted over the verbs that
-                write: put, put_if_absent, write_at, complete, delete.
+                write: put, put_if_absent, write_at, complete, delete, delete_folder.
             kill_when: ``before`` or ``after`` that operation had its effect.
             latency_s: Seconds by which a verb begins later.
             stall: Verbs that wait for ever, until they are cancelled.
@@ -201,6 +212,14 @@ class FaultyStorage(Wrapper):
     async def delete(self, keys: Sequence[str]) -> None:
         async with self._operation(Verb.DELETE, keys[0] if keys else ""):
             await self.inner.delete(keys)
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        async with self._operation(Verb.LIST_FOLDERS, folder):
+            return await self.inner.list_folders(folder)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        async with self._operation(Verb.DELETE_FOLDER, folder):
+            return await self.inner.delete_folder(folder)
 
     async def stat(self, key: str) -> ObjectInfo:
         async with self._operation(Verb.STAT, key):

@@ -187,6 +187,14 @@ class BarrierStorage(Wrapper):
         async with self._passed("delete", keys[0] if keys else ""):
             await self.inner.delete(keys)
 
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        async with self._passed("list_folders", folder):
+            return await self.inner.list_folders(folder)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        async with self._passed("delete_folder", folder):
+            return await self.inner.delete_folder(folder)
+
     async def stat(self, key: str) -> ObjectInfo:
         async with self._passed("stat", key):
             return await self.inner.stat(key)

@@ -85,6 +85,7 @@ def of_many(mib: int) -> dict[str, StateDict]:
                 base=base,
                 view=flat[1000:1004],
                 half=flat[1000 : flat.numel() // 2],
+                column=base[:, 7::128],
                 quantized=torch.quantize_per_tensor(base, 0.1, 0, torch.qint8),
                 sparse=base.view(mib * 64, 4096)[:, ::4].to_sparse_csr(),
             )
@@ -168,6 +169,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[int, Path], int]]] = {
     "read-fresh": (256, lambda mib, at: read(None, mib, at)),
     "read-view": (64, lambda mib, at: read_part("view", True, mib, at)),
     "read-into-view": (64, lambda mib, at: read_part("half", False, mib, at)),
+    "read-column": (64, lambda mib, at: read_part("column", True, mib, at)),
+    "read-into-column": (64, lambda mib, at: read_part("column", False, mib, at)),
     "read-quantized": (64, lambda mib, at: read_part("quantized", True, mib, at)),
     "read-into-quantized": (64, lambda mib, at: read_part("quantized", False, mib, at)),
     "read-into-sparse": (64, lambda mib, at: read_part("sparse", False, mib, at)),

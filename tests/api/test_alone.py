@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorsnap import ChecksumMismatch, StateDict
+from actorsnap import ChecksumMismatch, StateDict, UsageError
 from actorsnap.state.restore import read_one
 from actorsnap.sync import Snapshot
 from tests.state.stored import store
@@ -26,6 +26,11 @@ VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "matrix": (lambda b: b[600_000:600_012].view(3, 4), 1),
     "columns": (lambda b: b[600_000:600_012].view(3, 4).t(), 1),
     "strided": (lambda b: b[700_000:700_100:7], 1),
+    "column": (lambda b: b.view(-1, 1024)[:, 3], 12),
+    "rows of columns": (lambda b: b.view(-1, 1024)[5:900:3, 7:1000:2].t(), 4),
+    "cube": (lambda b: b.view(64, 48, 1024).permute(1, 2, 0)[::7, 5:9, 3:], 12),
+    "repeated column": (lambda b: b.view(-1, 1, 1024)[::2, :, 9].expand(-1, 3), 12),
+    "windows": (lambda b: b[262_000::9].unfold(0, 30, 10)[:1000], 2),
     "expanded": (lambda b: b[800_000:800_001].expand(5), 1),
     "empty": (lambda b: b[5:5], 0),
     "scalar": (lambda b: b[900_000], 1),
@@ -67,6 +72,8 @@ def test_a_view_alone(
         # Its own span, and what aligns it.
         last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
         assert found.untyped_storage().nbytes() <= (last + 1) * view.itemsize
+        if "column" in name or name == "cube":
+            assert found.untyped_storage().nbytes() <= view.nbytes
     else:
         assert found is target
 
@@ -86,6 +93,27 @@ def test_an_array_alone(snapshot: Snapshot) -> None:
     out = np.zeros(3, np.int32)
     snapshot.read_object("np/x", out)
     np.testing.assert_array_equal(out, found)
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "<c16", "|b1"])
+def test_a_column_of_an_array_alone(tmp_path: Path, dtype: str) -> None:
+    base = (np.arange(300_000) % 251).astype(dtype).reshape(-1, 3)
+    column = base[:, 1]
+    snapshot = Snapshot.take(tmp_path, {"s": StateDict(b=base, c=column)})
+    found = snapshot.read_object("s/c", memory_budget_bytes=MIB)
+    np.testing.assert_array_equal(found, column)
+    assert found.dtype == column.dtype
+    assert found.flags.c_contiguous
+    for out in (np.zeros_like(base)[:, 2], np.zeros_like(base)[::-1, 2]):
+        assert snapshot.read_object("s/c", out, memory_budget_bytes=MIB) is out
+        np.testing.assert_array_equal(out, column)
+
+
+@pytest.mark.parametrize("path", ["s/x@indices", "0/s/x@values"])
+def test_a_part_is_no_value_of_its_own(tmp_path: Path, path: str) -> None:
+    snapshot = Snapshot.take(tmp_path, {"s": StateDict(x=torch.eye(3).to_sparse())})
+    with pytest.raises(UsageError, match=r"is a part of 's/x', which can be read"):
+        snapshot.read_object(path)
 
 
 def test_several_views_without_their_base_stay_shared(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -631,11 +631,10 @@ class LateCollector:
         collector = self
 
         class Late(FaultyStorage):
-            async def list(self, prefix: str) -> AsyncIterator[Any]:
+            async def list_folders(self, folder: str = "") -> Any:
                 await Snapshot.take(collector._url, state(2), overwrite=True, options=FAST)
                 collector.was_late = True
-                async for info in super().list(prefix):
-                    yield info
+                return await super().list_folders(folder)
 
         return Late(inner)
 

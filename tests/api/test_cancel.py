@@ -121,7 +121,7 @@ async def test_cancelling_a_take(
         assert ending == "cancelled"
         number = await number_at(url)
         is_commit = barrier.key == ".actorsnap" and barrier.verb.startswith("put")
-        is_after = barrier.verb in ("list", "delete") or (
+        is_after = barrier.verb in ("list_folders", "delete_folder") or (
             barrier.verb == "get" and barrier.num_operations > 10
         )
         if has_blocking_io:
@@ -349,7 +349,7 @@ async def test_the_deadline_ends_a_stalled_save(
             clock.advance(20)
             await asyncio.wait([task, reached])
         assert barrier.was_reached
-        if barrier.verb == "list":
+        if barrier.verb == "list_folders":
             break  # committed: what follows is only cleaning up
         verbs_hit.append(barrier.verb)
         error = task.exception()

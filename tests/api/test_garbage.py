@@ -17,8 +17,12 @@ import pytest
 from actorsnap import Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import errands
 from actorsnap.errors import StorageError
+from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
-from actorsnap.runtime.host import shutdown
+from actorsnap.runtime import calls
+from actorsnap.runtime.host import run_sync, shutdown
+from actorsnap.runtime.place import Source
+from actorsnap.runtime.process import host_id
 from actorsnap.storage import posix
 from actorsnap.storage.wrappers import Wrapper
 from actorsnap.testing.faults import FaultyStorage
@@ -27,6 +31,8 @@ from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_whole, leftovers, number_at, state
 
 FAST = Options(fsync=False)
+_DEAD_PID = (1 << 22) + 1
+"""Above what Linux gives to any process."""
 
 
 def take(url: object, number: int, options: Options = FAST, **how: Any) -> None:
@@ -193,7 +199,7 @@ async def test_a_cancellation_after_the_commit_does_not_stop_the_collection(
 ) -> None:
     url = str(tmp_path / "s")
     await Snapshot.take(url, state(1), options=FAST)
-    barrier = Barrier(1, verbs=frozenset({"list"}))
+    barrier = Barrier(1, verbs=frozenset({"list_folders"}))
     with faulty(lambda inner: BarrierStorage(inner, barrier)), caplog.at_level(logging.WARNING):
         task = asyncio.create_task(
             Snapshot.take(faulty_url(url), state(2), overwrite=True, options=FAST)
@@ -214,7 +220,7 @@ async def test_a_stalled_collection_does_not_hold_up_the_caller(
 ) -> None:
     url = str(tmp_path / "s")
     monkeypatch.setattr(errands, "_CLEANUP_S", 3.0)
-    with faulty(lambda inner: FaultyStorage(inner, stall=["list"])):
+    with faulty(lambda inner: FaultyStorage(inner, stall=["list_folders"])):
         began = time.monotonic()
         await Snapshot.take(faulty_url(url), state(1), options=Options(fsync=False, timeout_s=0.5))
         assert time.monotonic() - began < 2.5
@@ -271,3 +277,52 @@ def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> Non
     assert not caught.value.may_be_committed
     assert isinstance(caught.value.__cause__, StorageError)
     assert decode_commit((url / COMMIT_KEY).read_bytes()) == before
+
+
+def dead_attempt() -> str:
+    return str(Attempt(created_s=int(time.time()), host=host_id(), pid=_DEAD_PID, nonce="deadbeef"))
+
+
+def empty_attempt(root: Path) -> Path:
+    """As a kill between mkdir and the first file leaves it, or between unlink and rmdir."""
+    attempt = root / dead_attempt()
+    (attempt / "data" / "k").mkdir(parents=True)
+    return attempt
+
+
+def test_empty_folders_of_attempts_are_garbage(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    take(url, 1)
+    attempt = empty_attempt(url)
+    take(url, 2)
+    assert not attempt.exists()
+    empty_attempt(url)
+    assert run_sync(
+        calls.collect(Source(calls.make_place(url, None), FAST), force=False), name="collect"
+    ) == ([], [])
+    assert not attempt.exists()
+    empty_attempt(url)
+    sync.Snapshot(str(url)).delete()
+    assert not url.exists()
+
+
+def test_collecting_looks_into_attempts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, scandir, seen = tmp_path / "s", os.scandir, set()
+    take(url, 1)
+    take(url / "nested", 1)
+    nested = empty_attempt(url / "nested")
+    (url / "others" / "deep").mkdir(parents=True)
+    (url / dead_attempt()).symlink_to(url / "others")
+
+    def logged(path: str) -> Any:
+        seen.add(str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", logged)
+    take(url, 2)
+    assert str(url) in seen
+    assert not [path for path in seen if "nested" in path or "others" in path]
+    assert nested.exists()
+    assert (url / "others" / "deep").exists()

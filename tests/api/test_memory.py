@@ -30,6 +30,8 @@ BOUNDS = {
     "read-fresh": SCENARIOS["read-fresh"][0] * MIB + 1 * MIB + READ_CONSTANT,
     "read-view": 1 * MIB + READ_CONSTANT,
     "read-into-view": 1 * MIB + READ_CONSTANT,
+    "read-column": 1.5 * MIB + READ_CONSTANT,  # half a MiB is the result
+    "read-into-column": 1 * MIB + READ_CONSTANT,
     # Their parts: 1 byte per element; 12 bytes per fourth element.
     "read-quantized": 16 * MIB + 1 * MIB + READ_CONSTANT,
     "read-into-quantized": 16 * MIB + 1 * MIB + READ_CONSTANT,
@@ -50,6 +52,8 @@ BOUNDS = {
         [
             "read-view",
             "read-into-view",
+            "read-column",
+            "read-into-column",
             "read-quantized",
             "read-into-quantized",
             "read-into-sparse",

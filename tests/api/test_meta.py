@@ -196,3 +196,66 @@ def test_an_optimizer_of_a_meta_module_refuses(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(app_state["m"].parameters())
     Snapshot(tmp_path).restore({"o": optimizer})
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_what_is_left_out_on_meta_keeps_its_values(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    saved = torch.optim.Adam(module.parameters(), lr=0.5)
+    module(torch.ones(2)).sum().backward()
+    saved.step()
+    Snapshot.take(tmp_path, {"o": saved, "w": Wrapper(module), "z": StateDict(x=1)})
+    with torch.device("meta"):
+        target = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(target.parameters(), lr=0.1)
+    taker = Taker(x=0, **target.state_dict())
+    rest = StateDict(x=0)
+    app_state: dict[str, Any] = {"o": optimizer, "w": taker, "z": rest}
+    report = Snapshot(tmp_path).restore(app_state, strict=False)
+    assert [line.partition(":")[0] for line in report.mismatched] == ["o", "w/weight", "w/bias"]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state
+    assert taker.state["weight"].is_meta
+    assert rest["x"] == 1
+
+
+class Taker:
+    """Takes what it is given, without a word that it can."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Untied(nn.Module):
+    one: torch.Tensor
+    two: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4))
+        self.b = nn.Parameter(torch.zeros(4))
+        self.part = nn.Parameter(torch.zeros(2))
+        self.register_buffer("one", torch.zeros(3))
+        self.register_buffer("two", torch.zeros(3))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_untied_stays_untied_where_it_was_saved_tied(tmp_path: Path, device: str) -> None:
+    saved = Untied()
+    saved.a = saved.b = nn.Parameter(torch.arange(4.0))
+    saved.part = nn.Parameter(saved.a.detach()[2:])
+    saved.one = saved.two = torch.arange(3.0)
+    Snapshot.take(tmp_path, {"m": saved})
+    with torch.device(device):
+        module = Untied()
+    Snapshot(tmp_path).restore({"m": module})
+    found = module.state_dict(keep_vars=True)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(found[name], value), name
+        assert found[name].is_leaf
+    assert len({each.untyped_storage().data_ptr() for each in found.values()}) == len(found)

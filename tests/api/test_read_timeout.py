@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from actorsnap import Options, Snapshot, StorageError
+from actorsnap import Options, Snapshot, StorageError, sync
+from actorsnap.runtime.host import Host
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import number_at, state
@@ -40,3 +44,45 @@ async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None
     )
     assert caught.value.retryable
     assert await number_at(url) == 1
+
+
+SYSTEM_CALLS: dict[str, tuple[str, Callable[[sync.Snapshot], Any]]] = {
+    "restore": ("open", lambda s: s.restore(state(-1))),
+    "get_manifest": ("open", lambda s: s.get_manifest()),
+    "verify": ("stat", lambda s: s.verify()),
+    "verify-full": ("preadv", lambda s: s.verify("full")),
+    "delete": ("unlink", lambda s: s.delete()),
+    "delete-garbage": ("scandir", lambda s: s.delete()),
+}
+
+
+@pytest.mark.blocking
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_a_system_call_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    url = str(tmp_path / "s")
+    sync.Snapshot.take(url, state(1), options=Options(fsync=False))
+    name, run = SYSTEM_CALLS[call]
+    system_call, recovered, hung = getattr(os, name), threading.Event(), threading.Event()
+
+    def hanging(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name.startswith("actorsnap"):
+            hung.set()
+            assert recovered.wait(20)
+        return system_call(path, *args, **kwargs)
+
+    began = time.monotonic()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, hanging)
+            with pytest.raises(StorageError, match=r"timeout_s=0\.5 is over"):
+                run(sync.Snapshot(url, options=Options(timeout_s=0.5)))
+            assert hung.is_set()
+            assert time.monotonic() - began < 10  # it was: never
+    finally:
+        recovered.set()
+        while Host.get()._calls:
+            assert time.monotonic() - began < 40, "what hung has not ended"
+            time.sleep(0.01)
+    assert Host.get().budget.statistics().leased_bytes == 0

@@ -7,6 +7,7 @@ gets what was saved.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -190,6 +191,61 @@ def test_an_optimizer_goes_back_to_before_its_first_step(tmp_path: Path, strict:
     assert optimizer.state
     assert snapshot.restore(app_state, strict=strict).is_complete
     assert not optimizer.state
+
+
+@pytest.mark.parametrize(("size", "shown"), [(1, "2"), (300, "301"), (2000, "another number of")])
+def test_an_optimizer_with_other_groups_is_refused_untouched(
+    tmp_path: Path, size: int, shown: str
+) -> None:
+    def stepped(*sizes: int) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)]} for n in sizes]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        for group in groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full((1,), float(sum(sizes)))
+        optimizer.step()
+        return optimizer
+
+    saved = stepped(size + 1, size + 2)
+    Snapshot.take(tmp_path / "s", {"o": saved, "z": StateDict(x=1)})
+    snapshot = Snapshot(tmp_path / "s")
+    cases: dict[tuple[int, ...], list[str]] = {
+        (2 * size + 3,): ["o: 2 parameter groups in the snapshot, 1 in the app state"],
+        (size + 1, size + 1, 1): ["o: 2 parameter groups in the snapshot, 3 in the app state"],
+        (size + 2, size + 1): [
+            f"o: {shown} params in parameter group 0 in the snapshot, {size + 2} in the app state"
+        ],
+    }
+    for sizes, lines in cases.items():
+        optimizer = stepped(*sizes)
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(IncompatibleState, match="nothing was changed") as caught:
+            snapshot.restore({"o": optimizer, "z": StateDict(x=0)})
+        assert list(caught.value.mismatched) == lines
+        rest = StateDict(x=0)
+        report = snapshot.restore({"o": optimizer, "z": rest}, strict=False)
+        assert list(report.mismatched) == lines
+        assert rest["x"] == 1
+        assert_same(optimizer.state_dict(), before)
+    optimizer = stepped(size + 1, size + 2)
+    assert snapshot.restore({"o": optimizer}).is_complete
+    assert_same(optimizer.state_dict(), saved.state_dict())
+
+
+@either
+def test_an_optimizer_that_adapts_its_groups_decides_itself(tmp_path: Path, strict: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    Snapshot.take(tmp_path / "s", {"o": torch.optim.SGD(parameters, lr=0.5)})
+    optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
+
+    def split(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        groups = [{**group, "params": [index]} for index in group["params"]]
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(split)
+    assert Snapshot(tmp_path / "s").restore({"o": optimizer}, strict=strict).is_complete
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 # Modules ----------------------------------------------------------------------------------------

@@ -150,3 +150,35 @@ def test_views_of_one_base_at_the_wrong_places(tmp_path: Path) -> None:
     assert torch.equal(target["base"], base)
     assert torch.equal(target["low"], base[:4])
     assert torch.equal(target["high"], base[4:])
+
+
+def halves(a: torch.Tensor, b: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.p1, module.p2 = nn.Parameter(a), nn.Parameter(b)
+    return module
+
+
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_who_overlaps_a_module_that_gives_way_moves(tmp_path: Path, name: str) -> None:
+    """``load_state_dict`` still copies into all of the memory that the module's leaf has."""
+    saved = halves(torch.ones(4), torch.full((8,), 2.0))
+    Snapshot.take(tmp_path, {"m": saved, name: StateDict(x=torch.full((4,), 3.0))})
+    memory = torch.zeros(8)
+    loose = StateDict(x=memory[4:])
+    target = halves(memory[:4], memory)
+    report = Snapshot(tmp_path).restore({"m": target, name: loose}, strict=False)
+    (line,) = report.mismatched
+    assert line.startswith("m/p1, m/p2:")
+    assert (loose["x"] == 3).all()
+
+
+def test_every_leaf_that_overlaps_a_module_that_gives_way_is_named(tmp_path: Path) -> None:
+    saved = {"m": halves(torch.ones(4), torch.full((8,), 2.0)), "n": nn.Module()}
+    saved["n"].p = nn.Parameter(torch.full((4,), 3.0))
+    Snapshot.take(tmp_path, saved)
+    memory = torch.zeros(8)
+    other = nn.Module()
+    other.p = nn.Parameter(memory[4:])
+    target = {"m": halves(memory[:4], memory), "n": other}
+    report = Snapshot(tmp_path).restore(target, strict=False)
+    assert [line.partition(":")[0] for line in report.mismatched] == ["m/p1, m/p2", "m/p2, n/p"]

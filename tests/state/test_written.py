@@ -14,7 +14,7 @@ from actorsnap.format.manifest import TensorEntry
 from actorsnap.state.claims import claim, disputes
 from actorsnap.state.restore import KeyRestore
 from actorsnap.state.targets import mark_written
-from actorsnap.state.tensors import DTYPES, ClippedSink, sink_of_array
+from actorsnap.state.tensors import DTYPES, ClippedSink, StridedSink, sink_of_array
 from tests.state.stored import store
 
 SUB_BYTE = sorted(
@@ -165,3 +165,31 @@ def test_a_clipped_sink_passes_on_its_part(step: int) -> None:
     assert out.tolist() == [4, 5, 6, 7, 8]
     with pytest.raises(TypeError):
         sink.view(0, 1)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7, 64, 1000])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((5,), (7,)),
+        ((), ()),
+        ((1, 4, 1), (0, 3, 99)),
+        ((4, 3), (9, 2)),
+        ((3, 4), (2, 9)),
+        ((2, 3, 2, 2), (5, 60, 20, 2)),
+        ((3, 2, 4), (10, 0, 2)),
+    ],
+)
+def test_a_strided_sink_keeps_the_elements_of_any_pieces(
+    shape: tuple[int, ...], strides: tuple[int, ...], step: int
+) -> None:
+    memory = torch.arange(1000, dtype=torch.int16)
+    view = memory.as_strided(shape, strides)
+    out = torch.full((*shape, 2), -1, dtype=torch.int16)[..., 1]
+    sink = StridedSink(out, strides)
+    data = memory.numpy().tobytes()[: sink.nbytes]
+    pieces = range(0, sink.nbytes, 2 * step)
+    for start in (*pieces[1::2], *pieces[::2]):
+        sink.copy_from(start, memoryview(data)[start : start + 2 * step])
+    assert torch.equal(out, view)
+    assert sink.nbytes == 2 * (int(view.max()) + 1)

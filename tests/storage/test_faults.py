@@ -93,6 +93,8 @@ async def work(storage: Storage) -> None:
     assert len(await keys_in(storage)) == 3
     await storage.stat("put")
     await storage.delete(["put", "absent", "written"])
+    assert await storage.list_folders() == []
+    await storage.delete_folder("missing")
 
 
 ORDER = [
@@ -108,6 +110,8 @@ ORDER = [
     "list",
     "stat",
     "delete",
+    "list_folders",
+    "delete_folder",
 ]
 
 

@@ -368,6 +368,8 @@ async def test_each_verb_gets_over_one_failure(name: str, verb: Verb) -> None:
     assert (await storage.stat("absent")).size == 6
     await storage.delete(["older"])
     assert await keys_in(storage) == ["absent", "put", "written"]
+    assert await storage.list_folders() == []
+    assert await storage.delete_folder("missing") == []
     assert faulty.was_hit
     assert sleeps.delays_s == [0.5]
 
