@@ -23,8 +23,9 @@ from actorsnap.errors import (
 )
 from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE as __version__
-from actorsnap.runtime.calls import RestoreReport, VerifyReport
 from actorsnap.runtime.host import shutdown
+from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.snapshot import PendingSnapshot, Snapshot
 from actorsnap.state.stateful import RNGState, StateDict, Stateful
 

@@ -51,10 +51,10 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.release import RELEASE
-from actorsnap.runtime import calls
-from actorsnap.runtime.calls import VerifyReport
+from actorsnap.runtime import inputs, reading, upkeep
 from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
+from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
@@ -113,9 +113,9 @@ def ls(path: PathArgument, as_json: JsonOption = False) -> None:
     with _errors():
         source = _source(path)
         try:
-            _, manifests = _run(calls.load_index(source))
+            _, manifests = _run(reading.load_index(source))
         except NotASnapshot as error:
-            found = _run(calls.find_snapshots(source))
+            found = _run(upkeep.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
                 raise
             if as_json:
@@ -165,7 +165,7 @@ def inspect(
 ) -> None:
     """Show what a snapshot holds: a tree with shapes, dtypes and sizes."""
     with _errors():
-        commit, manifests = _run(calls.load_index(_source(path)))
+        commit, manifests = _run(reading.load_index(_source(path)))
         if as_json:
             _print_json(_as_json(path, commit, manifests))
             return
@@ -199,9 +199,9 @@ def verify(
         report: VerifyReport
         if full:
             with _progress("verifying") as update:
-                report = _run(calls.verify(source, level="full", progress=update))
+                report = _run(upkeep.verify(source, level="full", progress=update))
         else:
-            report = _run(calls.verify(source, level="quick"))
+            report = _run(upkeep.verify(source, level="quick"))
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(_visible(str(problem)))}")
         if not report.ok:
@@ -217,7 +217,7 @@ def diff(
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with _errors():
-        left, right = (_leaves(_run(calls.load_index(_source(path)))[1]) for path in (a, b))
+        left, right = (_leaves(_run(reading.load_index(_source(path)))[1]) for path in (a, b))
         both = left | right
         rows = [row for path in sorted(both) if (row := _difference(path, left, right))]
         _print_columns(rows)
@@ -278,9 +278,9 @@ def rm(
     with _errors():
         source = _source(path)
         if garbage:
-            deleted, left = _run(calls.collect(source, force=force))
+            deleted, left = _run(upkeep.collect(source, force=force))
             if not deleted and not left:
-                _run(calls.load_index(source))  # says so if there is nothing at all
+                _run(reading.load_index(source))  # says so if there is nothing at all
             _write([f"deleted {_count(len(deleted), 'object', 'objects')} of unfinished attempts"])
             for attempt in left:
                 err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
@@ -290,14 +290,14 @@ def rm(
         what = _what_to_delete(source, path)
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
-        _run(calls.delete(source))
+        _run(upkeep.delete(source))
         _write([f"deleted {path}"])
 
 
 def _what_to_delete(source: Source, path: str) -> str:
     """The snapshot in words; a damaged one can be deleted, and what is none cannot."""
     try:
-        commit, manifests = _run(calls.load_index(source))
+        commit, manifests = _run(reading.load_index(source))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
     total = sum(record.size for manifest in manifests.values() for record in manifest.objects)
@@ -308,7 +308,7 @@ def _what_to_delete(source: Source, path: str) -> str:
 
 
 def _source(path: str) -> Source:
-    return Source(calls.make_place(path, None), calls.resolve_options(None))
+    return Source(inputs.make_place(path, None), inputs.resolve_options(None))
 
 
 def _run(script: Script[T]) -> T:

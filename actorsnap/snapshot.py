@@ -9,10 +9,13 @@ from typing import Any
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import calls
-from actorsnap.runtime.calls import AppState, RestoreReport, Source, VerifyReport
+from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.host import run_async, watch_async
+from actorsnap.runtime.inputs import AppState
+from actorsnap.runtime.place import Source
+from actorsnap.runtime.restoring import RestoreReport
 from actorsnap.runtime.saving import SaveJob
+from actorsnap.runtime.upkeep import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot"]
 
@@ -44,7 +47,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            calls.make_place(path, storage_options), calls.resolve_options(options)
+            inputs.make_place(path, storage_options), inputs.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -98,7 +101,7 @@ class Snapshot:
             unless the commit was already under way: then the snapshot is whole.
         """
         job = await run_async(
-            calls.take(
+            taking.take(
                 path,
                 app_state,
                 is_async=False,
@@ -133,7 +136,7 @@ class Snapshot:
         ``PendingSnapshot.wait``.
         """
         job = await run_async(
-            calls.take(
+            taking.take(
                 path,
                 app_state,
                 is_async=True,
@@ -190,7 +193,7 @@ class Snapshot:
             MemoryError: there is no room for a fresh tensor; names it. Nothing was changed.
         Cancellation: tensors may have been overwritten in part.
         """
-        return await run_async(calls.restore(self._source, app_state, strict=strict))
+        return await run_async(restoring.restore(self._source, app_state, strict=strict))
 
     async def read_object(
         self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
@@ -218,7 +221,7 @@ class Snapshot:
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
         return await run_async(
-            calls.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
+            reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
         )
 
     async def get_manifest(self) -> dict[str, Entry]:
@@ -227,7 +230,7 @@ class Snapshot:
         Raises:
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
-        return await run_async(calls.get_manifest(self._source))
+        return await run_async(reading.get_manifest(self._source))
 
     async def get_state_dict_for_key(self, key: str) -> Any:
         """The state dict saved under the top-level ``key``, with fresh CPU tensors.
@@ -236,7 +239,7 @@ class Snapshot:
             UsageError: no such key; names those there are.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
-        return await run_async(calls.get_state_dict_for_key(self._source, key))
+        return await run_async(reading.get_state_dict_for_key(self._source, key))
 
     @property
     async def metadata(self) -> dict[str, Any]:
@@ -245,7 +248,7 @@ class Snapshot:
         Raises:
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
-        commit, _ = await run_async(calls.load_index(self._source))
+        commit, _ = await run_async(reading.load_index(self._source))
         return commit.metadata
 
     async def verify(self, level: str = "quick") -> VerifyReport:
@@ -260,7 +263,7 @@ class Snapshot:
                 in the report.
             StorageError: reading failed.
         """
-        return await run_async(calls.verify(self._source, level=level))
+        return await run_async(upkeep.verify(self._source, level=level))
 
     async def delete(self) -> None:
         """Deletes the snapshot: first the commit object, then all that attempts left.
@@ -269,7 +272,7 @@ class Snapshot:
             NotASnapshot: there is none; nothing was deleted.
             StorageError: deleting failed; what is left is garbage.
         """
-        await run_async(calls.delete(self._source))
+        await run_async(upkeep.delete(self._source))
 
     @classmethod
     def _of(cls, job: SaveJob) -> Snapshot:
@@ -303,7 +306,7 @@ class PendingSnapshot:
             ActorSnapError: the save failed before.
         Cancellation: the save goes on.
         """
-        await run_async(calls.await_pending(self._job, self._job.staged))
+        await run_async(taking.await_pending(self._job, self._job.staged))
 
     def done(self) -> bool:
         """Whether the outcome is known; ``wait`` then returns at once."""
@@ -316,7 +319,7 @@ class PendingSnapshot:
             ObjectExists, SnapshotAborted: see ``Snapshot.take``.
         Cancellation: the save goes on.
         """
-        await run_async(calls.await_pending(self._job, self._job.finished))
+        await run_async(taking.await_pending(self._job, self._job.finished))
         return Snapshot._of(self._job)
 
     def __await__(self) -> Generator[Any, Any, Snapshot]:

@@ -13,10 +13,13 @@ from typing import Any
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import calls
-from actorsnap.runtime.calls import AppState, RestoreReport, Source, VerifyReport
+from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
+from actorsnap.runtime.inputs import AppState
+from actorsnap.runtime.place import Source
+from actorsnap.runtime.restoring import RestoreReport
 from actorsnap.runtime.saving import SaveJob
+from actorsnap.runtime.upkeep import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot"]
 
@@ -32,7 +35,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            calls.make_place(path, storage_options), calls.resolve_options(options)
+            inputs.make_place(path, storage_options), inputs.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -57,7 +60,7 @@ class Snapshot:
     ) -> Snapshot:
         """See ``actorsnap.Snapshot.take``."""
         job = run_sync(
-            calls.take(
+            taking.take(
                 path,
                 app_state,
                 is_async=False,
@@ -85,7 +88,7 @@ class Snapshot:
     ) -> PendingSnapshot:
         """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied."""
         job = run_sync(
-            calls.take(
+            taking.take(
                 path,
                 app_state,
                 is_async=True,
@@ -102,7 +105,7 @@ class Snapshot:
     def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
         """See ``actorsnap.Snapshot.restore``."""
         return run_sync(
-            calls.restore(self._source, app_state, strict=strict), name="Snapshot.restore"
+            restoring.restore(self._source, app_state, strict=strict), name="Snapshot.restore"
         )
 
     def read_object(
@@ -110,34 +113,34 @@ class Snapshot:
     ) -> Any:
         """See ``actorsnap.Snapshot.read_object``."""
         return run_sync(
-            calls.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes),
+            reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes),
             name="Snapshot.read_object",
         )
 
     def get_manifest(self) -> dict[str, Entry]:
         """See ``actorsnap.Snapshot.get_manifest``."""
-        return run_sync(calls.get_manifest(self._source), name="Snapshot.get_manifest")
+        return run_sync(reading.get_manifest(self._source), name="Snapshot.get_manifest")
 
     def get_state_dict_for_key(self, key: str) -> Any:
         """See ``actorsnap.Snapshot.get_state_dict_for_key``."""
         return run_sync(
-            calls.get_state_dict_for_key(self._source, key),
+            reading.get_state_dict_for_key(self._source, key),
             name="Snapshot.get_state_dict_for_key",
         )
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What was given to ``take`` as ``metadata``. Reads the commit object once."""
-        commit, _ = run_sync(calls.load_index(self._source), name="Snapshot.metadata")
+        commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.metadata")
         return commit.metadata
 
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""
-        return run_sync(calls.verify(self._source, level=level), name="Snapshot.verify")
+        return run_sync(upkeep.verify(self._source, level=level), name="Snapshot.verify")
 
     def delete(self) -> None:
         """See ``actorsnap.Snapshot.delete``."""
-        run_sync(calls.delete(self._source), name="Snapshot.delete")
+        run_sync(upkeep.delete(self._source), name="Snapshot.delete")
 
     @classmethod
     def _of(cls, job: SaveJob) -> Snapshot:
@@ -162,7 +165,7 @@ class PendingSnapshot:
 
     def staged(self) -> None:
         """Blocks until the trainer may overwrite its tensors. Ctrl-C leaves the save running."""
-        run_sync(calls.await_pending(self._job, self._job.staged), name="PendingSnapshot.staged")
+        run_sync(taking.await_pending(self._job, self._job.staged), name="PendingSnapshot.staged")
 
     def done(self) -> bool:
         """Whether the outcome is known; ``wait`` then returns at once."""
@@ -171,7 +174,7 @@ class PendingSnapshot:
     def wait(self) -> Snapshot:
         """Blocks until the outcome; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C leaves the
         save running."""
-        run_sync(calls.await_pending(self._job, self._job.finished), name="PendingSnapshot.wait")
+        run_sync(taking.await_pending(self._job, self._job.finished), name="PendingSnapshot.wait")
         return Snapshot._of(self._job)
 
     def cancel(self) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import coordinator, errands
-from actorsnap.runtime import calls
+from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, shutdown, wait_done
 from actorsnap.storage.base import Storage
 from actorsnap.testing import FaultyStorage
@@ -304,7 +304,7 @@ def interrupted_while_waiting(url: str) -> dict[str, Any]:
         pytest.MonkeyPatch.context() as patch,
     ):
         pending = sync.Snapshot.async_take(faulty_url(url), state(2), options=FAST)
-        patch.setattr(calls, "wait_done", interrupting)
+        patch.setattr(taking, "wait_done", interrupting)
         try:
             pending.wait()
         except KeyboardInterrupt:

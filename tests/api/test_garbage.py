@@ -19,7 +19,7 @@ from actorsnap.actors import errands
 from actorsnap.errors import StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
-from actorsnap.runtime import calls
+from actorsnap.runtime import inputs, upkeep
 from actorsnap.runtime.host import run_sync, shutdown
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.process import host_id
@@ -298,7 +298,7 @@ def test_empty_folders_of_attempts_are_garbage(tmp_path: Path) -> None:
     assert not attempt.exists()
     empty_attempt(url)
     assert run_sync(
-        calls.collect(Source(calls.make_place(url, None), FAST), force=False), name="collect"
+        upkeep.collect(Source(inputs.make_place(url, None), FAST), force=False), name="collect"
     ) == ([], [])
     assert not attempt.exists()
     empty_attempt(url)

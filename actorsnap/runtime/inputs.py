@@ -1,0 +1,80 @@
+"""What callers pass, checked before anything is done with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import msgspec
+
+from actorsnap.errors import (
+    UsageError,
+)
+from actorsnap.format.validate import check_json
+from actorsnap.options import Options, from_env
+from actorsnap.runtime.place import (
+    Place,
+)
+from actorsnap.state.stateful import (
+    Stateful,
+)
+from actorsnap.storage.registry import absolute, check_url
+
+__all__ = [
+    "AppState",
+    "check_flag",
+    "check_metadata",
+    "make_place",
+    "resolve_options",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+AppState: TypeAlias = Mapping[str, Stateful]
+
+
+def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
+    """Checks a path and its options as callers give them.
+
+    Raises:
+        UsageError: the path is empty, or no path; or the options are no dict.
+    """
+    url = check_url(path)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise UsageError(f"storage_options must be a dict, not {storage_options!r}")
+    return Place(url=url, at=absolute(url), storage_options=dict(storage_options or {}))
+
+
+def resolve_options(options: Options | None) -> Options:
+    if options is None:
+        return from_env()
+    if not isinstance(options, Options):
+        raise UsageError(f"options must be actorsnap.Options, not {type(options).__name__}")
+    return options
+
+
+def check_flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise UsageError(f"{name} must be True or False, not {value!r}")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata must be a JSON object, not a {type(metadata).__name__}")
+    checked = dict(metadata or {})
+    check_json(checked, "metadata")
+    try:
+        again = msgspec.json.decode(msgspec.json.encode(checked))
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(f"metadata must be a JSON object: {error}") from error
+    if again != checked:
+        raise UsageError(
+            "metadata must come back from JSON as it was: use str keys, lists instead of "
+            "tuples, and finite numbers"
+        )
+    return checked

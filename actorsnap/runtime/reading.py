@@ -1,0 +1,151 @@
+"""The bodies of the calls that read without an app state, as scripts (see ``runtime.taking``)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.reader import Request
+from actorsnap.errors import (
+    SnapshotReplaced,
+    UsageError,
+)
+from actorsnap.format.manifest import (
+    BLOCK_BYTES,
+    Commit,
+    Entry,
+    RankManifest,
+)
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.place import (
+    Source,
+)
+from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
+from actorsnap.state.targets import mark_written
+
+__all__ = [
+    "begins_anew",
+    "fetch",
+    "get_manifest",
+    "get_state_dict_for_key",
+    "load_index",
+    "read_object",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_MAX_TRIES = 3
+"""Reading begins anew so often where one snapshot after the other is replaced."""
+
+
+def begins_anew(
+    script: Callable[Concatenate[Source, P], Script[T]],
+) -> Callable[Concatenate[Source, P], Script[T]]:
+    """Makes a reading call begin anew where the snapshot is replaced while it reads."""
+
+    @functools.wraps(script)
+    def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
+        for _ in range(_MAX_TRIES - 1):
+            try:
+                return (yield from script(source, *args, **kwargs))
+            except SnapshotReplaced as error:
+                if error.is_deleted:
+                    raise
+                logger.info("%s Reading the new one", error)
+        return (yield from script(source, *args, **kwargs))
+
+    return wrapped
+
+
+@begins_anew
+def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
+    """Reads commit object and rank manifests."""
+
+    async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
+        async with source.opened(host, "read") as (_, reader, errands):
+            return await errands.run(source.index, reader)
+
+    index: tuple[Commit, dict[int, RankManifest]] = yield step
+    return index
+
+
+def get_manifest(source: Source) -> Script[dict[str, Entry]]:
+    """Every entry of every rank, by ``"<rank>/<path>"``."""
+    _, manifests = yield from load_index(source)
+    return {
+        f"{rank}/{entry.path}": entry
+        for rank, manifest in manifests.items()
+        for entry in manifest.entries
+    }
+
+
+@begins_anew
+def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
+    """One stateful's state dict, built fresh on the CPU."""
+    _, manifests = yield from load_index(source)
+    by_key = entries_by_key(manifests[0].entries)
+    if key not in by_key:
+        raise UsageError(
+            f"the snapshot has no key {key!r}; it has {', '.join(map(repr, sorted(by_key)))}"
+        )
+    part = KeyRestore(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
+    yield lambda host: fetch(host, source, manifests[0], [part])
+    return part.build()
+
+
+@begins_anew
+def read_object(
+    source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
+) -> Script[Any]:
+    """One leaf or subtree, into ``out`` or fresh."""
+    if not isinstance(path, str):
+        raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
+    if memory_budget_bytes is not None and (
+        type(memory_budget_bytes) is not int or memory_budget_bytes < BLOCK_BYTES
+    ):
+        raise UsageError(
+            f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block), as an int, "
+            f"not {memory_budget_bytes!r}"
+        )
+    _, manifests = yield from load_index(source)
+    rank, _, rest = path.partition("/")
+    if rank.isascii() and rank.isdecimal() and rest:
+        # A top-level key that reads like a number is escaped, so this is a rank.
+        if int(rank) not in manifests:
+            raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
+        manifest, path = manifests[int(rank)], rest
+    else:
+        manifest = manifests[0]
+    part = read_one(manifest.entries, path, out, source.options.allow_pickle)
+    yield lambda host: fetch(host, source, manifest, [part], memory_budget_bytes)
+    return part.build()
+
+
+async def fetch(
+    host: Host,
+    source: Source,
+    manifest: RankManifest,
+    parts: Sequence[KeyRestore],
+    memory_budget_bytes: int | None = None,
+) -> int:
+    """Reads what the parts want; returns the number of bytes."""
+    requests = [Request(manifest, stored, sink) for part in parts for stored, sink in part.reads]
+    # Before the first byte: a restore that fails may have written some.
+    mark_written(claim.target for part in parts for claim in part.claims)
+    changes: dict[str, Any] = {}
+    if memory_budget_bytes is not None:
+        changes = {
+            "budget": Budget(memory_budget_bytes),
+            "chunk_bytes": min(memory_budget_bytes, source.options.chunk_bytes),
+            "num_fetchers": 1,
+        }
+    if requests:
+        async with source.opened(host, "read", manifest.attempt) as (storage, _, _):
+            await source.fetcher(host, storage, **changes).fetch(requests)
+    return sum(request.stored.stop - request.stored.start for request in requests)
