@@ -42,11 +42,24 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "rebuild",
 ]
 
 
 def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
     return cls(**fields)
+
+
+def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:
+    """The error of the class named ``kind`` with these ``fields``, as another process said it.
+
+    Raises:
+        LookupError, TypeError: there is no such error.
+    """
+    found = globals()[kind] if kind in __all__ else None
+    if not (isinstance(found, type) and issubclass(found, ActorSnapError)):
+        raise LookupError(kind)
+    return found(**fields)
 
 
 class ActorSnapError(Exception):

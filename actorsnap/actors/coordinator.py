@@ -225,11 +225,15 @@ class CoordinatorActor:
         )
         if lost:
             return CommitFailed(
-                Failure(
-                    reason="another snapshot was committed at this path meanwhile",
+                Failure.of(
+                    ObjectExists(
+                        op="commit",
+                        key=COMMIT_KEY,
+                        backend=self._storage.url,
+                        detail="another snapshot was committed at this path meanwhile",
+                    ),
                     stage=Stage.COMMIT,
                     key=COMMIT_KEY,
-                    already_exists=True,
                 )
             )
         return CommitFailed(

@@ -294,7 +294,7 @@ class CoordinatorMachine:
         try:
             plan = self._plan = self._memory.plan(structures, self.rules)
         except UsageError as error:
-            return self._abort(Failure(reason=str(error), stage=Stage.PLAN, is_usage=True))
+            return self._abort(Failure.of(error, stage=Stage.PLAN))
         self.state = _S.STORING
         self._writing = {rank for rank, own in enumerate(plan.ranks) if own.is_shared}
         return [SendToRank(rank, self._assignment(rank, plan)) for rank in self._joined]

@@ -9,10 +9,11 @@ its attempt: the transport tells saves apart, and gives none of one to another.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
+from actorsnap.errors import ActorSnapError, SnapshotAborted, rebuild
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.planning.save import Inventory, RankPlan
 
@@ -60,8 +61,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stage: Where it began.
         rank: On which rank, or None.
         key: The object concerned, or None.
-        already_exists: The commit lost against another one: reported as ``ObjectExists``.
-        is_usage: The caller's mistake: reported as ``UsageError``.
+        error: The error to raise on every rank: name of a class in ``errors``, and its
+            ``fields``. Empty: ``SnapshotAborted``, from the above.
         may_be_visible: The commit failed in a way that may have left the commit object in
             place. What it names must then stay, or readers would find a broken snapshot.
     """
@@ -70,9 +71,31 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stage: Stage
     rank: int | None = None
     key: str | None = None
-    already_exists: bool = False
-    is_usage: bool = False
+    error: str = ""
+    fields: dict[str, Any] = {}
     may_be_visible: bool = False
+
+    @classmethod
+    def of(
+        cls, error: ActorSnapError, *, stage: Stage, rank: int | None = None, key: str | None = None
+    ) -> Failure:
+        """The failure that is to be raised as ``error`` is."""
+        kind = type(error).__name__
+        return cls(
+            reason=str(error), stage=stage, rank=rank, key=key, error=kind, fields=error.fields
+        )
+
+    def to_error(self) -> ActorSnapError:
+        """What every rank raises. A new one at each call."""
+        if self.error:
+            return rebuild(self.error, self.fields)
+        return SnapshotAborted(
+            reason=self.reason,
+            rank=self.rank,
+            stage=str(self.stage),
+            key=self.key,
+            may_be_committed=self.may_be_visible,
+        )
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):

@@ -28,7 +28,6 @@ from actorsnap.errors import (
     SnapshotAborted,
     StorageError,
     UnsupportedFormat,
-    UsageError,
 )
 from actorsnap.format.manifest import COMMIT_KEY, Commit
 from actorsnap.options import Options, chunk_within
@@ -350,20 +349,7 @@ class SaveJob:
             seen = seen.__cause__ or seen.__context__
 
     def _error(self, failure: Failure) -> ActorSnapError:
-        if failure.is_usage:
-            error: ActorSnapError = UsageError(failure.reason)
-        elif failure.already_exists:
-            error = ObjectExists(
-                op="commit", key=COMMIT_KEY, backend=self._place.url, detail=failure.reason
-            )
-        else:
-            error = SnapshotAborted(
-                reason=failure.reason,
-                rank=failure.rank,
-                stage=str(failure.stage),
-                key=failure.key,
-                may_be_committed=failure.may_be_visible,
-            )
+        error = failure.to_error()
         error.__cause__ = self._cause
         return error
 

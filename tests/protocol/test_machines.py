@@ -414,7 +414,7 @@ def test_inventories_that_contradict_each_other_are_a_usage_error_everywhere() -
         commands = [*machine.handle(Items(rank, ((item,),)))]
     assert machine.state is CoordinatorState.ABORTED
     assert machine.failure is not None
-    assert machine.failure.is_usage
+    assert machine.failure.error == "UsageError"
     assert "m/w" in machine.failure.reason
     assert commands == [SendToRank(rank, Aborted(machine.failure)) for rank in range(2)]
 
