@@ -56,10 +56,10 @@ def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:
     Raises:
         LookupError, TypeError: there is no such error.
     """
-    found = globals()[kind] if kind in __all__ else None
-    if not (isinstance(found, type) and issubclass(found, ActorSnapError)):
+    if kind not in __all__:
         raise LookupError(kind)
-    return found(**fields)
+    error: ActorSnapError = globals()[kind](**fields)
+    return error
 
 
 class ActorSnapError(Exception):

@@ -61,8 +61,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stage: Where it began.
         rank: On which rank, or None.
         key: The object concerned, or None.
-        error: The error to raise on every rank: name of a class in ``errors``, and its
-            ``fields``. Empty: ``SnapshotAborted``, from the above.
+        error: The error to raise on every rank: name of a class in ``errors`` and its fields,
+            as msgpack. Empty: ``SnapshotAborted``, from the above.
         may_be_visible: The commit failed in a way that may have left the commit object in
             place. What it names must then stay, or readers would find a broken snapshot.
     """
@@ -71,8 +71,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stage: Stage
     rank: int | None = None
     key: str | None = None
-    error: str = ""
-    fields: dict[str, Any] = {}
+    error: bytes = b""
     may_be_visible: bool = False
 
     @classmethod
@@ -80,15 +79,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cls, error: ActorSnapError, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
         """The failure that is to be raised as ``error`` is."""
-        kind = type(error).__name__
-        return cls(
-            reason=str(error), stage=stage, rank=rank, key=key, error=kind, fields=error.fields
-        )
+        packed = msgspec.msgpack.encode((type(error).__name__, error.fields))
+        return cls(reason=str(error), stage=stage, rank=rank, key=key, error=packed)
 
     def to_error(self) -> ActorSnapError:
         """What every rank raises. A new one at each call."""
         if self.error:
-            return rebuild(self.error, self.fields)
+            return rebuild(*msgspec.msgpack.decode(self.error, type=tuple[str, dict[str, Any]]))
         return SnapshotAborted(
             reason=self.reason,
             rank=self.rank,

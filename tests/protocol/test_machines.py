@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.errors import UsageError
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules, pack
 from actorsnap.planning.save import Inventory, RankPlan, Scope, item_digest
@@ -414,7 +415,7 @@ def test_inventories_that_contradict_each_other_are_a_usage_error_everywhere() -
         commands = [*machine.handle(Items(rank, ((item,),)))]
     assert machine.state is CoordinatorState.ABORTED
     assert machine.failure is not None
-    assert machine.failure.error == "UsageError"
+    assert isinstance(machine.failure.to_error(), UsageError)
     assert "m/w" in machine.failure.reason
     assert commands == [SendToRank(rank, Aborted(machine.failure)) for rank in range(2)]
 
