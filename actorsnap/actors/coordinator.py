@@ -208,6 +208,10 @@ class CoordinatorActor:
         try:
             data = encode_commit(commit)
             await self._look_before(commit)
+            if absence := self._end.absence():
+                return CommitFailed(
+                    Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+                )
             self._is_asked = True
             if self._template.overwrite:
                 await self._storage.put(COMMIT_KEY, [memoryview(data)])
