@@ -261,23 +261,30 @@ class CoordinatorMachine:
             return []
         self._joined[event.rank] = event
         structure = event.structure
-        if structure not in self._memory.inventories and structure not in self._asked:
+        if structure in self._memory.inventories:
+            return self._ask_items(event.rank)
+        if structure not in self._asked:
             self._asked[structure] = event.rank
             return [SendToRank(event.rank, AskInventory())]
-        return self._assign_if_known()
+        return []
 
     def _on_offer(self, event: Offer) -> list[CoordinatorCommand]:
         structure = self._joined[event.rank].structure
         if self._asked.pop(structure, None) is None:
             return []
         self._memory.inventories[structure] = event.inventory
+        return self._ask_items(event.rank)
+
+    def _ask_items(self, rank: int) -> list[CoordinatorCommand]:
+        """Asks a rank whose inventory is known for what is not known of it: all of it, or what
+        a save that was aborted had not learned."""
         wanted: list[bytes] = []
-        for scope in event.inventory.scopes:
+        for scope in self._memory.inventories[self._joined[rank].structure].scopes:
             if scope.digest not in self._memory.lists and scope.digest not in self._asked:
-                self._asked[scope.digest] = event.rank
+                self._asked[scope.digest] = rank
                 wanted.append(scope.digest)
         if wanted:
-            return [SendToRank(event.rank, AskItems(tuple(wanted)))]
+            return [SendToRank(rank, AskItems(tuple(wanted)))]
         return self._assign_if_known()
 
     def _on_items(self, event: Items) -> list[CoordinatorCommand]:
