@@ -242,6 +242,7 @@ def new_coordinator(world_size: int, memory: Memory) -> CoordinatorMachine:
     return CoordinatorMachine(
         attempt=ATTEMPT,
         url=URL,
+        fsync=True,
         world_size=world_size,
         release=RELEASE,
         rules=RULES,

@@ -15,12 +15,13 @@ import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, rebuild
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan
+from actorsnap.planning.save import Inventory, RankPlan, Sharded
 
 __all__ = [
     "Aborted",
     "AskInventory",
     "AskItems",
+    "AskSharded",
     "Assign",
     "Committed",
     "Complete",
@@ -31,6 +32,7 @@ __all__ = [
     "Join",
     "Offer",
     "Opened",
+    "ShardedTensors",
     "Stage",
     "Staged",
     "Stored",
@@ -130,6 +132,13 @@ class Items(_Message, frozen=True, tag="i"):
     lists: tuple[tuple[Item, ...], ...]
 
 
+class ShardedTensors(_Message, frozen=True, tag="h"):
+    """The answer to ``AskSharded``."""
+
+    rank: int
+    tensors: tuple[Sharded, ...]
+
+
 class Token(_Message, frozen=True):
     """What ``Storage.join_writer`` needs of the object ``key``."""
 
@@ -185,12 +194,17 @@ class AskItems(_Message, frozen=True, tag="L"):
     digests: tuple[bytes, ...]
 
 
+class AskSharded(_Message, frozen=True, tag="H"):
+    """Send the tensors that you hold parts of: others say something else."""
+
+
 class Assign(_Message, frozen=True, tag="A"):
     """What the rank writes.
 
     Attributes:
         attempt: The attempt's name.
         url: Where the coordinator saves to; it holds for all.
+        fsync: Whether everything has to be durable before the commit, likewise.
         rules: Its packing rules, likewise.
         digest: Of the plan.
         plan: None if the rank said that it remembers it.
@@ -198,6 +212,7 @@ class Assign(_Message, frozen=True, tag="A"):
 
     attempt: str
     url: str
+    fsync: bool
     rules: PackingRules
     digest: bytes
     plan: RankPlan | None
@@ -223,7 +238,9 @@ class Aborted(_Message, frozen=True, tag="X"):
     failure: Failure
 
 
-ToCoordinator: TypeAlias = Join | Offer | Items | Opened | Staged | Written | Stored | Failed
+ToCoordinator: TypeAlias = (
+    Join | Offer | Items | ShardedTensors | Opened | Staged | Written | Stored | Failed
+)
 FromCoordinator: TypeAlias = (
-    AskInventory | AskItems | Assign | Tokens | Complete | Committed | Aborted
+    AskInventory | AskItems | AskSharded | Assign | Tokens | Complete | Committed | Aborted
 )

@@ -93,6 +93,7 @@ class SimulatedNetwork:
         self._lost: set[int] = set()
         self._broken: set[int] = set()
         self._asleep_until_s = [0.0] * world_size
+        self._away_s = 0.0
         self._arrives_s: dict[tuple[int, _Inbox], float] = {}
 
     def participant(self, rank: int) -> ParticipantEnd:
@@ -111,6 +112,8 @@ class SimulatedNetwork:
         """The rank says and hears nothing for so long; the others notice if that is too long.
         Call it, too, when the rank has its outcome: it says no more that it is there."""
         now = anyio.current_time()
+        if rank == 0:
+            self._away_s = max(self._away_s, for_s)
         self._asleep_until_s[rank] = now + for_s
         for inbox in self._inboxes(rank):
             inbox.sleep_until(now + for_s)
@@ -172,3 +175,7 @@ class _Coordinator:
     async def receive(self) -> ToCoordinator | Lost | Broken:
         item: ToCoordinator | Lost | Broken = await self._network._up.receive()
         return item
+
+    def absence(self) -> str | None:
+        away_s = self._network._away_s
+        return "given up by the others" if away_s > self._network.lost_after_s else None

@@ -24,14 +24,17 @@ from actorsnap.errors import StorageError
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.coordinator import CoordinatorMachine, Memory
 from actorsnap.protocol.messages import Failure
-from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.testing.faults import FaultyStorage, Verb
 from actorsnap.testing.network import SimulatedNetwork
 
-__all__ = ["SimulatedSave"]
+__all__ = ["PATIENCE_S", "SimulatedSave"]
+
+PATIENCE_S = 10.0
+"""A rank that hears nothing waits for so long beyond the deadline, which the coordinator keeps."""
 
 _MIB = 1 << 20
 
@@ -48,12 +51,12 @@ class SimulatedSave:
         late_s: How much later than the others a rank begins.
         release_of: Releases of ranks that run another one.
         copies: As in ``async_take``.
-        memory, remembered: Of the save before, if the same ranks made it.
+        memory, remembered: What coordinator and ranks know from the save before.
 
     Attributes:
         outcomes: Of the ranks that have theirs: None is committed.
         told_s: The loop's time when they had it.
-        plans: What each rank may remember for the next save.
+        memory, plans: For the next save.
     """
 
     storages: Sequence[Storage]
@@ -112,11 +115,21 @@ class SimulatedSave:
 
     async def _save(self, rank: int, errands: Errands) -> None:
         storage = FaultyStorage(self.storages[rank], before=partial(self._pass, rank))
+
+        async def open_storage(_: StartStoring) -> Storage:
+            return storage
+
+        memory = self.memory.copy()
         participant = self.participants[rank] = ParticipantActor(
             machine=ParticipantMachine(rank=rank, release=self.release_of.get(rank, RELEASE)),
             end=self._network.participant(rank),
-            storage=storage,
-            captured=capture(self.states[rank], replicated=self.replicated),
+            open_storage=open_storage,
+            captured=capture(
+                self.states[rank],
+                replicated=self.replicated,
+                ranks=range(len(self.states)),
+                rank=rank,
+            ),
             settings=SaveSettings(copies=self.copies, num_uploaders=2, num_copiers=2),
             budget=self.budgets[rank],
             errands=errands,
@@ -124,30 +137,34 @@ class SimulatedSave:
             on_staged=lambda: self.staged.add(rank),
             on_failure=self.causes.append,
             remembered=self.remembered.get(rank),
+            deadline=None if rank == 0 else anyio.current_time() + self.timeout_s + PATIENCE_S,
         )
         self._network.begin(rank)
         async with anyio.create_task_group() as tasks:
             if rank == 0:
-                tasks.start_soon(self._coordinator(storage, errands).run)
+                tasks.start_soon(self._coordinator(storage, errands, memory).run)
             failure = await participant.run()
         self.outcomes[rank] = failure
         self.told_s[rank] = anyio.current_time()
         if participant.plan is not None:
             self.plans[rank] = participant.plan
+            if rank == 0:
+                self.memory = memory
         self._network.silence(rank)
 
-    def _coordinator(self, storage: Storage, errands: Errands) -> CoordinatorActor:
+    def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
         world_size = len(self.states)
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=self.attempt,
                 url="simulated",
+                fsync=True,
                 world_size=world_size,
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=self.chunk_bytes, max_objects=2, min_object_bytes=_MIB
                 ),
-                memory=self.memory,
+                memory=memory,
             ),
             end=self._network.coordinator(),
             storage=storage,

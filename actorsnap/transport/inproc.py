@@ -76,3 +76,6 @@ class _Coordinator:
 
     async def receive(self) -> ToCoordinator:
         return await self._receive.receive()
+
+    def absence(self) -> str | None:
+        return None

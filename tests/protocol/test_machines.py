@@ -384,19 +384,6 @@ def test_equal_inventories_are_asked_for_once_and_then_remembered() -> None:
     assert [message.plan for message in assigned] == [None] * 4
 
 
-def test_what_an_aborted_save_had_not_learned_is_asked_for_by_the_next() -> None:
-    memory = Memory()
-    first = coordinator(memory=memory)
-    digest = item_digest((LARGE,))
-    first.handle(Join(0, "1", b"x"))
-    first.handle(Offer(0, Inventory(0, (Scope(None, digest, LARGE.nbytes),))))
-    first.handle(Failed(0, failure()))
-    again = coordinator(memory=memory)
-    assert again.handle(Join(0, "1", b"x")) == [SendToRank(0, AskItems((digest,)))]
-    assert isinstance(again.handle(Items(0, ((LARGE,),)))[0], SendToRank)
-    assert again.state is CoordinatorState.STORING
-
-
 def test_a_rank_that_forgot_its_plan_is_sent_it_again() -> None:
     first = World(2, random.Random(1))
     first.run()
