@@ -44,8 +44,9 @@ from actorsnap.testing.faults import Verb, When
 
 T = TypeVar("T")
 
-FOUND: list[int] = []
-"""Seeds that found a defect once."""
+FOUND = [94, 99, 123, 146, 200]
+"""Seeds that found a defect once. So far of machines broken on purpose: 94, 123 and 146 see objects
+deleted that a commit may name, 99 and 200 the same without a coordinator."""
 
 MIB = 1 << 20
 OLDER, ATTEMPT, LATER = (f"20260101T00000{n}-0123abcd-1-89abcdef" for n in range(3))
