@@ -27,6 +27,7 @@ from actorsnap.runtime.host import shutdown
 from actorsnap.runtime.restoring import RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.snapshot import PendingSnapshot, Snapshot
+from actorsnap.state.optim import prime_optimizer
 from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
 __all__ = [
@@ -57,5 +58,6 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "from_env",
+    "prime_optimizer",
     "shutdown",
 ]
