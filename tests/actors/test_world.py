@@ -154,6 +154,34 @@ async def test_a_stalled_rank_ends_at_the_deadline() -> None:
     assert not await is_committed(storage)
 
 
+async def test_a_look_that_hangs_keeps_nobody_from_the_outcome() -> None:
+    storage = empty_storage()
+    commits = anyio.Event()
+
+    async def commit_slowly(verb: Verb, key: str) -> None:
+        if verb is Verb.PUT_IF_ABSENT:
+            commits.set()
+            await anyio.sleep(5)
+
+    async def hang(verb: Verb, key: str) -> None:
+        if verb is Verb.GET:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(5000)
+
+    world = world_of(
+        2, [FaultyStorage(storage, before=commit_slowly), FaultyStorage(storage, before=hang)]
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run)
+        await commits.wait()
+        killed_s = anyio.current_time()
+        world.kill(0)
+    assert world.outcomes.keys() == {1}
+    assert world.outcomes[1] is not None
+    assert world.outcomes[1].may_be_visible
+    assert world.told_s[1] - killed_s <= 30 + 10 + 2, "silence, look, a grace"
+
+
 async def test_a_rank_of_another_release_is_refused_by_all() -> None:
     storage = empty_storage()
     outcomes = await world_of(2, storage, release_of={1: "0.0.1"}).run()
