@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all bench lint format clean
+.PHONY: demo test test-all bench docs lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -21,6 +21,10 @@ test-all: lint
 
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench.local $(BENCH_ARGS)
+
+# What of docs/protocol.md is generated from the source.
+docs: $(READY)
+	$(BIN)/python -m docs.generate_protocol
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -479,7 +479,7 @@ class ParticipantActor:
         found: bool | None = None
         with anyio.move_on_after(_LOOK_S):
             try:
-                commit = await find_commit(self._storage)
+                commit = await self._errands.run(find_commit, self._storage)
                 found = commit is not None and commit.attempt == self._attempt
             except Exception as error:  # whatever a backend raises
                 logger.warning(

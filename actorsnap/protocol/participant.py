@@ -455,11 +455,15 @@ class ParticipantMachine:
         self.state = _S.FAILED
         return [StopWork(), Send(Failed(self.rank, failure))]
 
+    def _on_lost_when_failed(self, event: CoordinatorLost) -> list[ParticipantCommand]:
+        return self._on_lost_when_reported(event) if self._has_reported else self._on_lost(event)
+
+    def _on_lost_when_reported(self, event: CoordinatorLost) -> list[ParticipantCommand]:
+        self.state = _S.LOOKING
+        self._lost = event
+        return [LookForCommit()]
+
     def _on_lost(self, event: CoordinatorLost) -> list[ParticipantCommand]:
-        if self._has_reported:
-            self.state = _S.LOOKING
-            self._lost = event
-            return [LookForCommit()]
         failure = Failure(reason=event.reason, stage=self._stage)
         self.state = _S.ABORTED
         return [StopWork(), DiscardObjects(), Finish(failure)]
@@ -526,7 +530,9 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     (_S.FAILED, Committed): _M._on_committed,
     **{(state, StepFailed): _M._on_step_failed for state in (_S.NEW, _S.JOINING, *_WORKING)},
     **{(state, CancelRequested): _M._on_cancel for state in (_S.NEW, *_WAITING)},
-    **{(state, CoordinatorLost): _M._on_lost for state in (_S.NEW, *_WAITING, _S.FAILED)},
+    **{(state, CoordinatorLost): _M._on_lost for state in (_S.NEW, _S.JOINING, *_WORKING)},
+    (_S.REPORTED, CoordinatorLost): _M._on_lost_when_reported,
+    (_S.FAILED, CoordinatorLost): _M._on_lost_when_failed,
     **{(state, Aborted): _M._on_aborted for state in (_S.NEW, *_WAITING, _S.FAILED)},
     # What was in flight when the rank failed still ends, and messages may come twice.
     **{(_S.FAILED, event): _M._ignore for event in (*_PROGRESS, *_REQUESTS, CancelRequested)},

@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 
 from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
+from actorsnap.testing.network import SimulatedNetwork
 from actorsnap.testing.world import SimulatedSave
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FaultyStorage",
+    "SimulatedNetwork",
     "SimulatedSave",
     "StorageConformance",
     "ThrottledStorage",

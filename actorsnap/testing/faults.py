@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterable,
@@ -57,9 +58,11 @@ class Verb(StrEnum):
 
 
 class When(StrEnum):
-    """Whether a fault comes before the operation has its effect, or after it."""
+    """Whether a fault comes before the operation has its effect, after it, or amidst a
+    ``write_at``: its first half is written. Other verbs are atomic; for them that is before."""
 
     BEFORE = "before"
+    HALFWAY = "halfway"
     AFTER = "after"
 
 
@@ -113,6 +116,7 @@ class FaultyStorage(Wrapper):
         kill_when: When | str = When.AFTER,
         latency_s: Mapping[Verb | str, float] | None = None,
         stall: Collection[Verb | str] = (),
+        before: Callable[[Verb, str], Awaitable[None]] | None = None,
         has_blocking_io: bool = True,
     ) -> None:
         """Wraps ``inner``.
@@ -121,7 +125,8 @@ class FaultyStorage(Wrapper):
             inner: What really stores.
             fail_at: The operation, counted over ``fail_verbs``, that raises.
             fail_verbs: The verbs that count for ``fail_at``; all but ``abort``.
-            fail_when: ``after`` makes the failure ambiguous: the effect is there.
+            fail_when: ``after`` makes the failure ambiguous: the effect is there; ``halfway``
+                tears a write.
             error: What is raised; a ``StorageError`` that is not retryable if None.
             is_lasting: All operations from ``fail_at`` on fail: the store is gone.
             kill_after: SIGKILL this process at that operation, counted over the verbs that
@@ -129,8 +134,10 @@ class FaultyStorage(Wrapper):
             kill_when: ``before`` or ``after`` that operation had its effect.
             latency_s: Seconds by which a verb begins later.
             stall: Verbs that wait for ever, until they are cancelled.
-            has_blocking_io: False forces callers on the async path. Also off where
-                ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
+            before: Awaited with verb and key as each operation begins, which waits for it and
+                raises what it raises.
+            has_blocking_io: False forces callers on the async path. Also off with ``before``,
+                and where ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
 
         Raises:
             UsageError: a count is below 1, or a verb is unknown.
@@ -152,11 +159,13 @@ class FaultyStorage(Wrapper):
         _verbs(latency_s)
         self._latency_s = {Verb(verb): seconds for verb, seconds in latency_s.items()}
         self._stall = _verbs(stall)
+        self._before = before
         self._stalled = anyio.Event()
         self._lock = threading.Lock()
         self._num_failing = 0
         self._num_writing = 0
-        if not has_blocking_io or self._stall & {Verb.WRITE_AT, Verb.READ_INTO}:
+        is_async = before is not None or self._stall & {Verb.WRITE_AT, Verb.READ_INTO}
+        if is_async or not has_blocking_io:
             self.capabilities = without_blocking_io(inner.capabilities)
 
     @property
@@ -226,7 +235,9 @@ class FaultyStorage(Wrapper):
             return await self.inner.stat(key)
 
     @asynccontextmanager
-    async def _operation(self, verb: Verb, key: str) -> AsyncIterator[None]:
+    async def _operation(self, verb: Verb, key: str) -> AsyncIterator[_Faults]:
+        if self._before is not None:
+            await self._before(verb, key)
         faults = self._begin(verb)
         if verb in self._latency_s:
             await anyio.sleep(self._latency_s[verb])
@@ -235,16 +246,16 @@ class FaultyStorage(Wrapper):
             self._stalled.set()
             await anyio.sleep_forever()
         self._strike(faults, When.BEFORE, verb, key)
-        yield
+        yield faults
         self._strike(faults, When.AFTER, verb, key)
 
     @contextmanager
-    def _blocking_operation(self, verb: Verb, key: str) -> Iterator[None]:
+    def _blocking_operation(self, verb: Verb, key: str) -> Iterator[_Faults]:
         faults = self._begin(verb)
         if verb in self._latency_s:
             time.sleep(self._latency_s[verb])
         self._strike(faults, When.BEFORE, verb, key)
-        yield
+        yield faults
         self._strike(faults, When.AFTER, verb, key)
 
     def _begin(self, verb: Verb) -> _Faults:
@@ -263,10 +274,20 @@ class FaultyStorage(Wrapper):
                 kills = self._num_writing == self._kill_after
         return _Faults(fails, kills)
 
+    def _torn(self, faults: _Faults, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        """What of ``views`` a ``write_at`` writes."""
+        if not faults.fails or self._fail_when is not When.HALFWAY:
+            return views
+        data = b"".join(views)
+        return [memoryview(data)[: len(data) // 2]]
+
     def _strike(self, faults: _Faults, when: When, verb: Verb, key: str) -> None:
         if faults.kills and when is self._kill_when:
             os.kill(os.getpid(), signal.SIGKILL)
-        if faults.fails and when is self._fail_when:
+        fail_when = self._fail_when
+        if fail_when is When.HALFWAY:
+            fail_when = When.AFTER if verb is Verb.WRITE_AT else When.BEFORE
+        if faults.fails and when is fail_when:
             self.was_hit = True
             raise self._error or StorageError(
                 op=verb, key=key, backend=self.url, detail="a scripted fault"
@@ -285,12 +306,12 @@ class _FaultyWriter(WriterWrapper):
         self._storage = storage
 
     async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        async with self._storage._operation(Verb.WRITE_AT, self.key):
-            await self.inner.write_at(offset, views)
+        async with self._storage._operation(Verb.WRITE_AT, self.key) as faults:
+            await self.inner.write_at(offset, self._storage._torn(faults, views))
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        with self._storage._blocking_operation(Verb.WRITE_AT, self.key):
-            self.inner.write_at_blocking(offset, views)
+        with self._storage._blocking_operation(Verb.WRITE_AT, self.key) as faults:
+            self.inner.write_at_blocking(offset, self._storage._torn(faults, views))
 
     async def complete(self) -> None:
         async with self._storage._operation(Verb.COMPLETE, self.key):

@@ -1,13 +1,16 @@
 """A simulated world: many ranks of one save in one process, on any anyio backend.
 
-Real actors and machines over the in-process transport; only the ranks' processes are missing.
-Under trio's virtual clock an hour of waiting takes no time, and a seed repeats a run.
+Real actors and machines; only the network (``testing.network``) and the ranks' processes are
+simulated. Under trio's virtual clock an hour of waiting takes no time, and a seed repeats a
+run. ``tests/actors/test_simulation.py`` shows what can be done with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,16 +20,21 @@ from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.session import ParticipantActor, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
-from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.coordinator import CoordinatorMachine
+from actorsnap.errors import StorageError
+from actorsnap.planning.packing import PackingRules, RankPlan
+from actorsnap.protocol.coordinator import CoordinatorMachine, Memory
 from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import RunBlocking, Storage
-from actorsnap.transport.inproc import InprocTransport
+from actorsnap.testing.faults import FaultyStorage, Verb
+from actorsnap.testing.network import SimulatedNetwork
 
-__all__ = ["SimulatedSave"]
+__all__ = ["PATIENCE_S", "SimulatedSave"]
+
+PATIENCE_S = 10.0
+"""A rank that hears nothing waits for so long beyond the deadline, which the coordinator keeps."""
 
 _MIB = 1 << 20
 
@@ -39,8 +47,16 @@ class SimulatedSave:
         storages: One per rank; the coordinator uses the first one's.
         states: Each rank's app state.
         replicated: Globs, the same on all ranks.
+        network: Between the ranks; a perfect one if None.
+        late_s: How much later than the others a rank begins.
         release_of: Releases of ranks that run another one.
         copies: As in ``async_take``.
+        memory, remembered: What coordinator and ranks know from the save before.
+
+    Attributes:
+        outcomes: Of the ranks that have theirs: None is committed.
+        told_s: The loop's time when they had it.
+        memory, plans: For the next save.
     """
 
     storages: Sequence[Storage]
@@ -48,66 +64,110 @@ class SimulatedSave:
     run_blocking: RunBlocking
     attempt: str
     replicated: Sequence[str] = ()
+    network: SimulatedNetwork | None = None
+    late_s: Mapping[int, float] = field(default_factory=dict)
     timeout_s: float = 60.0
     overwrite: bool = False
     copies: bool = False
     budget_bytes: int = 64 * _MIB
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
+    remembered: Mapping[int, tuple[bytes, RankPlan]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.outcomes: dict[int, Failure | None] = {}
+        self.told_s: dict[int, float] = {}
+        self.plans: dict[int, tuple[bytes, RankPlan]] = {}
         self.staged: set[int] = set()
         self.causes: list[BaseException] = []
         self.participants: dict[int, ParticipantActor] = {}
         self.budgets = [Budget(self.budget_bytes) for _ in self.states]
+        self._network = self.network or SimulatedNetwork(len(self.states))
+        self._processes = [anyio.CancelScope() for _ in self.states]
+        self._stopped_until_s = [0.0] * len(self.states)
 
-    async def run(self) -> list[Failure | None]:
-        """Runs to the end; returns each rank's outcome."""
-        outcomes: dict[int, Failure | None] = {}
+    async def run(self) -> dict[int, Failure | None]:
+        """Runs until nothing happens any more; returns ``outcomes``."""
         async with anyio.create_task_group() as tasks:
-            label = f"simulated {self.attempt}"
-            errands = Errands(tasks, run_blocking=self.run_blocking, label=label)
-            await self._run(errands, outcomes)
-        return [outcomes[rank] for rank in range(len(self.states))]
+            for rank in range(len(self.states)):
+                tasks.start_soon(self._run_process, rank)
+        return self.outcomes
 
-    async def _run(self, errands: Errands, outcomes: dict[int, Failure | None]) -> None:
+    def kill(self, rank: int) -> None:
+        """Ends the rank's process, as SIGKILL does: nothing is cleaned up."""
+        self.stop(rank, math.inf)
+        self._processes[rank].cancel()
+
+    def stop(self, rank: int, for_s: float) -> None:
+        """Stops the rank's process for so long, as SIGSTOP does. What it has asked of the
+        storage goes on."""
+        self._stopped_until_s[rank] = anyio.current_time() + for_s
+        self._network.silence(rank, for_s)
+
+    async def _run_process(self, rank: int) -> None:
+        with self._processes[rank]:
+            await anyio.sleep(self.late_s.get(rank, 0.0))
+            label = f"simulated {self.attempt} rank {rank}"
+            async with anyio.create_task_group() as left:
+                errands = Errands(left, run_blocking=self.run_blocking, label=label)
+                await self._save(rank, errands)
+
+    async def _save(self, rank: int, errands: Errands) -> None:
+        storage = FaultyStorage(self.storages[rank], before=partial(self._pass, rank))
+
+        async def open_storage(_: StartStoring) -> Storage:
+            return storage
+
+        memory = self.memory.copy()
+        participant = self.participants[rank] = ParticipantActor(
+            machine=ParticipantMachine(rank=rank, release=self.release_of.get(rank, RELEASE)),
+            end=self._network.participant(rank),
+            open_storage=open_storage,
+            captured=capture(
+                self.states[rank],
+                replicated=self.replicated,
+                ranks=range(len(self.states)),
+                rank=rank,
+            ),
+            settings=SaveSettings(copies=self.copies, num_uploaders=2, num_copiers=2),
+            budget=self.budgets[rank],
+            errands=errands,
+            board=ProgressBoard(f"simulated rank {rank}"),
+            on_staged=lambda: self.staged.add(rank),
+            on_failure=self.causes.append,
+            remembered=self.remembered.get(rank),
+            deadline=None if rank == 0 else anyio.current_time() + self.timeout_s + PATIENCE_S,
+        )
+        self._network.begin(rank)
+        async with anyio.create_task_group() as tasks:
+            if rank == 0:
+                tasks.start_soon(self._coordinator(storage, errands, memory).run)
+            failure = await participant.run()
+        self.outcomes[rank] = failure
+        self.told_s[rank] = anyio.current_time()
+        if participant.plan is not None:
+            self.plans[rank] = participant.plan
+            if rank == 0:
+                self.memory = memory
+        self._network.silence(rank)
+
+    def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
         world_size = len(self.states)
-        transport = InprocTransport(world_size)
-
-        async def run_rank(rank: int) -> None:
-            outcomes[rank] = await self.participants[rank].run()
-
-        for rank, state in enumerate(self.states):
-            self.participants[rank] = ParticipantActor(
-                machine=ParticipantMachine(rank=rank, release=self.release_of.get(rank, RELEASE)),
-                end=transport.participant(rank),
-                open_storage=self._opener(rank),
-                captured=capture(
-                    state, replicated=self.replicated, ranks=range(world_size), rank=rank
-                ),
-                settings=SaveSettings(
-                    copies=self.copies,
-                    num_uploaders=2,
-                    num_copiers=2,
-                ),
-                budget=self.budgets[rank],
-                errands=errands,
-                board=ProgressBoard(f"simulated rank {rank}"),
-                on_staged=self._staged(rank),
-                on_failure=self.causes.append,
-            )
-        coordinator = CoordinatorActor(
+        return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=self.attempt,
                 url="simulated",
+                fsync=True,
                 world_size=world_size,
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=self.chunk_bytes, max_objects=2, min_object_bytes=_MIB
                 ),
+                memory=memory,
             ),
-            end=transport.coordinator(),
-            storage=self.storages[0],
+            end=self._network.coordinator(),
+            storage=storage,
             errands=errands,
             template=CommitTemplate(
                 attempt=self.attempt,
@@ -120,19 +180,10 @@ class SimulatedSave:
             timeout_s=self.timeout_s,
             on_failure=self.causes.append,
         )
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(coordinator.run)
-                for rank in range(world_size):
-                    tasks.start_soon(run_rank, rank)
-        finally:
-            transport.close()
 
-    def _opener(self, rank: int) -> Callable[[StartStoring], Awaitable[Storage]]:
-        async def open_storage(_: StartStoring) -> Storage:
-            return self.storages[rank]
-
-        return open_storage
-
-    def _staged(self, rank: int) -> Callable[[], None]:
-        return lambda: self.staged.add(rank)
+    async def _pass(self, rank: int, verb: Verb, key: str) -> None:
+        """Lets a living process' operation through to the storage."""
+        while (rest_s := self._stopped_until_s[rank] - anyio.current_time()) > 0:
+            if math.isinf(rest_s):
+                raise StorageError(op=verb, key=key, backend="simulated", detail="killed")
+            await anyio.sleep(rest_s)

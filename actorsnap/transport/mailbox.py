@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 __all__ = [
+    "PIECE_BYTES",
     "Arrived",
     "Beat",
     "Fault",
@@ -39,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20
 """A store's server closes the connection of whoever sends it more than 8 MiB at once."""
 
 _MAX_REUSED_BYTES = 64 << 10
@@ -383,9 +384,9 @@ class Mailbox:
                 self._post(Fault(f"a message cannot be encoded: {error!r}", job.number))
                 return encoded
         payload = encoded[1]
-        for begin in range(0, max(1, len(payload)), _PIECE_BYTES):
-            piece = payload[begin : begin + _PIECE_BYTES]
-            is_last = begin + _PIECE_BYTES >= len(payload)
+        for begin in range(0, max(1, len(payload)), PIECE_BYTES):
+            piece = payload[begin : begin + PIECE_BYTES]
+            is_last = begin + PIECE_BYTES >= len(payload)
             frame = Frame(job.kind, self._rank, job.token, job.number, piece, is_last)
             self._push(store, to, self._encoder.encode(frame))
         self._sent[0] += 1

@@ -95,7 +95,7 @@ async def is_committed(storage: Storage) -> bool:
 async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
     storage = empty_storage()
     world = world_of(4, storage, copies=copies)
-    assert await world.run() == [None] * 4
+    assert await world.run() == dict.fromkeys(range(4))
     assert world.staged == {0, 1, 2, 3}
     commit, manifests = await read_back(storage)
     assert commit.world_size == 4
@@ -131,7 +131,7 @@ async def test_one_ranks_storage_error_is_everybodys_outcome() -> None:
     world = world_of(3, [storage, storage, broken], replicated=[])
     outcomes = await world.run()
     assert broken.was_hit
-    assert len(set(outcomes)) == 1
+    assert len(set(outcomes.values())) == 1
     failure = outcomes[0]
     assert isinstance(failure, Failure)
     assert (failure.rank, failure.stage) == (2, Stage.STORE)
@@ -147,17 +147,45 @@ async def test_a_stalled_rank_ends_at_the_deadline() -> None:
     world = world_of(3, [storage, stalled, storage], replicated=[], timeout_s=1500.0)
     outcomes = await world.run()
     assert anyio.current_time() - begun == pytest.approx(1500.0)
-    assert len(set(outcomes)) == 1
+    assert len(set(outcomes.values())) == 1
     assert outcomes[0] is not None
     assert outcomes[0].rank == 1
     assert "waiting for rank(s) 1" in outcomes[0].reason
     assert not await is_committed(storage)
 
 
+async def test_a_look_that_hangs_keeps_nobody_from_the_outcome() -> None:
+    storage = empty_storage()
+    commits = anyio.Event()
+
+    async def commit_slowly(verb: Verb, key: str) -> None:
+        if verb is Verb.PUT_IF_ABSENT:
+            commits.set()
+            await anyio.sleep(5)
+
+    async def hang(verb: Verb, key: str) -> None:
+        if verb is Verb.GET:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(5000)
+
+    world = world_of(
+        2, [FaultyStorage(storage, before=commit_slowly), FaultyStorage(storage, before=hang)]
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run)
+        await commits.wait()
+        killed_s = anyio.current_time()
+        world.kill(0)
+    assert world.outcomes.keys() == {1}
+    assert world.outcomes[1] is not None
+    assert world.outcomes[1].may_be_visible
+    assert world.told_s[1] - killed_s <= 30 + 10 + 2, "silence, look, a grace"
+
+
 async def test_a_rank_of_another_release_is_refused_by_all() -> None:
     storage = empty_storage()
     outcomes = await world_of(2, storage, release_of={1: "0.0.1"}).run()
-    assert len(set(outcomes)) == 1
+    assert len(set(outcomes.values())) == 1
     assert outcomes[0] is not None
     assert "0.0.1" in outcomes[0].reason
 
@@ -165,7 +193,7 @@ async def test_a_rank_of_another_release_is_refused_by_all() -> None:
 async def test_a_budget_below_the_state_still_stages_everything() -> None:
     storage = empty_storage()
     world = world_of(2, storage, copies=True, budget_bytes=MIB, replicated=[])
-    assert await world.run() == [None, None]
+    assert await world.run() == {0: None, 1: None}
     for budget in world.budgets:
         statistics = budget.statistics()
         assert statistics.leased_bytes == 0
@@ -219,7 +247,7 @@ async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
         tasks.cancel_scope.cancel()
 
     assert anyio.current_time() - begun <= 60.0 + 30.0 + 50.0, "deadline, clean-up, a slow put"
-    assert len(set(outcomes)) == 1, f"seed {seed}: ranks disagree"
+    assert len(set(outcomes.values())) == 1, f"seed {seed}: ranks disagree"
     outcome = outcomes[0]
     if outcome is None or outcome.may_be_visible:
         assert await is_committed(storage)

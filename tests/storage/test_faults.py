@@ -181,6 +181,40 @@ async def test_errors_of_the_inner_storage_are_no_hits(name: str) -> None:
     assert not faulty.was_hit
 
 
+@bounded(10)
+async def test_a_torn_write_writes_its_first_half(fs: Storage) -> None:
+    views = [memoryview(b"ab"), memoryview(b"cd")]
+    for key in ("async", "blocking"):
+        faulty = FaultyStorage(fs, fail_at=1, fail_verbs=["write_at"], fail_when="halfway")
+        writer = await faulty.writer(key, 4)
+        if key == "async":
+            with pytest.raises(StorageError, match="scripted"):
+                await writer.write_at(0, views)
+        else:
+            with pytest.raises(StorageError, match="scripted"):
+                writer.write_at_blocking(0, views)
+        await writer.write_at(2, [memoryview(b"CD")])
+        await writer.complete()
+        assert await fs.get(key) == b"abCD"
+
+
+@bounded(10)
+async def test_what_comes_before_an_operation_is_waited_for(name: str) -> None:
+    seen: list[tuple[Verb, str]] = []
+
+    async def before(verb: Verb, key: str) -> None:
+        seen.append((verb, key))
+        if verb is Verb.GET:
+            raise ObjectNotFound(op=verb, key=key, backend="", detail="hidden")
+
+    faulty = FaultyStorage(MemoryStorage(name), before=before)
+    await faulty.put("x", [memoryview(b"1")])
+    with pytest.raises(ObjectNotFound, match="hidden"):
+        await faulty.get("x")
+    assert seen == [(Verb.PUT, "x"), (Verb.GET, "x")]
+    assert not faulty.was_hit
+
+
 @pytest.mark.parametrize("verb", list(Verb))
 @bounded(20)
 async def test_a_stall_lasts_until_it_is_cancelled(fs: Storage, verb: Verb) -> None:

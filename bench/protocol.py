@@ -1,0 +1,401 @@
+"""What does a save of thousands of ranks cost the one process that coordinates it?
+
+All machines of a save in one process, without a clock; what goes through the job's store is
+encoded, framed and counted as ``transport.store`` does it. First comes a save that nobody
+remembers anything of, then one with the structure unchanged. The coordinator's seconds and
+memory are those of a second coordinator, which is given what the first one was sent.
+
+Prints one JSON line per row (job x ranks) on standard output, or all as a table. bench/README.md
+has it. ``python -m bench.protocol --ranks 1024 4096 --markdown``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from actorsnap.format.layout import data_key
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.planning.save import Inventory, Scope, item_digest, plan_save
+from actorsnap.protocol.coordinator import (
+    CommitWritten,
+    CoordinatorMachine,
+    CoordinatorState,
+    Memory,
+    SendToRank,
+    WriteCommit,
+)
+from actorsnap.protocol.messages import ToCoordinator, Token
+from actorsnap.protocol.participant import (
+    Begun,
+    ChunkStored,
+    CompleteObject,
+    JoinObjects,
+    ManifestStored,
+    ObjectCompleted,
+    ObjectReleased,
+    ObjectsOpened,
+    ObjectWork,
+    ParticipantEvent,
+    ParticipantMachine,
+    ParticipantState,
+    Planned,
+    ReleaseObject,
+    Send,
+    StagingEnded,
+    StartStoring,
+    StoreManifest,
+)
+from actorsnap.release import RELEASE
+from actorsnap.transport.mailbox import PIECE_BYTES, Frame, Kind
+from bench.local import LOAD_AT_START, machine, note
+
+ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
+URL = "s3://training-runs/llama-70b/2026-01-01/step-00010000"
+RULES = PackingRules(chunk_bytes=16 << 20, max_objects=8, min_object_bytes=64 << 20)
+SESSION = b"8 bytes."
+BEAT_S = 5.0
+MAX_REPEATED_BYTES = 200
+
+Begin = Callable[[int, int, int], Begun]
+
+
+# Jobs ---------------------------------------------------------------------------------------
+
+
+def tensors(count: int, rows: int, first_row: int | None = None) -> tuple[Item, ...]:
+    """``count`` bfloat16 tensors of 4,096 columns; the rank's rows of them, if it has a part."""
+    place: dict[str, Any] = {}
+    if first_row is not None:
+        place = {"offsets": (first_row, 0), "global_shape": (4096, 4096)}
+    return tuple(
+        Item(
+            f"model/layers.{index // 9}.block.{index % 9}.weight",
+            "bfloat16",
+            (rows, 4096),
+            rows * 8192,
+            2,
+            replicated=first_row is None,
+            **place,
+        )
+        for index in range(count)
+    )
+
+
+def ddp(ranks: int, count: int) -> list[Begun]:
+    """All hold the same; a few bytes of each rank's own."""
+    items = tensors(count, 1024)
+    return [begun(4096, {None: items})] * ranks
+
+
+def fsdp(ranks: int, count: int) -> list[Begun]:
+    """Each holds a shard of its own of everything. The last one's are smaller."""
+    full = begun(count * 8192 * 4, {})
+    return [full] * (ranks - 1) + [begun(count * 8192, {})]
+
+
+def hsdp(ranks: int, count: int) -> list[Begun]:
+    """Replicas of 64 shards: rank r holds shard r % 64."""
+    num_shards = min(64, ranks // 2)
+    rows = 4096 // num_shards
+    shards = [
+        begun(4096, {tuple(range(shard, ranks, num_shards)): tensors(count, rows, shard * rows)})
+        for shard in range(num_shards)
+    ]
+    return [shards[rank % num_shards] for rank in range(ranks)]
+
+
+JOBS: dict[str, Callable[[int, int], list[Begun]]] = {"DDP": ddp, "FSDP": fsdp, "HSDP": hsdp}
+
+
+def begun(private_bytes: int, scopes: Mapping[tuple[int, ...] | None, tuple[Item, ...]]) -> Begun:
+    lists = {item_digest(items): items for items in scopes.values()}
+    found = tuple(
+        Scope(ranks, digest, sum(item.nbytes for item in lists[digest]))
+        for ranks, digest in zip(scopes, lists, strict=True)
+    )
+    return Begun(Inventory(private_bytes, found), lists)
+
+
+# A save -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """What went one way."""
+
+    messages: int = 0
+    nbytes: int = 0
+    largest: int = 0
+
+    def count(self, kind: Kind, sender: int, payload: bytes) -> None:
+        framed = 0
+        for begin in range(0, max(1, len(payload)), PIECE_BYTES):
+            piece = payload[begin : begin + PIECE_BYTES]
+            is_last = begin + PIECE_BYTES >= len(payload)
+            framed += len(msgspec.msgpack.encode(Frame(kind, sender, SESSION, 7, piece, is_last)))
+        self.messages += 1
+        self.nbytes += framed
+        self.largest = max(self.largest, framed)
+
+
+@dataclass
+class Save:
+    """One save by all ranks; ``memory`` and ``plans`` are of the save before."""
+
+    job: list[Begun]
+    memory: Memory
+    plans: dict[int, tuple[bytes, RankPlan]]
+    up: Traffic = field(default_factory=Traffic)
+    down: Traffic = field(default_factory=Traffic)
+    heard: list[ToCoordinator] = field(default_factory=list)
+
+    def run(self) -> None:
+        coordinator = new_coordinator(len(self.job), self.memory)
+        ranks = [ParticipantMachine(rank=rank, release=RELEASE) for rank in range(len(self.job))]
+        keys: list[list[str]] = [[] for _ in ranks]
+        to_do: deque[tuple[int, Any]] = deque(
+            (rank, msgspec.structs.replace(begun, remembered=self.plans.get(rank)))
+            for rank, begun in enumerate(self.job)
+        )
+        while to_do:
+            rank, event = to_do.popleft()
+            if rank >= 0:
+                self._of_rank(ranks[rank], event, keys[rank], to_do)
+            else:
+                self._of_coordinator(coordinator, event, to_do)
+        assert coordinator.state is CoordinatorState.COMMITTED
+        assert {rank.state for rank in ranks} == {ParticipantState.COMMITTED}
+
+    def _of_rank(
+        self,
+        machine: ParticipantMachine,
+        event: ParticipantEvent,
+        keys: list[str],
+        to_do: deque[tuple[int, Any]],
+    ) -> None:
+        rank = machine.rank
+        for command in machine.handle(event):
+            match command:
+                case Send():
+                    if rank > 0:  # messages to oneself do not touch the store
+                        payload = msgspec.msgpack.encode(command.message)
+                        self.up.count(Kind.UP, rank, payload)
+                    self.heard.append(command.message)
+                    to_do.append((-1, command.message))
+                case StartStoring():
+                    self.plans[rank] = (command.digest, command.plan)
+                    to_do.extend((rank, event) for event in stored(command, keys))
+                case JoinObjects():
+                    for token in command.tokens:
+                        to_do.append((rank, ChunkStored(keys.index(token.key))))
+                case CompleteObject():
+                    to_do.append((rank, ObjectCompleted(command.object)))
+                case ReleaseObject():
+                    to_do.append((rank, ObjectReleased(command.object)))
+                case StoreManifest():
+                    to_do.append((rank, ManifestStored(100_000 + rank, 0x9E3779B9)))
+
+    def _of_coordinator(
+        self, machine: CoordinatorMachine, event: ToCoordinator, to_do: deque[tuple[int, Any]]
+    ) -> None:
+        encoded: tuple[object, bytes] = (None, b"")
+        for command in machine.handle(event):
+            match command:
+                case SendToRank():
+                    if command.rank > 0:
+                        if encoded[0] is not command.message:
+                            encoded = (command.message, msgspec.msgpack.encode(command.message))
+                        self.down.count(Kind.DOWN, 0, encoded[1])
+                    to_do.append((command.rank, command.message))
+                case WriteCommit():
+                    to_do.append((-1, CommitWritten()))
+
+
+def stored(command: StartStoring, keys: list[str]) -> list[ParticipantEvent]:
+    """What happens on a rank that has its plan: one chunk per object, and one of its own."""
+    work, opened, events = [], [], list[ParticipantEvent]()
+    for share in command.plan.shares:
+        for part in share.parts:
+            key = data_key(command.attempt, "model", share.rank, share.first + part.number)
+            if part.opens:
+                events.append(ChunkStored(len(keys)))
+                if part.is_shared:
+                    opened.append(Token(key, key.encode()))
+            keys.append(key)
+            work.append(ObjectWork(1, part.opens, part.is_shared))
+    events += [StagingEnded(), ChunkStored(len(work))]
+    if opened:
+        events.append(ObjectsOpened(tuple(opened)))
+    return [Planned((*work, ObjectWork(1))), *events]
+
+
+def new_coordinator(world_size: int, memory: Memory) -> CoordinatorMachine:
+    return CoordinatorMachine(
+        attempt=ATTEMPT,
+        url=URL,
+        fsync=True,
+        world_size=world_size,
+        release=RELEASE,
+        rules=RULES,
+        memory=memory,
+    )
+
+
+def replay(world_size: int, frames: Iterable[bytes], memory: Memory) -> None:
+    """All that the coordinator's process does for a save: decode, decide, encode."""
+    machine = new_coordinator(world_size, memory)
+    decoder = msgspec.msgpack.Decoder(ToCoordinator)
+    for frame in frames:
+        encoded: object = None
+        for command in machine.handle(decoder.decode(frame)):
+            if isinstance(command, SendToRank) and command.message is not encoded:
+                encoded = command.message
+                msgspec.msgpack.encode(encoded)
+    machine.handle(CommitWritten())
+    assert machine.is_final
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+
+def beats_bytes_s(ranks: int) -> float:
+    numbers = msgspec.msgpack.encode((7,))
+    beat = len(msgspec.msgpack.encode(Frame(Kind.BEAT, ranks - 1, SESSION, payload=numbers)))
+    return (ranks - 1) * beat / BEAT_S
+
+
+def measure(name: str, ranks: int, count: int) -> dict[str, Any]:
+    note(f"{name}, {ranks} ranks")
+    job = JOBS[name](ranks, count)
+    memory, plans = Memory(), dict[int, tuple[bytes, RankPlan]]()
+    saves = {"first": Save(job, memory, plans)}
+    saves["first"].run()
+    saves["repeated"] = Save(job, memory, plans)
+    saves["repeated"].run()
+    frames = {
+        which: [msgspec.msgpack.encode(message) for message in save.heard]
+        for which, save in saves.items()
+    }
+    seconds = {}
+    memory = Memory()
+    for which in frames:
+        begin = time.process_time()
+        replay(ranks, frames[which], memory)
+        seconds[which] = round(time.process_time() - begin, 3)
+    tracemalloc.start()
+    memory = Memory()
+    replay(ranks, frames["first"], memory)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    begin = time.process_time()
+    lists = {digest: items for begun in job for digest, items in begun.lists.items()}
+    plan_save([begun.inventory for begun in job], lists, RULES)
+    plan_s = time.process_time() - begin
+    rows = {
+        which: {
+            "up": msgspec.to_builtins(save.up),
+            "down": msgspec.to_builtins(save.down),
+            "up_bytes_a_rank": round(save.up.nbytes / ranks, 1),
+            "down_bytes_a_rank": round(save.down.nbytes / ranks, 1),
+            "coordinator_cpu_s": seconds[which],
+        }
+        for which, save in saves.items()
+    }
+    return {
+        "row": f"protocol {name}",
+        "ranks": ranks,
+        "tensors": count,
+        "ok": rows["repeated"]["up_bytes_a_rank"] <= MAX_REPEATED_BYTES,
+        **rows,
+        "plan_cpu_s": round(plan_s, 3),
+        "coordinator_peak_mib": round(peak / 2**20, 2),
+        "coordinator_kept_mib": round(kept / 2**20, 2),
+        "beats_up_bytes_s": round(beats_bytes_s(ranks)),
+        "machine": machine(),
+        "load_at_start": LOAD_AT_START,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| job | ranks | save | up, B/rank | down, B/rank | messages up + down, per rank "
+        "| largest up | coordinator CPU, s | plan, s | peak, kept MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ranks = row["ranks"]
+        for which in ("first", "repeated"):
+            save = row[which]
+            up, down = save["up"], save["down"]
+            is_first = which == "first"
+            memory = f"{row['coordinator_peak_mib']}, {row['coordinator_kept_mib']}"
+            cells = [
+                row["row"].split()[-1] if is_first else "",
+                f"{ranks:,}" if is_first else "",
+                which,
+                f"{save['up_bytes_a_rank']:,}",
+                f"{save['down_bytes_a_rank']:,}",
+                f"{up['messages'] / ranks:.2f} + {down['messages'] / ranks:.2f}",
+                f"{up['largest']:,} B",
+                f"{save['coordinator_cpu_s']}",
+                f"{row['plan_cpu_s']}" if is_first else "",
+                memory if is_first else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *growth(rows)]
+    last = rows[-1]
+    lines += [
+        "",
+        f"Heartbeats while a save is in flight: {last['beats_up_bytes_s']:,} B/s up at "
+        f"{last['ranks']:,} ranks, and as much down.",
+        "",
+        f"Machine: {last['machine']}. Date: {last['date']}. Load average at the start: "
+        f"{last['load_at_start']}.",
+    ]
+    return "\n".join(lines)
+
+
+def growth(rows: list[dict[str, Any]]) -> list[str]:
+    """How much more it is with more ranks; linear is the ratio of the ranks."""
+    lines = []
+    for name in dict.fromkeys(row["row"] for row in rows):
+        small, *_, large = (found := [row for row in rows if row["row"] == name]) + found[-1:]
+        ratio = large["ranks"] / small["ranks"]
+        parts = [
+            f"{which} {way} x{large[which][way]['nbytes'] / small[which][way]['nbytes']:.2f}"
+            for which in ("first", "repeated")
+            for way in ("up", "down")
+        ]
+        lines.append(f"- {name}, x{ratio:g} ranks: bytes {', '.join(parts)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--tensors", type=int, default=2000)
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--markdown", action="store_true", help="a table instead of JSON lines")
+    args = parser.parse_args()
+    rows = []
+    for name in args.jobs:
+        for ranks in args.ranks:
+            rows.append(measure(name, ranks, args.tensors))
+            if not args.markdown:
+                print(json.dumps(rows[-1]), flush=True)
+    if args.markdown:
+        print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
