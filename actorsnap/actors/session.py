@@ -113,8 +113,8 @@ class ParticipantActor:
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
         remembered: The plan of the group's last save, by its digest.
-        deadline: The loop's time when it gives up waiting for the coordinator, which has a
-            deadline of its own; None waits for ever.
+        deadline: The loop's time when it gives up waiting for the coordinator's first word;
+            None waits for ever.
 
     Attributes:
         plan: The plan of this save, to be remembered; None before there is one.
@@ -145,6 +145,7 @@ class ParticipantActor:
         self._captured = captured
         self._leaves: list[Leaf] = [] if isinstance(captured, Failure) else captured.leaves
         self._deadline = math.inf if deadline is None else deadline
+        self._patience = anyio.CancelScope()
         self._settings = settings
         self._budget = budget
         self._errands = errands
@@ -247,10 +248,10 @@ class ParticipantActor:
         await self._events_in.send(CancelRequested(self._cancel_reason or ""))
 
     async def _await_deadline(self) -> None:
-        await anyio.sleep_until(self._deadline)
-        await self._post(
-            CoordinatorLost("timeout_s is over, and rank 0, which coordinates, has said nothing")
-        )
+        with self._patience:
+            await anyio.sleep_until(self._deadline)
+            reason = "timeout_s is over, and rank 0, which coordinates, has said nothing"
+            await self._post(CoordinatorLost(reason))
 
     async def _handle(self, event: ParticipantEvent, tasks: anyio.abc.TaskGroup) -> None:
         for command in self._machine.handle(event):
@@ -258,6 +259,8 @@ class ParticipantActor:
                 case Send():
                     await self._end.send(command.message)
                 case StartStoring():
+                    # From now on the coordinator's deadline counts, or that it is silent.
+                    self._patience.cancel()
                     self._has_work = True
                     tasks.start_soon(self._work, command)
                 case AnnounceStaged():

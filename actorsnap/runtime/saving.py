@@ -398,7 +398,8 @@ class SaveJob:
             elif participant.plan is not None:
                 membership.team.remembered = participant.plan
                 membership.team.memory = membership.memory
-        if failure is not None:
+        is_committed = coordinator is not None and coordinator.commit is not None
+        if failure is not None and not is_committed:
             raise self._error(failure)
         return coordinator
 
