@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
-from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants, plan_exchange
+from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
 
