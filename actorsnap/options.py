@@ -17,6 +17,9 @@ _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
 """Two checksum blocks."""
 
+MIN_LOST_AFTER_S = 0.5
+"""Less than a busy machine may keep a thread waiting."""
+
 _MAX_TIMEOUT_S = 24 * 3600
 
 
@@ -32,6 +35,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             pickle runs code of whoever wrote it.
         timeout_s: A take that has not committed by then is aborted, on all ranks; reading or
             deleting fails with ``StorageError``. At most a day.
+        lost_after_s: A rank that was heard in a save, and then not for so long, is lost: the
+            save is aborted on all other ranks.
         memory_budget_bytes: Memory for staging copies. There is one budget per process,
             shared by all snapshots: a value given here applies to all from now on. At least
             2 MiB. None leaves it as it is; at first it is 60 % of the memory that is free when
@@ -48,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     verify: bool = True
     allow_pickle: bool = False
     timeout_s: float = 3600.0
+    lost_after_s: float = 30.0
     memory_budget_bytes: int | None = None
     chunk_bytes: int = 16 * _MIB
     num_uploaders: int = 8
@@ -59,9 +65,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("fsync", "verify", "allow_pickle"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Options.{name} must be True or False")
-        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        if not is_number or not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
-            raise UsageError(f"Options.timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+        self._check_seconds("timeout_s", 0.0)
+        self._check_seconds("lost_after_s", MIN_LOST_AFTER_S)
         self._check("chunk_bytes", MIN_CHUNK_BYTES)
         self._check("num_uploaders", 1)
         self._check("max_objects", 1)
@@ -69,6 +74,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_gap_bytes", 0)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
+
+    def _check_seconds(self, name: str, above: float) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not above < value <= _MAX_TIMEOUT_S:
+            raise UsageError(f"Options.{name} must lie in ({above:g}, {_MAX_TIMEOUT_S}]")
 
     def _check(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

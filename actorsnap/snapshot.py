@@ -69,6 +69,8 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
+        group: Any = None,
+        store: Any = None,
     ) -> Snapshot:
         """Saves ``app_state``; when this returns, the snapshot is durable and visible.
 
@@ -102,14 +104,18 @@ class Snapshot:
         """
         job = await run_async(
             taking.take(
-                path,
-                app_state,
+                taking.TakeCall(
+                    path=path,
+                    app_state=app_state,
+                    replicated=replicated,
+                    overwrite=overwrite,
+                    metadata=metadata,
+                    storage_options=storage_options,
+                    options=options,
+                    group=group,
+                    store=store,
+                ),
                 is_async=False,
-                replicated=replicated,
-                overwrite=overwrite,
-                metadata=metadata,
-                storage_options=storage_options,
-                options=options,
             )
         )
         return cls._of(job)
@@ -125,6 +131,8 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
+        group: Any = None,
+        store: Any = None,
     ) -> PendingSnapshot:
         """Copies ``app_state`` and returns; storing and committing go on behind.
 
@@ -137,14 +145,18 @@ class Snapshot:
         """
         job = await run_async(
             taking.take(
-                path,
-                app_state,
+                taking.TakeCall(
+                    path=path,
+                    app_state=app_state,
+                    replicated=replicated,
+                    overwrite=overwrite,
+                    metadata=metadata,
+                    storage_options=storage_options,
+                    options=options,
+                    group=group,
+                    store=store,
+                ),
                 is_async=True,
-                replicated=replicated,
-                overwrite=overwrite,
-                metadata=metadata,
-                storage_options=storage_options,
-                options=options,
             )
         )
         return PendingSnapshot(job)

@@ -57,18 +57,24 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
+        group: Any = None,
+        store: Any = None,
     ) -> Snapshot:
         """See ``actorsnap.Snapshot.take``."""
         job = run_sync(
             taking.take(
-                path,
-                app_state,
+                taking.TakeCall(
+                    path=path,
+                    app_state=app_state,
+                    replicated=replicated,
+                    overwrite=overwrite,
+                    metadata=metadata,
+                    storage_options=storage_options,
+                    options=options,
+                    group=group,
+                    store=store,
+                ),
                 is_async=False,
-                replicated=replicated,
-                overwrite=overwrite,
-                metadata=metadata,
-                storage_options=storage_options,
-                options=options,
             ),
             name="Snapshot.take",
         )
@@ -85,18 +91,24 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
+        group: Any = None,
+        store: Any = None,
     ) -> PendingSnapshot:
         """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied."""
         job = run_sync(
             taking.take(
-                path,
-                app_state,
+                taking.TakeCall(
+                    path=path,
+                    app_state=app_state,
+                    replicated=replicated,
+                    overwrite=overwrite,
+                    metadata=metadata,
+                    storage_options=storage_options,
+                    options=options,
+                    group=group,
+                    store=store,
+                ),
                 is_async=True,
-                replicated=replicated,
-                overwrite=overwrite,
-                metadata=metadata,
-                storage_options=storage_options,
-                options=options,
             ),
             name="Snapshot.async_take",
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
@@ -17,7 +17,13 @@ import anyio.lowlevel
 
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.reader import find_commit
-from actorsnap.errors import ActorSnapError, ChecksumMismatch, ObjectExists, StorageError
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+)
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     FORMAT_VERSION,
@@ -50,6 +56,8 @@ an unanswered one leaves garbage."""
 
 _LOOK_S = 10.0
 """Bound of the look at what a failed commit has left."""
+
+_NUM_LOOKERS = 16
 
 
 class _Visible(Enum):
@@ -101,7 +109,7 @@ class CoordinatorActor:
     Args:
         machine: Fresh.
         end: The transport's coordinator end.
-        storage: Where the commit object goes.
+        storage: Where the commit object goes; None where the save is known to fail.
         errands: Where the commit runs, which may hang.
         template: The rest of the commit object.
         timeout_s: Seconds until the attempt is aborted if it has not committed.
@@ -118,7 +126,7 @@ class CoordinatorActor:
         *,
         machine: CoordinatorMachine,
         end: CoordinatorEnd,
-        storage: Storage,
+        storage: Storage | None,
         errands: Errands,
         template: CommitTemplate,
         timeout_s: float,
@@ -127,7 +135,7 @@ class CoordinatorActor:
     ) -> None:
         self._machine = machine
         self._end = end
-        self._storage = storage
+        self._given_storage = storage
         self._errands = errands
         self._template = template
         self._deadline = math.inf if deadline is None else deadline
@@ -139,6 +147,11 @@ class CoordinatorActor:
         self._is_asked = False
         self.commit: Commit | None = None
         self.replaced: str | None = None
+
+    @property
+    def _storage(self) -> Storage:
+        assert self._given_storage is not None
+        return self._given_storage
 
     async def run(self) -> None:
         """Returns when every rank has been told the outcome."""
@@ -210,9 +223,28 @@ class CoordinatorActor:
             with suppress(ChecksumMismatch):
                 older = await find_commit(self._storage)
                 self.replaced = older.attempt if older is not None else None
-        for record in commit.manifests:
-            await self._storage.stat(record.key)
+        async with anyio.create_task_group() as tasks:
+            # The iterator is shared.
+            ranks = iter(enumerate(commit.manifests))
+            for _ in range(min(_NUM_LOOKERS, len(commit.manifests))):
+                tasks.start_soon(self._look_for, ranks)
         await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def _look_for(self, manifests: Iterator[tuple[int, ManifestRecord]]) -> None:
+        """Sees that what ranks have written is there, also for this rank."""
+        for rank, record in manifests:
+            try:
+                await self._storage.stat(record.key)
+            except ObjectNotFound as error:
+                if rank == 0:
+                    raise
+                raise StorageError(
+                    op="stat",
+                    key=record.key,
+                    backend=self._storage.url,
+                    detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
+                    "it: save to a path on storage that all ranks share",
+                ) from error
 
     async def _failed(self, error: Exception) -> CommitWritten | CommitFailed:
         visible = await self._visible() if self._is_asked else _Visible.NONE

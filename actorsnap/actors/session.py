@@ -8,6 +8,7 @@ never decided here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.actors.uploader import ChecksumLedger, UploaderActor
-from actorsnap.errors import ActorSnapError, StorageError
+from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
@@ -105,11 +106,15 @@ class ParticipantActor:
     Args:
         machine: Fresh.
         end: The transport's end of this rank.
-        captured: The rank's state. Dropped as soon as it is staged and the manifest built.
+        open_storage: Opens where the coordinator says; the storage stays the caller's.
+        captured: The rank's state. Dropped as soon as it is staged and the manifest built. Or
+            why there is none: then this rank only tells that.
         errands: Where all work of this rank runs that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
         remembered: The plan of the group's last save, by its digest.
+        deadline: The loop's time when it gives up waiting for the coordinator, which has a
+            deadline of its own; None waits for ever.
 
     Attributes:
         plan: The plan of this save, to be remembered; None before there is one.
@@ -120,8 +125,8 @@ class ParticipantActor:
         *,
         machine: ParticipantMachine,
         end: ParticipantEnd,
-        storage: Storage,
-        captured: Captured,
+        open_storage: Callable[[StartStoring], Awaitable[Storage]],
+        captured: Captured | Failure,
         settings: SaveSettings,
         budget: Budget,
         errands: Errands,
@@ -129,14 +134,17 @@ class ParticipantActor:
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
         remembered: tuple[bytes, RankPlan] | None = None,
+        deadline: float | None = None,
     ) -> None:
         self.plan: tuple[bytes, RankPlan] | None = None
         self._remembered = remembered
         self._machine = machine
         self._end = end
-        self._storage = storage
+        self._open_storage = open_storage
+        self._storage: Storage  # once there is something to store
         self._captured = captured
-        self._leaves: list[Leaf] = captured.leaves
+        self._leaves: list[Leaf] = [] if isinstance(captured, Failure) else captured.leaves
+        self._deadline = math.inf if deadline is None else deadline
         self._settings = settings
         self._budget = budget
         self._errands = errands
@@ -185,7 +193,8 @@ class ParticipantActor:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._receive_messages)
                 tasks.start_soon(self._await_cancel)
-                await self._handle(await self._run_blocking(self._take_stock), tasks)
+                tasks.start_soon(self._await_deadline)
+                await self._handle(await self._begin(), tasks)
                 while self._outcome is None:
                     await self._handle(await self._events_out.receive(), tasks)
                 tasks.cancel_scope.cancel()
@@ -193,7 +202,7 @@ class ParticipantActor:
             if self._outcome is None:
                 await self._discard_objects()
             # Errors and their frames may refer to this actor; the trainer's memory goes now.
-            self._leaves, self._captured = [], Captured((), [])
+            self._leaves, self._captured = [], Captured()
             self._events_in.close()
             self._events_out.close()
             self._control_in.close()
@@ -201,11 +210,22 @@ class ParticipantActor:
         assert self._outcome is not None
         return self._outcome.failure
 
-    def _take_stock(self) -> Begun:
-        if shared := [i for i, leaf in enumerate(self._leaves) if leaf.item.replicated]:
-            self._scopes[None] = shared
-        inventory, lists = take_stock([leaf.item for leaf in self._leaves], self._scopes)
-        return Begun(inventory, lists, self._remembered)
+    async def _begin(self) -> Begun | StepFailed:
+        if isinstance(self._captured, Failure):
+            return StepFailed(self._captured)
+        return await self._run_blocking(self._take_stock, self._captured)
+
+    def _take_stock(self, captured: Captured) -> Begun:
+        for index, leaf in enumerate(self._leaves):
+            if leaf.scope != ():
+                self._scopes.setdefault(leaf.scope, []).append(index)
+        inventory, lists = take_stock(
+            [leaf.item for leaf in self._leaves],
+            self._scopes,
+            globs=captured.globs,
+            sharded=captured.sharded,
+        )
+        return Begun(inventory, lists, self._remembered, captured.sharded)
 
     async def _receive_messages(self) -> None:
         while True:
@@ -225,6 +245,12 @@ class ParticipantActor:
     async def _await_cancel(self) -> None:
         await self._cancel_wanted.wait()
         await self._events_in.send(CancelRequested(self._cancel_reason or ""))
+
+    async def _await_deadline(self) -> None:
+        await anyio.sleep_until(self._deadline)
+        await self._post(
+            CoordinatorLost("timeout_s is over, and rank 0, which coordinates, has said nothing")
+        )
 
     async def _handle(self, event: ParticipantEvent, tasks: anyio.abc.TaskGroup) -> None:
         for command in self._machine.handle(event):
@@ -309,6 +335,7 @@ class ParticipantActor:
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt = command.attempt
         self.plan = (command.digest, command.plan)
+        self._storage = await self._open_storage(command)
         self._objects = await self._run_blocking(self._pack, command)
         self._number_of = {plan.key: number for number, plan in enumerate(self._objects)}
         self._opened = [anyio.Event() for _ in self._objects]
@@ -390,7 +417,16 @@ class ParticipantActor:
     async def _join(self, tokens: Sequence[Token]) -> None:
         for token in tokens:
             number = self._number_of[token.key]
-            self._writers[number] = await self._storage.join_writer(token.token)
+            try:
+                self._writers[number] = await self._storage.join_writer(token.token)
+            except ObjectNotFound as error:
+                raise StorageError(
+                    op="join_writer",
+                    key=token.key,
+                    backend=self._storage.url,
+                    detail="another rank has created this object, and this rank does not see it: "
+                    "save to a path on storage that all ranks share",
+                ) from error
             self._opened[number].set()
 
     async def _writer_of(self, number: int) -> ObjectWriter:
@@ -465,6 +501,7 @@ class ParticipantActor:
         entries: list[Entry] = []
         leaves = iter(places)
         absent: set[str] = set()
+        assert isinstance(self._captured, Captured)
         for part in self._captured.parts:
             if not isinstance(part, Leaf):
                 entries.append(part)
@@ -520,7 +557,8 @@ def _refers_to(entry: Entry, absent: set[str]) -> bool:
         case ViewEntry():
             return entry.of in absent
         case CompositeEntry():
-            return any(part_path(entry.path, part) in absent for part in entry.parts)
+            # Its parts may be with several ranks: it stands with the first one.
+            return part_path(entry.path, entry.parts[0]) in absent
     return False
 
 

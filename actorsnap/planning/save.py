@@ -44,6 +44,8 @@ __all__ = [
     "RankPlan",
     "SavePlan",
     "Scope",
+    "Sharded",
+    "check_sharded",
     "inventory_digest",
     "item_digest",
     "plan_digest",
@@ -86,10 +88,25 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         private_bytes: Of the items that no other rank holds.
         scopes: The rest.
+        globs: What the caller has called replicated: the same everywhere.
+        sharded: Digest of its ``Sharded``; empty if there are none.
     """
 
     private_bytes: int
     scopes: tuple[Scope, ...] = ()
+    globs: tuple[str, ...] = ()
+    sharded: bytes = b""
+
+
+class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor of which several ranks hold parts; ``shape`` is the whole one's.
+
+    Whoever has it says the same of it.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
@@ -130,13 +147,19 @@ def plan_digest(plan: RankPlan) -> bytes:
 
 
 def take_stock(
-    items: Sequence[Item], scopes: Mapping[tuple[int, ...] | None, Sequence[int]]
+    items: Sequence[Item],
+    scopes: Mapping[tuple[int, ...] | None, Sequence[int]],
+    *,
+    globs: Sequence[str] = (),
+    sharded: Sequence[Sharded] = (),
 ) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
         items: All that the rank holds.
         scopes: Per scope, the indices of its items. What is in none is private.
+        globs: What the caller has called replicated.
+        sharded: The tensors of which it holds a part, also an empty one.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
@@ -148,7 +171,44 @@ def take_stock(
         private_bytes -= nbytes
         found.append(Scope(ranks, digest, nbytes))
         lists[digest] = held
-    return Inventory(private_bytes, tuple(found)), lists
+    digest = _digest(sharded) if sharded else b""
+    return Inventory(private_bytes, tuple(found), tuple(globs), digest), lists
+
+
+def check_sharded(
+    lists: Sequence[tuple[int, Sequence[Sharded]]],
+) -> None:
+    """Sees that ranks agree about the tensors that they hold parts of.
+
+    Args:
+        lists: What differs from rank to rank, and the lowest rank that says so.
+
+    Raises:
+        UsageError: Ranks disagree about the dtype or shape of a tensor. Names all.
+    """
+    seen: dict[str, tuple[Sharded, int]] = {}
+    complaints: list[str] = []
+    for rank, tensors in lists:
+        for tensor in tensors:
+            first, by = seen.setdefault(tensor.path, (tensor, rank))
+            if first != tensor:
+                complaints.append(
+                    f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
+                    f"{tensor.dtype} {tensor.shape} on rank {rank}"
+                )
+    _refuse(
+        complaints,
+        "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "
+        "key of its own in the app state (pipeline stages: one key per stage):",
+    )
+
+
+def _refuse(complaints: Sequence[str], title: str) -> None:
+    if not complaints:
+        return
+    more = len(complaints) - _MAX_LINES
+    lines = [title, *complaints[:_MAX_LINES], *([f"... and {more} more"] if more > 0 else [])]
+    raise UsageError("\n  ".join(lines))
 
 
 def plan_save(
@@ -229,7 +289,7 @@ def _groups(
         if len({scope.ranks for scope in inventory.scopes}) < len(inventory.scopes):
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
-    complaints: list[str] = []
+    complaints = _differing_globs(inventories)
     for ranks, by_digest in scopes.items():
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
@@ -239,21 +299,22 @@ def _groups(
         for digest, indices in by_digest.items():
             places = {rank: (index, None) for rank, index in indices.items()}
             groups.append(_Group(tuple(places), lists[digest], places))
-    if complaints:
-        more = len(complaints) - _MAX_LINES
-        raise UsageError(
-            "\n  ".join(
-                [
-                    "the ranks disagree about what they share. Pass the same app state and the "
-                    "same replicated= on all of them; what differs from rank to rank must not "
-                    "be called replicated:",
-                    *complaints[:_MAX_LINES],
-                    *([f"... and {more} more"] if more > 0 else []),
-                ]
-            )
-        )
+    _refuse(
+        complaints,
+        "the ranks disagree about what they share. Pass the same app state and the same "
+        "replicated= on all of them; what differs from rank to rank must not be called replicated:",
+    )
     groups.sort(key=lambda group: (len(group.holders), group.holders))
     return groups
+
+
+def _differing_globs(inventories: Sequence[Inventory]) -> list[str]:
+    first = inventories[0].globs
+    return [
+        f"replicated= is {list(first)} on rank 0, {list(inventory.globs)} on rank {rank}"
+        for rank, inventory in enumerate(inventories)
+        if inventory.globs != first
+    ]
 
 
 def _absent(

@@ -22,7 +22,7 @@ Messages may come twice and late. An event that the table does not have for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -32,11 +32,12 @@ from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, SavePlan, plan_save
+from actorsnap.planning.save import Inventory, SavePlan, Sharded, check_sharded, plan_save
 from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,
     AskItems,
+    AskSharded,
     Assign,
     Committed,
     Complete,
@@ -47,6 +48,7 @@ from actorsnap.protocol.messages import (
     Join,
     Offer,
     Opened,
+    ShardedTensors,
     Stage,
     Staged,
     Stored,
@@ -148,14 +150,32 @@ class Memory:
     Attributes:
         inventories: By digest.
         lists: Item lists, by digest.
-        plan: The last plan, with what it was made from.
+        agreed: Digests of the sharded tensors about which ranks were seen to agree.
     """
 
     def __init__(self) -> None:
         self.inventories: dict[bytes, Inventory] = {}
         self.lists: dict[bytes, tuple[Item, ...]] = {}
+        self.agreed: frozenset[bytes] = frozenset()
         self._made_from: object = None
         self._plan: SavePlan | None = None
+
+    def copy(self) -> Memory:
+        """The same, for one save. It can be kept when that has planned."""
+        other = Memory()
+        other.inventories, other.lists = dict(self.inventories), dict(self.lists)
+        other.agreed = self.agreed
+        other._plan, other._made_from = self._plan, self._made_from
+        return other
+
+    def sharded(self, structures: Sequence[bytes]) -> dict[bytes, int]:
+        """What ranks with these inventories say of sharded tensors: digests, and the lowest
+        rank that says each."""
+        found: dict[bytes, int] = {}
+        for rank, structure in enumerate(structures):
+            if digest := self.inventories[structure].sharded:
+                found.setdefault(digest, rank)
+        return found
 
     def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
         """The plan for ranks with these inventories; forgets what is not in it.
@@ -180,10 +200,11 @@ class CoordinatorMachine:
     Args:
         attempt: Its name.
         url: Where it is saved to.
+        fsync: Whether everything has to be durable before the commit.
         world_size: Ranks that take part.
         release: This release; every rank must be of the same.
         rules: How all ranks pack.
-        memory: The group's; of the save before, if that has ended.
+        memory: What is known from the save before; no other machine may use it.
     """
 
     def __init__(
@@ -194,10 +215,12 @@ class CoordinatorMachine:
         world_size: int,
         release: str,
         rules: PackingRules,
+        fsync: bool = True,
         memory: Memory | None = None,
     ) -> None:
         self.attempt = attempt
         self.url = url
+        self.fsync = fsync
         self.world_size = world_size
         self.release = release
         self.rules = rules
@@ -207,6 +230,8 @@ class CoordinatorMachine:
         self._joined: dict[int, Join] = {}
         # Digests that are asked for, and the rank that will answer.
         self._asked: dict[bytes, int] = {}
+        self._asked_sharded: dict[bytes, int] = {}
+        self._sharded: list[tuple[int, tuple[Sharded, ...]]] = []
         self._plan: SavePlan | None = None
         self._writing: set[int] = set()
         self._staged: set[int] = set()
@@ -287,10 +312,31 @@ class CoordinatorMachine:
             self._memory.lists[digest] = items
         return self._assign_if_known()
 
-    def _assign_if_known(self) -> list[CoordinatorCommand]:
-        if self._asked or len(self._joined) < self.world_size:
+    def _on_sharded(self, event: ShardedTensors) -> list[CoordinatorCommand]:
+        digest = self._memory.inventories[self._joined[event.rank].structure].sharded
+        if self._asked_sharded.pop(digest, None) is None:
             return []
-        structures = tuple(self._joined[rank].structure for rank in range(self.world_size))
+        self._sharded.append((event.rank, event.tensors))
+        if not self._asked_sharded:
+            try:
+                check_sharded(sorted(self._sharded, key=lambda found: found[0]))
+            except UsageError as error:
+                return self._abort(Failure.of(error, stage=Stage.PLAN))
+            self._memory.agreed = frozenset(self._memory.sharded(self._structures))
+        return self._assign_if_known()
+
+    @property
+    def _structures(self) -> tuple[bytes, ...]:
+        return tuple(self._joined[rank].structure for rank in range(self.world_size))
+
+    def _assign_if_known(self) -> list[CoordinatorCommand]:
+        if self._asked or self._asked_sharded or len(self._joined) < self.world_size:
+            return []
+        structures = self._structures
+        said = self._memory.sharded(structures)
+        if len(said) > 1 and said.keys() != self._memory.agreed:
+            self._asked_sharded = said
+            return [SendToRank(rank, AskSharded()) for rank in said.values()]
         try:
             plan = self._plan = self._memory.plan(structures, self.rules)
         except UsageError as error:
@@ -304,6 +350,7 @@ class CoordinatorMachine:
         return Assign(
             self.attempt,
             self.url,
+            self.fsync,
             self.rules,
             plan.digests[rank],
             None if is_known else plan.ranks[rank],
@@ -366,7 +413,8 @@ class CoordinatorMachine:
     def _on_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
         waiting = self._missing(self._joined if self.state is _S.JOINING else self._stored)
         if not waiting:  # all have joined, and somebody does not answer what was asked
-            waiting = ", ".join(sorted({str(rank) for rank in self._asked.values()}))
+            asked = {*self._asked.values(), *self._asked_sharded.values()}
+            waiting = ", ".join(map(str, sorted(asked)))
         return self._abort(
             Failure(
                 reason=f"timeout_s={event.timeout_s:g} is over; still waiting for rank(s) "
@@ -410,6 +458,7 @@ _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorComman
     (_S.JOINING, Join): _M._on_join,
     (_S.JOINING, Offer): _M._on_offer,
     (_S.JOINING, Items): _M._on_items,
+    (_S.JOINING, ShardedTensors): _M._on_sharded,
     (_S.STORING, Opened): _M._on_opened,
     (_S.STORING, Staged): _M._on_staged,
     (_S.STORING, Written): _M._on_written,
@@ -424,9 +473,9 @@ _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorComman
     **{(state, DeadlinePassed): _M._on_deadline for state in (_S.JOINING, _S.STORING)},
     **{(state, RankLost): _M._on_lost for state in (_S.JOINING, _S.STORING)},
     # Messages that came twice.
-    **{(_S.STORING, message): _M._ignore for message in (Join, Offer, Items)},
+    **{(_S.STORING, message): _M._ignore for message in (Join, Offer, Items, ShardedTensors)},
     **{
         (_S.COMMITTING, message): _M._ignore
-        for message in (Join, Offer, Items, Opened, Staged, Written, Stored)
+        for message in (Join, Offer, Items, ShardedTensors, Opened, Staged, Written, Stored)
     },
 }

@@ -15,13 +15,14 @@ import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, rebuild
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan
+from actorsnap.planning.save import Inventory, RankPlan, Sharded
 
 __all__ = [
     "Aborted",
     "Arrived",
     "AskInventory",
     "AskItems",
+    "AskSharded",
     "Assign",
     "Committed",
     "Complete",
@@ -33,6 +34,7 @@ __all__ = [
     "Offer",
     "Opened",
     "Proceed",
+    "ShardedTensors",
     "Stage",
     "Staged",
     "Stored",
@@ -135,6 +137,13 @@ class Items(_Message, frozen=True, tag="i"):
     lists: tuple[tuple[Item, ...], ...]
 
 
+class ShardedTensors(_Message, frozen=True, tag="h"):
+    """The answer to ``AskSharded``."""
+
+    rank: int
+    tensors: tuple[Sharded, ...]
+
+
 class Token(_Message, frozen=True):
     """What ``Storage.join_writer`` needs of the object ``key``."""
 
@@ -202,12 +211,17 @@ class AskItems(_Message, frozen=True, tag="L"):
     digests: tuple[bytes, ...]
 
 
+class AskSharded(_Message, frozen=True, tag="H"):
+    """Send the tensors that you hold parts of: others say something else."""
+
+
 class Assign(_Message, frozen=True, tag="A"):
     """What the rank writes.
 
     Attributes:
         attempt: The attempt's name.
         url: Where the coordinator saves to; it holds for all.
+        fsync: Whether everything has to be durable before the commit, likewise.
         rules: Its packing rules, likewise.
         digest: Of the plan.
         plan: None if the rank said that it remembers it.
@@ -215,6 +229,7 @@ class Assign(_Message, frozen=True, tag="A"):
 
     attempt: str
     url: str
+    fsync: bool
     rules: PackingRules
     digest: bytes
     plan: RankPlan | None
@@ -254,8 +269,16 @@ class Aborted(_Message, frozen=True, tag="X"):
 
 
 ToCoordinator: TypeAlias = (
-    Join | Offer | Items | Opened | Staged | Written | Stored | Arrived | Failed
+    Join | Offer | Items | ShardedTensors | Opened | Staged | Written | Stored | Arrived | Failed
 )
 FromCoordinator: TypeAlias = (
-    AskInventory | AskItems | Assign | Tokens | Complete | Committed | Proceed | Aborted
+    AskInventory
+    | AskItems
+    | AskSharded
+    | Assign
+    | Tokens
+    | Complete
+    | Committed
+    | Proceed
+    | Aborted
 )

@@ -28,12 +28,13 @@ from typing import TypeAlias
 import msgspec
 
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan, inventory_digest
+from actorsnap.planning.save import Inventory, RankPlan, Sharded, inventory_digest
 from actorsnap.protocol.coordinator import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,
     AskItems,
+    AskSharded,
     Assign,
     Committed,
     Complete,
@@ -44,6 +45,7 @@ from actorsnap.protocol.messages import (
     Join,
     Offer,
     Opened,
+    ShardedTensors,
     Stage,
     Staged,
     Stored,
@@ -107,11 +109,13 @@ class Begun(msgspec.Struct, frozen=True):
     Attributes:
         lists: The items of each scope, by digest.
         remembered: The plan of the save before, by its digest, or None.
+        sharded: The tensors that it holds parts of.
     """
 
     inventory: Inventory
     lists: Mapping[bytes, tuple[Item, ...]]
     remembered: tuple[bytes, RankPlan] | None = None
+    sharded: tuple[Sharded, ...] = ()
 
 
 class ObjectWork(msgspec.Struct, frozen=True):
@@ -202,6 +206,7 @@ class StartStoring(msgspec.Struct, frozen=True):
 
     attempt: str
     url: str
+    fsync: bool
     rules: PackingRules
     plan: RankPlan
     digest: bytes
@@ -352,6 +357,10 @@ class ParticipantMachine:
         lists = self._begun.lists
         return [Send(Items(self.rank, tuple(lists[digest] for digest in event.digests)))]
 
+    def _on_ask_sharded(self, event: AskSharded) -> list[ParticipantCommand]:
+        assert self._begun is not None
+        return [Send(ShardedTensors(self.rank, self._begun.sharded))]
+
     def _on_assign(self, event: Assign) -> list[ParticipantCommand]:
         assert self._begun is not None
         self.state = _S.PLANNING
@@ -360,7 +369,9 @@ class ParticipantMachine:
             assert self._begun.remembered is not None
             plan = self._begun.remembered[1]
         self._begun = None
-        return [StartStoring(event.attempt, event.url, event.rules, plan, event.digest)]
+        return [
+            StartStoring(event.attempt, event.url, event.fsync, event.rules, plan, event.digest)
+        ]
 
     # Storing
 
@@ -482,7 +493,7 @@ class ParticipantMachine:
 _M = ParticipantMachine
 _WORKING = (_S.PLANNING, _S.STORING, _S.PUBLISHING)
 _WAITING = (_S.JOINING, *_WORKING, _S.REPORTED)
-_REQUESTS = (AskInventory, AskItems, Assign, Tokens, Complete)
+_REQUESTS = (AskInventory, AskItems, AskSharded, Assign, Tokens, Complete)
 _PROGRESS = (
     Planned,
     ObjectsOpened,
@@ -497,6 +508,7 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     (_S.NEW, Begun): _M._on_begun,
     (_S.JOINING, AskInventory): _M._on_ask_inventory,
     (_S.JOINING, AskItems): _M._on_ask_items,
+    (_S.JOINING, AskSharded): _M._on_ask_sharded,
     (_S.JOINING, Assign): _M._on_assign,
     (_S.PLANNING, Planned): _M._on_planned,
     (_S.PLANNING, Tokens): _M._on_tokens,
@@ -522,7 +534,7 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     **{
         (state, message): _M._ignore
         for state in (*_WORKING, _S.REPORTED)
-        for message in (AskInventory, AskItems, Assign)
+        for message in (AskInventory, AskItems, AskSharded, Assign)
     },
     **{
         (state, message): _M._ignore

@@ -1,17 +1,18 @@
 """One save in this process, from captured state to outcome.
 
-Puts storage, transport, coordinator and participant together on the runtime's loop, maps
-the outcome to one error, and collects garbage behind a commit.
+Puts storage, transport, participant and, on rank 0, the coordinator together on the runtime's
+loop, maps the outcome to one error, and collects garbage behind a commit.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import functools
 import logging
 import time
 import traceback
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -34,7 +35,7 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure, Stage
-from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.place import (
@@ -43,9 +44,12 @@ from actorsnap.runtime.place import (
     collect_garbage,
     open_place,
 )
+from actorsnap.runtime.ranks import Team
 from actorsnap.state.capture import Captured
 from actorsnap.storage.base import Storage
+from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
+from actorsnap.transport.store import StoreSave
 
 __all__ = ["SaveJob"]
 
@@ -55,8 +59,34 @@ _PATIENCE_S = 5.0
 """So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
 
 
+_GRACE_S = 10.0
+"""So much later than the coordinator a rank knows by itself that the time is over."""
+
+_Ends: TypeAlias = tuple[ParticipantEnd, CoordinatorEnd | None]
+
+
+class Membership:
+    """A rank's part in one save of its team.
+
+    Attributes:
+        save: Whose number all ranks have taken.
+        memory: What this save's coordinator knows from the one before.
+    """
+
+    def __init__(self, team: Team, save: StoreSave[Any, Any]) -> None:
+        self.team = team
+        self.save = save
+        self.memory = team.memory.copy()
+
+
 class SaveJob:
     """A save in flight.
+
+    Args:
+        place: Where this rank was asked to save; rank 0's holds.
+        captured: The rank's state, or why there is none.
+        membership: None where this is the only rank.
+        cause: The exception behind ``captured`` where that is a failure.
 
     Attributes:
         staged: Settled when the trainer may overwrite its tensors; with the save's error if
@@ -70,32 +100,44 @@ class SaveJob:
         host: Host,
         *,
         place: Place,
-        captured: Captured,
+        captured: Captured | Failure,
         copies: bool,
         overwrite: bool,
         metadata: dict[str, Any],
         options: Options,
+        membership: Membership | None = None,
+        cause: BaseException | None = None,
     ) -> None:
         self._host = host
         self._place = place
-        self._captured: Captured | None = captured
+        self._captured: Captured | Failure | None = captured
         self._copies = copies
         self._overwrite = overwrite
         self._metadata = metadata
         self._options = options
-        self._attempt = host.new_attempt()
-        self._cause: BaseException | None = None
+        self._membership = membership
+        self._rank = 0 if membership is None else membership.team.rank
+        # Of rank 0; the others are told.
+        self._attempt = host.new_attempt() if self._rank == 0 else None
+        self._storage: Storage | None = None
+        self._cause = cause
         self._participant: ParticipantActor | None = None
         self._cancel_reason: str | None = None
         self._scope: anyio.CancelScope | None = None
         self._has_begun = False
-        self._committed: Commit | None = None
-        self.url = place.url
-        self.label = f"snapshot {place.url} attempt {self._attempt} rank 0"
+        self._is_committed = False
+        self.label = f"snapshot {place.url} rank {self._rank}"
+        if self._attempt is not None:
+            self.label += f" attempt {self._attempt}"
         self.board = ProgressBoard(self.label)
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.finished: concurrent.futures.Future[Commit] = concurrent.futures.Future()
+        self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._concluded: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @property
+    def url(self) -> str:
+        """Where it is saved to: rank 0's, as soon as that is known."""
+        return self._place.url
 
     def start(self) -> None:
         """Begins; returns at once."""
@@ -113,10 +155,10 @@ class SaveJob:
         def request() -> None:
             self._cancel_reason = self._cancel_reason or reason
             if not self._has_begun and not self.finished.done():
-                self._settle(SnapshotAborted(reason=reason, rank=0, stage=Stage.CANCEL))
+                self._settle(SnapshotAborted(reason=reason, rank=self._rank, stage=Stage.CANCEL))
                 self._concluded.set_result(None)
-            if self._committed is not None:
-                self._tell(self._committed)
+            if self._is_committed:
+                self._tell()
             elif self._participant is not None:
                 self._participant.request_cancel(reason)
             elif self._scope is not None:
@@ -153,15 +195,20 @@ class SaveJob:
                 )
         finally:
             # Now no commit that was not answered can take effect any more.
+            self._end_attempt()
+
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
             self._host.end_attempt(self._attempt)
 
     async def _conclude(self, errands: Errands) -> None:
         """Saves, and tells the outcome."""
         try:
-            self._tell(await self._save(errands))
+            await self._save(errands)
+            self._tell()
         except BaseException as error:
-            if self._committed is not None:
-                self._tell(self._committed)
+            if self._is_committed:
+                self._tell()
                 raise
             if isinstance(error, Exception):
                 shown: BaseException = error
@@ -173,55 +220,84 @@ class SaveJob:
                     logging.DEBUG if is_expected else logging.ERROR, "%s: %s", self.label, error
                 )
             else:
-                shown = SnapshotAborted(reason="the runtime was stopped", rank=0, stage="cancel")
+                shown = SnapshotAborted(
+                    reason="the runtime was stopped", rank=self._rank, stage="cancel"
+                )
             self._settle(shown)
             if not isinstance(error, Exception):
                 raise
         finally:
+            if self._membership is not None:
+                self._membership.save.close()
             self._concluded.set_result(None)
 
-    def _tell(self, commit: Commit) -> None:
+    def _tell(self) -> None:
         if not self.finished.done():
-            self.finished.set_result(commit)
+            self.finished.set_result(None)
 
     def _settle(self, error: BaseException) -> None:
         self._captured = None
         self.board.enter(Phase.ABORTED)
         if not (isinstance(error, SnapshotAborted) and error.may_be_committed):
-            self._host.end_attempt(self._attempt)
+            self._end_attempt()
         if not self.staged.done():
             self.staged.set_exception(error)
         self.finished.set_exception(error)
 
-    async def _save(self, errands: Errands) -> Commit:
-        options = self._options
-        deadline = anyio.current_time() + options.timeout_s
-        storage = await self._open(errands, fsync=options.fsync)
+    async def _save(self, errands: Errands) -> None:
+        deadline = anyio.current_time() + self._options.timeout_s
+        fsync = self._options.fsync
         try:
-            older = await self._look(storage, errands, deadline)
-            if older is not None and older.fsync and not options.fsync:
-                # Else a power loss could leave neither the older one nor this one.
-                await errands.clean_up(storage.aclose)
-                storage = await self._open(errands, fsync=True)
-            commit, replaced = await self._attempt_save(storage, errands, deadline)
-            self._committed = commit
+            if self._rank == 0 and not isinstance(self._captured, Failure):
+                try:
+                    fsync = await self._prepare(errands, deadline)
+                except ActorSnapError as error:
+                    if self._membership is None:
+                        raise
+                    self._captured = _failure_of(error)
+            coordinator = await self._attempt_save(errands, deadline, fsync=fsync)
+            self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
-            self._host.end_attempt(self._attempt)
+            self._end_attempt()
             self.board.enter(Phase.COMMITTED)
             logger.info("%s: committed", self.label)
-            await self._collect(storage, errands, replaced, deadline)
-            return commit
+            if coordinator is not None:
+                await self._collect(errands, coordinator.replaced, deadline)
         finally:
-            await errands.clean_up(storage.aclose)
+            if self._storage is not None:
+                await errands.clean_up(self._storage.aclose)
 
-    async def _open(self, errands: Errands, *, fsync: bool) -> Storage:
+    async def _prepare(self, errands: Errands, deadline: float) -> bool:
+        """Opens the storage and looks what is there; returns whether all must be durable."""
+        fsync = self._options.fsync
+        self._storage = storage = await self._open(errands, str(self._attempt), fsync=fsync)
+        older = await self._look(storage, errands, deadline)
+        if older is not None and older.fsync and not fsync:
+            # Else a power loss could leave neither the older one nor this one.
+            await errands.clean_up(storage.aclose)
+            self._storage = await self._open(errands, str(self._attempt), fsync=True)
+            return True
+        return fsync
+
+    async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:
         return await open_place(
             self._host,
             self._place,
             fsync=fsync,
             run_blocking=errands.run_blocking,
-            scratch=str(self._attempt),
+            scratch=attempt,
         )
+
+    async def _open_assigned(self, errands: Errands, command: StartStoring) -> Storage:
+        """The storage that the coordinator says: rank 0's options hold for all."""
+        if self._storage is None:
+            if command.url != self._place.at:
+                logger.warning("%s: rank 0 saves to %s: so does this rank", self.label, command.url)
+                self._place = Place(
+                    url=command.url, at=command.url, storage_options=self._place.storage_options
+                )
+            self._storage = await self._open(errands, command.attempt, fsync=command.fsync)
+        return self._storage
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
         """``_older``, within the deadline and until a cancellation."""
@@ -268,18 +344,27 @@ class SaveJob:
         return older
 
     async def _attempt_save(
-        self, storage: Storage, errands: Errands, deadline: float
-    ) -> tuple[Commit, str | None]:
-        """Returns what was committed, and the attempt that it replaced."""
-        options, attempt = self._options, str(self._attempt)
-        transport = InprocTransport(world_size=1)
+        self, errands: Errands, deadline: float, *, fsync: bool
+    ) -> CoordinatorActor | None:
+        """Runs this rank's actors to the end; returns the coordinator, if it is here.
+
+        Raises:
+            ActorSnapError: it is not committed.
+        """
+        options, membership = self._options, self._membership
         captured, self._captured = self._captured, None
         assert captured is not None
-        capabilities = storage.capabilities
+        if membership is None:
+            transport = InprocTransport(world_size=1)
+            ends: _Ends = transport.participant(0), transport.coordinator()
+            remembered = None
+        else:
+            ends = membership.save.participant, membership.save.coordinator
+            remembered = membership.team.remembered
         participant = ParticipantActor(
-            machine=ParticipantMachine(rank=0, release=RELEASE),
-            end=transport.participant(0),
-            storage=storage,
+            machine=ParticipantMachine(rank=self._rank, release=RELEASE),
+            end=ends[0],
+            open_storage=functools.partial(self._open_assigned, errands),
             captured=captured,
             settings=SaveSettings(
                 copies=self._copies,
@@ -291,27 +376,61 @@ class SaveJob:
             board=self.board,
             on_staged=self._on_staged,
             on_failure=self._on_failure,
+            remembered=remembered,
+            deadline=deadline + _GRACE_S,
         )
         del captured
-        coordinator = CoordinatorActor(
+        coordinator = None
+        if ends[1] is not None:
+            coordinator = self._coordinator(ends[1], errands, deadline, fsync=fsync)
+        self._participant = participant
+        if self._cancel_reason is not None:
+            participant.request_cancel(self._cancel_reason)
+        try:
+            async with anyio.create_task_group() as tasks:
+                if coordinator is not None:
+                    tasks.start_soon(coordinator.run)
+                failure = await participant.run()
+        finally:
+            self._participant = None
+            if membership is None:
+                transport.close()
+            elif participant.plan is not None:
+                membership.team.remembered = participant.plan
+                membership.team.memory = membership.memory
+        if failure is not None:
+            raise self._error(failure)
+        return coordinator
+
+    def _coordinator(
+        self, end: CoordinatorEnd, errands: Errands, deadline: float, *, fsync: bool
+    ) -> CoordinatorActor:
+        options, membership = self._options, self._membership
+        world_size = 1 if membership is None else membership.team.world_size
+        max_objects = options.max_objects
+        if self._storage is not None:
+            max_objects = min(max_objects, self._storage.capabilities.preferred_parallel_objects)
+        return CoordinatorActor(
             machine=CoordinatorMachine(
-                attempt=attempt,
-                url=self.url,
-                world_size=1,
+                attempt=str(self._attempt),
+                url=self._place.at,
+                fsync=fsync,
+                world_size=world_size,
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=chunk_within(options.chunk_bytes, self._host.budget.limit_bytes),
-                    max_objects=min(options.max_objects, capabilities.preferred_parallel_objects),
+                    max_objects=max_objects,
                     min_object_bytes=options.min_object_bytes,
                 ),
+                memory=None if membership is None else membership.memory,
             ),
-            end=transport.coordinator(),
-            storage=storage,
+            end=end,
+            storage=self._storage,
             errands=errands,
             template=CommitTemplate(
-                attempt=attempt,
+                attempt=str(self._attempt),
                 created=_utc(time.time()),
-                world_size=1,
+                world_size=world_size,
                 fsync=options.fsync,
                 metadata=self._metadata,
                 overwrite=self._overwrite,
@@ -320,20 +439,6 @@ class SaveJob:
             deadline=deadline,
             on_failure=self._on_failure,
         )
-        self._participant = participant
-        if self._cancel_reason is not None:
-            participant.request_cancel(self._cancel_reason)
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(coordinator.run)
-                failure = await participant.run()
-        finally:
-            self._participant = None
-            transport.close()
-        if failure is not None:
-            raise self._error(failure)
-        assert coordinator.commit is not None
-        return coordinator.commit, coordinator.replaced
 
     def _on_staged(self) -> None:
         if not self.staged.done():
@@ -350,26 +455,36 @@ class SaveJob:
 
     def _error(self, failure: Failure) -> ActorSnapError:
         error = failure.to_error()
-        error.__cause__ = self._cause
+        if failure.rank in (None, self._rank):
+            error.__cause__ = self._cause
+        elif not isinstance(error, SnapshotAborted):
+            error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
 
-    async def _collect(
-        self, storage: Storage, errands: Errands, replaced: str | None, deadline: float
-    ) -> None:
+    async def _collect(self, errands: Errands, replaced: str | None, deadline: float) -> None:
         """Garbage never makes a committed snapshot fail, nor keeps its caller waiting long."""
 
         async def collect() -> None:
-            await collect_garbage(self._host, storage, superseded=replaced)
+            assert self._storage is not None
+            await collect_garbage(self._host, self._storage, superseded=replaced)
 
-        async def lose_patience(commit: Commit) -> None:
+        async def lose_patience() -> None:
             await anyio.sleep_until(min(deadline, anyio.current_time() + _PATIENCE_S))
-            self._tell(commit)
+            self._tell()
 
         async with anyio.create_task_group() as tasks:
-            assert self._committed is not None
-            tasks.start_soon(lose_patience, self._committed)
+            tasks.start_soon(lose_patience)
             await errands.clean_up(collect)
             tasks.cancel_scope.cancel()
+
+
+def _failure_of(error: ActorSnapError) -> Failure:
+    """What rank 0 tells the others of an error that it met before it began."""
+    if isinstance(error, SnapshotAborted):
+        return Failure(
+            reason=error.reason, stage=Stage(error.stage), rank=error.rank, key=error.key
+        )
+    return Failure.of(error, stage=Stage.JOIN, rank=0)
 
 
 def _utc(seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from actorsnap.errors import UsageError
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
     CompositeEntry,
@@ -30,8 +31,10 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ItemBox
+from actorsnap.planning.save import Sharded
 from actorsnap.state import objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
+from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.sharing import Region
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
@@ -44,6 +47,7 @@ from actorsnap.state.tensors import (
     c_strides,
     refusal,
     source_of_array,
+    source_of_tensor,
     tensor_type,
 )
 from actorsnap.state.tree import (
@@ -55,6 +59,7 @@ from actorsnap.state.tree import (
     keys_without_token,
     parent_of,
     part_path,
+    unescape,
 )
 
 __all__ = ["Captured", "Leaf", "capture"]
@@ -77,6 +82,8 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         kind: ``type`` of the entry.
         dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
         requires_grad: As the tensor.
+        holders: Ranks of the group that hold it with the same value, if some do and not all.
+        is_led: All ranks hold it, but the value that counts is this rank's.
     """
 
     item: Item
@@ -84,6 +91,13 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     kind: Any
     dtype: str
     requires_grad: bool = False
+    holders: tuple[int, ...] = ()
+    is_led: bool = False
+
+    @property
+    def scope(self) -> tuple[int, ...] | None:
+        """Who writes it together: these ranks; None: all; ``()``: this one alone."""
+        return None if self.item.replicated and not self.is_led else self.holders
 
     def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
         """Returns the manifest entry, given where the bytes of the leaf, or of a box of it,
@@ -117,10 +131,14 @@ class Captured:
     Attributes:
         keys: Top-level keys, in the app state's order.
         parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
+        globs: What the caller has called replicated, sorted.
+        sharded: The tensors of which several ranks hold parts.
     """
 
-    keys: tuple[str, ...]
-    parts: list[Part]
+    keys: tuple[str, ...] = ()
+    parts: list[Part] = field(default_factory=list)
+    globs: tuple[str, ...] = ()
+    sharded: tuple[Sharded, ...] = ()
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -133,14 +151,22 @@ def capture(
     *,
     replicated: Sequence[str] = (),
     allow_pickle: bool = False,
+    ranks: Sequence[int] = (0,),
+    rank: int = 0,
 ) -> Captured:
     """Reads the state of every stateful. Tensors are referred to, not copied.
+
+    ``state_dict`` may be collective: it is called key by key in sorted order, the same on all
+    ranks; and where one raises, for the rest all the same, so that no other rank waits for
+    this one.
 
     Args:
         app_state: Objects with ``state_dict``, by key.
         replicated: Globs of paths whose leaves are the same on every rank. ``*`` stands for
             any characters within a path component, ``**`` for any components.
         allow_pickle: Whether a leaf outside of the safe set may be pickled.
+        ranks: Those that save together, as meshes and process groups count them.
+        rank: This process', among them.
 
     Raises:
         UsageError: The app state is malformed, or has leaves that cannot be stored. All of
@@ -148,20 +174,27 @@ def capture(
         Exception: Whatever a ``state_dict`` raises, with a note that names the key.
     """
     validate_app_state(app_state)
-    states = _read_states(app_state)
     globs = _Globs(replicated)
-    collector = _Collector(globs, allow_pickle)
+    states = _read_states(app_state, is_alone=len(ranks) == 1)
+    replicas = replication(app_state) if len(ranks) > 1 else {}
+    collector = _Collector(globs, allow_pickle, ranks, rank)
     for key in sorted(states):
-        collector.add_state(key, states[key])
+        collector.add_state(key, states[key], replicas.get(key))
     collector.raise_refusals()
     collector.wait_for_devices()
     globs.warn_unmatched()
-    return Captured(tuple(app_state), collector.finish())
+    return Captured(
+        tuple(app_state),
+        collector.finish(),
+        tuple(sorted(set(replicated))),
+        tuple(collector.sharded),
+    )
 
 
-def _read_states(app_state: Mapping[str, Any]) -> dict[str, Any]:
+def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
     """Calls every ``state_dict``; random generators first, and set back afterwards."""
     states: dict[str, Any] = {}
+    failed: Exception | None = None
     generators = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     others = sorted(key for key in app_state if key not in generators)
     try:
@@ -170,7 +203,11 @@ def _read_states(app_state: Mapping[str, Any]) -> dict[str, Any]:
                 states[key] = app_state[key].state_dict()
             except Exception as error:
                 error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
-                raise
+                if is_alone:
+                    raise
+                failed = failed or error
+        if failed is not None:
+            raise failed
     finally:
         for key in sorted(generators)[:1]:
             if key in states:
@@ -217,7 +254,11 @@ def _glob_regex(glob: str) -> str:
 class _Collector:
     """Turns leaves into parts; keeps dense ones in mind until shared memory is known."""
 
-    def __init__(self, globs: _Globs, allow_pickle: bool) -> None:
+    def __init__(self, globs: _Globs, allow_pickle: bool, ranks: Sequence[int], rank: int) -> None:
+        self.sharded: list[Sharded] = []
+        self._ranks = ranks
+        self._rank = rank
+        self._describer = Describer()
         self._globs = globs if globs._patterns else None
         self._allow_pickle = allow_pickle
         self._parts: list[Part] = []
@@ -227,13 +268,19 @@ class _Collector:
         self._repeating: list[int] = []
         self._devices: set[torch.device] = set()
 
-    def add_state(self, key: str, state: object) -> None:
+    def add_state(self, key: str, state: object, replicas: Replication | None = None) -> None:
         paths, values = flatten(escape(key), state)
         parts = self._parts
         globs = self._globs
         for path, value in zip(paths, values, strict=True):
             kind = type(value)
             replicated = globs is not None and kind is not Container and globs.match(path)
+            if replicas is not None and not replicated and kind is not Container:
+                replica = replicas.find(_dotted(path))
+                if replica is not None:
+                    if self._is_added(path, value, replica):
+                        continue
+                    replicated = self._covers_all(replica)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 self._add_tensor(path, value, replicated)  # type: ignore[arg-type]
             elif kind in _INLINE:
@@ -243,7 +290,7 @@ class _Collector:
             elif kind is np.ndarray or isinstance(value, np.generic):
                 self._add_array(path, value, replicated)
             elif isinstance(value, torch.Tensor):
-                self._refused.append(f"{path!r} {refusal(value)}")
+                self._add_distributed(path, value)
             else:
                 self._add_value(path, value, replicated)
 
@@ -287,7 +334,7 @@ class _Collector:
 
     def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
-        item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated)
+        item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated, is_whole=True)
         self._parts.append(Leaf(item, source_of_array(raw), kind, ""))
 
     def _add_pickle(self, path: str, value: object, replicated: bool) -> None:
@@ -386,7 +433,7 @@ class _Collector:
             )
         )
         for name, part in parts:
-            self._add_dense(part_path(path, name), part, "tensor", False, replicated)
+            self._add_dense(part_path(path, name), part, "tensor", False, replicated, is_whole=True)
         return None
 
     def _add_dense(
@@ -396,10 +443,13 @@ class _Collector:
         kind: TensorType,
         requires_grad: bool,
         replicated: bool,
+        is_whole: bool = False,
     ) -> None:
         name, itemsize = DTYPE_NAMES[tensor.dtype]
         nbytes = tensor.nbytes
-        item = Item(path, name, tuple(tensor.shape), nbytes, itemsize, replicated)
+        item = Item(
+            path, name, tuple(tensor.shape), nbytes, itemsize, replicated, None, None, is_whole
+        )
         is_lazy = tensor.is_neg() or tensor.is_conj()
         source: ByteSource
         if nbytes == 0:
@@ -423,6 +473,97 @@ class _Collector:
             source = MemorySource(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
         self._parts.append(Leaf(item, source, kind, name, requires_grad))
+
+    # Leaves that several ranks hold, or hold parts of
+
+    def _add_distributed(self, path: str, tensor: torch.Tensor) -> None:
+        found = self._describer.describe(tensor)
+        if not isinstance(found, Sharding):
+            self._refused.append(f"{path!r} {found or refusal(tensor)}")
+            return
+        absent = sorted(set(found.ranks) - set(self._ranks))
+        if absent:
+            self._refused.append(
+                f"{path!r} lies on rank(s) {', '.join(map(str, absent[:16]))} too, which do not "
+                "take part in this save; pass a group that has all of them, or save "
+                "x.full_tensor()"
+            )
+            return
+        self.sharded.append(Sharded(path, found.dtype, found.global_shape))
+        for piece in found.pieces:
+            holders = () if piece.holders is None else self._members(piece.holders)
+            self._add_piece(path, found, piece.box, piece.tensor, holders)
+
+    def _add_piece(
+        self,
+        path: str,
+        whole: Sharding,
+        box: Box,
+        tensor: torch.Tensor,
+        holders: tuple[int, ...],
+    ) -> None:
+        item = Item(
+            path,
+            whole.dtype,
+            box.sizes,
+            tensor.nbytes,
+            tensor.itemsize,
+            offsets=box.offsets,
+            global_shape=whole.global_shape,
+        )
+        self._parts.append(
+            Leaf(item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders)
+        )
+
+    def _source(self, tensor: torch.Tensor) -> ByteSource:
+        if not tensor.is_cpu:
+            self._devices.add(tensor.device)
+        return source_of_tensor(tensor)
+
+    def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        """Which of the group's ranks are among ``ranks`` of the job; None: all."""
+        if ranks is None:
+            return tuple(range(len(self._ranks)))
+        return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
+
+    def _covers_all(self, replica: Replica) -> bool:
+        return len(self._members(replica.ranks)) == len(self._ranks)
+
+    def _is_added(self, path: str, value: object, replica: Replica) -> bool:
+        """Adds a tensor that only some ranks hold, or that one rank holds for all.
+
+        Returns:
+            False for what is to be added like any other leaf.
+        """
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or (
+            self._covers_all(replica) and not replica.is_led
+        ):
+            return False
+        assert isinstance(value, torch.Tensor)
+        if value.layout is not torch.strided or value.dtype in QUANTIZED or value.is_nested:
+            return False
+        why = refusal(value)
+        if why is not None:
+            self._refused.append(f"{path!r} {why}")
+            return True
+        members = self._members(replica.ranks)
+        if replica.is_led and self._ranks[members[0]] != self._rank:
+            return True  # the first rank stores it
+        name, itemsize = DTYPE_NAMES[value.dtype]
+        shape = tuple(value.shape)
+        if self._covers_all(replica):
+            item = Item(path, name, shape, value.nbytes, itemsize, replicated=True)
+            source, kind = self._source(value), tensor_type(value)
+            self._parts.append(Leaf(item, source, kind, name, value.requires_grad, is_led=True))
+        else:
+            # As one piece, so that any other rank can restore it, too.
+            whole = Sharding(
+                shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
+            )
+            self.sharded.append(Sharded(path, name, shape))
+            holders = () if replica.is_led else members
+            self._add_piece(path, whole, Box.whole(shape), value, holders)
+        return True
 
     def wait_for_devices(self) -> None:
         """Waits for what this thread has begun on devices that tensors lie on.
@@ -471,12 +612,11 @@ class _Collector:
                 return
             path = part_path(parent_of(members[0].item.path), "storage")
             size = group.stop - group.start
-            item = Item(path, "uint8", (size,), size, 1, replicated)
+            item = Item(path, "uint8", (size,), size, 1, replicated, is_whole=True)
             replaced[group.members[0]] = [Leaf(item, source, "tensor", "uint8")]
         else:
             path = base.item.path
-            if base.item.replicated != replicated:
-                base.item = msgspec.structs.replace(base.item, replicated=replicated)
+            base.item = msgspec.structs.replace(base.item, replicated=replicated, is_whole=True)
         for number, leaf in zip(group.members, members, strict=True):
             if leaf is base:
                 continue
@@ -494,6 +634,14 @@ class _Collector:
                 replicated=replicated,
             )
             replaced.setdefault(number, []).append(view)
+
+
+def _dotted(path: str) -> str:
+    """Returns a path below its top-level key as ``state.shards`` names leaves."""
+    below = path.partition("/")[2]
+    if "%" in below:
+        return ".".join([str(unescape(token)) for token in below.split("/")])
+    return below.replace("/", ".")
 
 
 def _why_not_inline(value: object, error: objects.NotInline) -> str:

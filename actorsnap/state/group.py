@@ -19,7 +19,7 @@ from typing import Any
 
 from actorsnap.errors import UsageError
 
-__all__ = ["Group", "find_group"]
+__all__ = ["Group", "find_group", "global_rank"]
 
 _CONNECT_S = 300.0
 _HOST_S = 20.0
@@ -36,6 +36,7 @@ class Group:
         ranks: All of them in the whole job, in the order of the group.
         store: Has queues (``transport.store.QueueStore``); to be cloned, not used.
         name: Of job and group: no two at one store have the same, and all ranks say the same.
+        process_group: Of torch.distributed; None where only a store is known.
     """
 
     rank: int
@@ -43,6 +44,24 @@ class Group:
     ranks: tuple[int, ...]
     store: Any
     name: str
+    process_group: Any = None
+
+    @property
+    def key(self) -> tuple[str, object]:
+        """Tells groups of this process apart, also those at different stores."""
+        prefixes, base = [], self.store
+        while isinstance(base, _distributed().PrefixStore):
+            prefixes.append(base.prefix)
+            base = base.underlying_store
+        if isinstance(base, _distributed().TCPStore):
+            return self.name, (*prefixes, base.host, base.port)
+        return self.name, (*prefixes, id(base))
+
+
+def global_rank() -> int:
+    """This process' rank in the whole job, as meshes and process groups count them."""
+    dist = _distributed()
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def find_group(
@@ -143,7 +162,14 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
     if store is None:
         store = _store_of(group)
     _check_store(store)
-    return Group(rank=rank, world_size=len(ranks), ranks=ranks, store=store, name=name)
+    return Group(
+        rank=rank,
+        world_size=len(ranks),
+        ranks=ranks,
+        store=store,
+        name=name,
+        process_group=group,
+    )
 
 
 def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None:

@@ -67,6 +67,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
         dtype: Name of the dtype.
         kind: ``type`` of its entries.
         requires_grad: As the tensor.
+        ranks: All that have the tensor, also those whose part is empty.
         pieces: In the order of their memory; none where this rank is outside of the mesh, or
             its shard is empty. They do not overlap.
     """
@@ -75,6 +76,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
     dtype: str
     kind: TensorType
     requires_grad: bool
+    ranks: Ranks
     pieces: tuple[Piece, ...]
 
 
@@ -85,7 +87,7 @@ class Describer:
     """
 
     def __init__(self) -> None:
-        self._placed: dict[object, tuple[list[Placed], tuple[int, ...], Ranks | None]] = {}
+        self._placed: dict[object, _Place] = {}
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
         """Returns what this process holds of a distributed tensor.
@@ -113,9 +115,9 @@ class Describer:
                 found = self._placed[key] = _place(spec, shape)
         except ValueError as error:
             return f"is a DTensor that cannot be told apart: {error}; distribute it anew"
-        placed, expected, holders = found
+        placed, expected, holders, ranks = found
         if not placed:
-            return _sharding(tensor, shape, ())
+            return _sharding(tensor, shape, ranks, ())
         local = _local(tensor)
         why = _local_refusal(local, tensor)
         if why is not None:
@@ -132,7 +134,7 @@ class Describer:
             pieces = [Piece(placed[0].box, local, holders)]
         else:
             pieces = [Piece(p.box, _narrow(local, p.local), holders) for p in placed]
-        return _sharding(tensor, shape, pieces)
+        return _sharding(tensor, shape, ranks, pieces)
 
 
 def describe(tensor: torch.Tensor) -> Sharding | str | None:
@@ -171,7 +173,7 @@ def _is_sharded_tensor(value: object) -> bool:
 
 
 def _sharding(
-    tensor: torch.Tensor, shape: tuple[int, ...], pieces: Iterable[Piece]
+    tensor: torch.Tensor, shape: tuple[int, ...], ranks: Ranks, pieces: Iterable[Piece]
 ) -> Sharding | str:
     found = DTYPE_NAMES.get(tensor.dtype)
     if found is None or tensor.dtype in QUANTIZED:
@@ -181,7 +183,7 @@ def _sharding(
         kind = "parameter"
     elif getattr(tensor, "_is_buffer", False):
         kind = "buffer"
-    return Sharding(shape, found[0], kind, tensor.requires_grad, tuple(pieces))
+    return Sharding(shape, found[0], kind, tensor.requires_grad, ranks, tuple(pieces))
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -227,12 +229,16 @@ def _placement_refusal(placements: Sequence[Any]) -> str | None:
     return None
 
 
-def _place(spec: Any, shape: tuple[int, ...]) -> tuple[list[Placed], tuple[int, ...], Ranks | None]:
-    """Returns boxes, the local shape that they imply, and who else holds them."""
+_Place: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks]
+"""Boxes, the local shape that they imply, who else holds them, and all ranks of the mesh."""
+
+
+def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
     mesh = spec.mesh
+    everybody = tuple(sorted(mesh.mesh.flatten().tolist()))
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return [], (), None
+        return [], (), None, everybody
     ranks = mesh.mesh
     placements = spec.placements
     axes = range(len(placements))
@@ -260,7 +266,12 @@ def _place(spec: Any, shape: tuple[int, ...]) -> tuple[list[Placed], tuple[int, 
         # What shards share no axis of is the same along it.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
     holders = tuple(sorted(ranks.flatten().tolist()))
-    return place(shape, cuts), local_shape(shape, cuts), holders if len(holders) > 1 else None
+    return (
+        place(shape, cuts),
+        local_shape(shape, cuts),
+        holders if len(holders) > 1 else None,
+        everybody,
+    )
 
 
 def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
@@ -283,7 +294,8 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
                     f"shape {box.sizes}; make it anew with init_from_local_shards"
                 )
             pieces.append(Piece(box, local, None))
-    return _sharding(tensor, shape, pieces)
+    ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
+    return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
 
 
 # What is the same on several ranks ------------------------------------------------------------

@@ -6,7 +6,7 @@ Under trio's virtual clock an hour of waiting takes no time, and a seed repeats 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from actorsnap.actors.trace import ProgressBoard
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure
-from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import RunBlocking, Storage
@@ -81,8 +81,10 @@ class SimulatedSave:
             self.participants[rank] = ParticipantActor(
                 machine=ParticipantMachine(rank=rank, release=self.release_of.get(rank, RELEASE)),
                 end=transport.participant(rank),
-                storage=self.storages[rank],
-                captured=capture(state, replicated=self.replicated),
+                open_storage=self._opener(rank),
+                captured=capture(
+                    state, replicated=self.replicated, ranks=range(world_size), rank=rank
+                ),
                 settings=SaveSettings(
                     copies=self.copies,
                     num_uploaders=2,
@@ -125,6 +127,12 @@ class SimulatedSave:
                     tasks.start_soon(run_rank, rank)
         finally:
             transport.close()
+
+    def _opener(self, rank: int) -> Callable[[StartStoring], Awaitable[Storage]]:
+        async def open_storage(_: StartStoring) -> Storage:
+            return self.storages[rank]
+
+        return open_storage
 
     def _staged(self, rank: int) -> Callable[[], None]:
         return lambda: self.staged.add(rank)
