@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from actorsnap.errors import UsageError
 
-__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env"]
+__all__ = ["MIN_CHUNK_BYTES", "Options", "ReadMode", "chunk_within", "from_env"]
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -21,6 +22,14 @@ MIN_LOST_AFTER_S = 0.5
 """Less than a busy machine may keep a thread waiting."""
 
 _MAX_TIMEOUT_S = 24 * 3600
+
+
+class ReadMode(StrEnum):
+    """How ranks read what all of them want; ``AUTO`` chooses one of the others."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    SHARED = "shared"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +54,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         num_uploaders: Chunks hashed and written, or fetched, at once.
         max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
+        read_mode: How ranks restore what all of them want: ``"direct"``, each reads it;
+            ``"shared"``, each byte is read once and passed on over the process group, where
+            that has gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's holds for all.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
     """
@@ -59,6 +71,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     num_uploaders: int = 8
     max_objects: int = 4
     min_object_bytes: int = 64 * _MIB
+    read_mode: str = "auto"
     max_gap_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
@@ -72,6 +85,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
+        if self.read_mode not in tuple(ReadMode):
+            modes = ", ".join(repr(str(mode)) for mode in ReadMode)
+            raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
 

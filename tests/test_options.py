@@ -37,6 +37,12 @@ def test_budgets_that_do_not_work_are_refused(budget: object) -> None:
         Options(memory_budget_bytes=budget)  # type: ignore[arg-type]
 
 
+def test_read_modes() -> None:
+    assert from_env({"ACTORSNAP_READ_MODE": "shared"}) == Options(read_mode="shared")
+    with pytest.raises(UsageError, match="one of 'auto', 'direct', 'shared', not 'both'"):
+        Options(read_mode="both")
+
+
 @pytest.mark.parametrize(
     ("chunk_mib", "budget_bytes", "expected_mib"),
     [(16, 64 * MIB, 16), (16, 16 * MIB, 16), (16, 15 * MIB, 8), (16, 3 * MIB, 2), (3, MIB, 2)],

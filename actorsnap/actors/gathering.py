@@ -81,10 +81,20 @@ class MemberActor:
         return self._machine.stage
 
     @property
+    def is_over(self) -> bool:
+        """Whether the outcome is known."""
+        return self._machine.is_final
+
+    @property
     def verdict(self) -> ActorSnapError | None:
         """What all ranks raise, once it is known. A new one at each call."""
         failure = self._machine.failure
-        return None if failure is None else failure.to_error()
+        if failure is None:
+            return None
+        error = failure.to_error()
+        if failure.rank is not None and not isinstance(error, RestoreAborted):
+            error.add_note(f"actorsnap: it began on rank {failure.rank}, stage {failure.stage!r}")
+        return error
 
     async def run(self) -> None:
         """Listens until the outcome is known."""

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -441,11 +441,12 @@ def direct_fork() -> list[Any]:
         world.end()
 
 
-def _direct(name: str, arguments: dict[str, Any], channel: Any) -> Any:
-    return globals()[f"direct_{name}"](**arguments)
+def main(scenarios: Mapping[str, Any]) -> None:
+    """Plays what stdin asks for; ``scenarios`` has a ``direct_<name>`` for each."""
 
+    def direct(name: str, arguments: dict[str, Any], channel: Any) -> Any:
+        return scenarios[f"direct_{name}"](**arguments)
 
-def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -453,7 +454,7 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         name, arguments = json.loads(line)
-        child = Child(functools.partial(_direct, name, arguments))
+        child = Child(functools.partial(direct, name, arguments))
         said = child._channel.readline()
         os.waitpid(child.pid, 0)
         answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
@@ -462,4 +463,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

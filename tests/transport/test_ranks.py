@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.director import Director
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Director:
-    """A process that has imported torch, and forks worlds (``tests.transport.ranks``)."""
-
-    def __enter__(self) -> Director:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.ranks"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
-
-    def play(self, scenario: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([scenario, arguments]) + "\n")
-        self._process.stdin.flush()
-        said = json.loads(self._process.stdout.readline())
-        assert not said["error"], said["error"]
-        return said["value"]
-
-
 @pytest.fixture(scope="module")
 def director() -> Iterator[Director]:
-    with Director() as director:
+    with Director("tests.transport.ranks") as director:
         yield director
 
 
