@@ -55,7 +55,7 @@ class GatheringActor:
         if isinstance(message, Lost):
             return RankLost(message.rank, message.silent_s)
         if isinstance(message, Broken):
-            error = RestoreAborted(reason=message.reason, rank=0, stage=self._machine.stage)
+            error = RestoreAborted(reason=message.reason, rank=0, stage=str(self._machine.stage))
             return Failed(0, Failure.of(error, stage=self._machine.stage, rank=0))
         return message
 
@@ -93,7 +93,9 @@ class MemberActor:
             return None
         error = failure.to_error()
         if failure.rank is not None and not isinstance(error, RestoreAborted):
-            error.add_note(f"actorsnap: it began on rank {failure.rank}, stage {failure.stage!r}")
+            error.add_note(
+                f"actorsnap: it began on rank {failure.rank}, in stage '{failure.stage}'"
+            )
         return error
 
     async def run(self) -> None:

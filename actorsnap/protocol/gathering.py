@@ -71,7 +71,7 @@ Decide: TypeAlias = Callable[[int, Sequence[bytes]], Decision]
 
 
 def _aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
-    error = RestoreAborted(reason=reason, rank=rank, stage=stage)
+    error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
     return Failure.of(error, stage=stage, rank=rank)
 
 

@@ -61,10 +61,8 @@ def go_through(
     try:
         return (yield from body(together))
     except Exception as error:
-        raised = yield from together.fail(error)
-        if raised is error:
-            raise
-        raise raised from error
+        yield from together.fail(error)
+        raise
     finally:
         together.close()
 
@@ -134,20 +132,27 @@ class Together:
         result: T = yield lambda host: self.member.perform(lambda: step(host))
         return result
 
-    def fail(self, error: Exception) -> Script[Exception]:
-        """Tells the others that this rank cannot go on; returns what all ranks raise."""
+    def fail(self, error: Exception) -> Script[None]:
+        """Tells the others that this rank cannot go on.
+
+        Raises:
+            ActorSnapError: what all ranks raise, unless that is ``error`` itself.
+        """
         was_over = self.member.is_over
         if not was_over:
             yield lambda _: self.member.fail(self._failure_of(error))
         verdict = self.member.verdict
-        is_ours = not was_over and isinstance(error, ActorSnapError) and _is_same(error, verdict)
-        return error if verdict is None or is_ours else verdict
+        is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
+        if verdict is None or (is_same and not was_over):
+            return
+        # What began elsewhere came here by a step, as a copy without the note that says where.
+        raise verdict from None if is_same else error
 
     def close(self) -> None:
         """Takes leave if the outcome is not known: the caller was interrupted."""
         if not self.member.is_over:
             interrupted = RestoreAborted(
-                reason="the caller was interrupted", rank=self.team.rank, stage=Stage.CANCEL
+                reason="the caller was interrupted", rank=self.team.rank, stage=str(Stage.CANCEL)
             )
             failure = Failure.of(interrupted, stage=Stage.CANCEL, rank=self.team.rank)
             self._host.submit(self.member.fail(failure))
@@ -156,7 +161,7 @@ class Together:
         rank, stage = self.team.rank, self.member.stage
         if not isinstance(error, ActorSnapError):
             said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-            error = RestoreAborted(reason="; ".join(said), rank=rank, stage=stage)
+            error = RestoreAborted(reason="; ".join(said), rank=rank, stage=str(stage))
         return Failure.of(error, stage=stage, rank=rank)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any
 
 from actorsnap.planning.save import RankPlan
@@ -28,6 +29,7 @@ class Team:
         world_size: Of the group.
         ranks: All of them in the whole job, in the order of the group.
         process_group: Of torch.distributed; None where only a store is known.
+        store: A weak reference: the store may host the server, whose end is the job's business.
         memory: What the coordinator knows from the save before. On the loop only.
         remembered: The rank's plan of the save before, by its digest. On the loop only.
     """
@@ -37,6 +39,7 @@ class Team:
         self.world_size = group.world_size
         self.ranks = group.ranks
         self.process_group = group.process_group
+        self.store = weakref.ref(group.store)
         self._host = Host.get()
         self._pid = os.getpid()
         self.memory = Memory()
@@ -71,7 +74,7 @@ class Team:
         return self.port.begin(lost_after_s=lost_after_s)
 
 
-_teams: dict[tuple[str, object], Team] = {}
+_teams: dict[tuple[str, int], Team] = {}
 _lock = threading.Lock()
 
 
@@ -86,8 +89,10 @@ def find_team(group: Any, store: Any) -> Team | None:
     found = find_group(group, store)
     if found is None:
         return None
-    key = found.key
+    key = (found.name, id(found.store))
     with _lock:
+        for gone in [k for k, team in _teams.items() if team.store() is None]:
+            _teams.pop(gone).port.close(0.0)
         team = _teams.get(key)
         if team is None:
             team = _teams[key] = Team(found)

@@ -46,17 +46,6 @@ class Group:
     name: str
     process_group: Any = None
 
-    @property
-    def key(self) -> tuple[str, object]:
-        """Tells groups of this process apart, also those at different stores."""
-        prefixes, base = [], self.store
-        while isinstance(base, _distributed().PrefixStore):
-            prefixes.append(base.prefix)
-            base = base.underlying_store
-        if isinstance(base, _distributed().TCPStore):
-            return self.name, (*prefixes, base.host, base.port)
-        return self.name, (*prefixes, id(base))
-
 
 def global_rank() -> int:
     """This process' rank in the whole job, as meshes and process groups count them."""

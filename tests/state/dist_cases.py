@@ -281,7 +281,7 @@ def check_model(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.opti
 def describe_or_fail(tensor: torch.Tensor) -> Sharding:
     found = describe(tensor)
     if found is None:
-        return Sharding((), "", "tensor", False, ())
+        return Sharding((), "", "tensor", False, (), ())
     assert isinstance(found, Sharding)
     return found
 

@@ -1,27 +1,16 @@
-"""Real processes that speak through a store: what they do, and a helper that forks them.
+"""What real processes do that speak through a store (see ``tests.worlds``).
 
-Importing torch takes seconds. ``python -m tests.transport.ranks`` imports it once, then forks
-for each line ``[scenario, arguments]`` a *director*: it forks the ranks and the store's
-server, tells them what to do, stops or kills them, and answers with what they said. Ranks do
-their messages on the real runtime's thread, while their main thread is the trainer.
+Ranks do their messages on the real runtime's thread, while their main thread is the trainer.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
-import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -33,11 +22,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.state.group import Group, find_group
 from actorsnap.transport.base import Broken, Lost
 from actorsnap.transport.store import StorePort, StoreSave
-
-LIMIT_S = 25
-"""A process that hangs is killed by SIGALRM after so long."""
-
-_dist: Any = dist  # the stubs of its stores are not exported
+from tests.worlds import LIMIT_S, Rank, World
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -133,35 +118,6 @@ def exchange(port: Port, count: int) -> tuple[int, list[float]]:
                 dist.all_reduce(tensor)
                 sums.append(tensor[-1].item())
         return [call.result(timeout=LIMIT_S) for call in calls][0], sums
-
-
-@dataclass
-class Rank:
-    """Inside a rank: its line to the director."""
-
-    rank: int
-    world: int
-    port: int
-    channel: Any
-
-    def say(self, value: Any) -> None:
-        self.channel.write(json.dumps(value) + "\n")
-        self.channel.flush()
-
-    def hear(self) -> None:
-        assert self.channel.readline()
-
-    def store(self) -> Any:
-        return _dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-
-    def join_gloo(self) -> None:
-        dist.init_process_group(
-            "gloo",
-            store=self.store(),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=datetime.timedelta(seconds=LIMIT_S),
-        )
 
 
 def threads_of_ports() -> list[str]:
@@ -284,91 +240,7 @@ def fork_in_the_middle(me: Rank) -> dict[str, Any]:
     return {"said": said, "status": status, "answers": answers}
 
 
-# The director
-
-
-class Child:
-    """Outside of a rank: its line, and its process."""
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        near, far = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            near.close()
-            signal.alarm(LIMIT_S)
-            channel = far.makefile("rw")
-            status = 1
-            try:
-                value = work(channel)
-                answer = {"value": value, "error": ""}
-                status = 0
-            except BaseException as error:
-                answer = {"value": None, "error": traceback.format_exc()}
-                if isinstance(error, SystemExit):
-                    raise
-            with suppress(OSError):
-                channel.write(json.dumps(answer) + "\n")
-                channel.flush()
-            os._exit(status)
-        far.close()
-        self._channel = near.makefile("rw")
-
-    def hear(self) -> Any:
-        line = self._channel.readline()
-        assert line, "the rank is gone"
-        return json.loads(line)
-
-    def result(self) -> Any:
-        while True:
-            said = self.hear()
-            if isinstance(said, dict) and set(said) == {"value", "error"}:
-                assert not said["error"], said["error"]
-                return said["value"]
-
-    def tell(self) -> None:
-        self._channel.write("go\n")
-        self._channel.flush()
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-
-class World:
-    """The ranks of one test, and a server of a store in a process of its own."""
-
-    def __init__(self, num_ranks: int, work: Callable[..., Any], **arguments: Any) -> None:
-        def serve(channel: Any) -> None:
-            server = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            channel.write(json.dumps(server.port) + "\n")
-            channel.flush()
-            while True:
-                channel.readline()
-                channel.write(json.dumps(server.num_keys()) + "\n")
-                channel.flush()
-
-        self.server = Child(serve)
-        self.port = self.server.hear()
-        if arguments.get("how") == "env":
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.port = free.getsockname()[1]
-
-        def run(rank: int) -> Callable[[Any], Any]:
-            return lambda channel: work(Rank(rank, num_ranks, self.port, channel), **arguments)
-
-        self.ranks = [Child(run(rank)) for rank in range(num_ranks)]
-
-    def results(self) -> list[Any]:
-        return [rank.result() for rank in self.ranks]
-
-    def num_keys(self) -> int:
-        self.server.tell()
-        return int(self.server.hear())
-
-    def end(self) -> None:
-        for child in (*self.ranks, self.server):
-            child.kill()
-            os.waitpid(child.pid, 0)
+# Directors: they make a world, and do to it what ranks cannot do to themselves
 
 
 def direct_saves(num_ranks: int, how: str) -> dict[str, Any]:
@@ -439,28 +311,3 @@ def direct_fork() -> list[Any]:
         return world.results()
     finally:
         world.end()
-
-
-def main(scenarios: Mapping[str, Any]) -> None:
-    """Plays what stdin asks for; ``scenarios`` has a ``direct_<name>`` for each."""
-
-    def direct(name: str, arguments: dict[str, Any], channel: Any) -> Any:
-        return scenarios[f"direct_{name}"](**arguments)
-
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        child = Child(functools.partial(direct, name, arguments))
-        said = child._channel.readline()
-        os.waitpid(child.pid, 0)
-        answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
-        answers.write("" if said else "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -6,13 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.director import Director
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.worlds import ROOT, Director
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,7 @@ def director() -> Iterator[Director]:
     [(2, "gloo"), (4, "gloo"), (2, "given"), (3, "agent"), (3, "env")],
 )
 def test_saves_beside_a_trainer(director: Director, num_ranks: int, how: str) -> None:
-    found = director.play("saves", num_ranks=num_ranks, how=how)
+    found = director.play("direct_saves", num_ranks=num_ranks, how=how)
     for rank in found["ranks"]:
         assert rank["answers"] == [50, 50]
         assert rank["ranks"] == list(range(num_ranks))
@@ -40,11 +37,11 @@ def test_saves_beside_a_trainer(director: Director, num_ranks: int, how: str) ->
     assert sent == [102 * (num_ranks - 1), *[100] * (num_ranks - 1)]
     if how in ("gloo", "given"):
         # What torch itself keeps there aside, the store is as empty as before.
-        assert found["keys"] == director.play("keys", num_ranks=num_ranks, how=how)
+        assert found["keys"] == director.play("direct_keys", num_ranks=num_ranks, how=how)
 
 
 def test_two_groups_at_once(director: Director) -> None:
-    found = director.play("sub_groups")
+    found = director.play("direct_sub_groups")
     for rank, said in enumerate(found):
         assert said["answers"] == [20, 20]
         assert said["ranks"] == [[0, 2], [1, 3]][rank % 2]
@@ -54,7 +51,7 @@ def test_two_groups_at_once(director: Director) -> None:
 
 
 def test_a_rank_is_killed(director: Director) -> None:
-    found = director.play("trouble", num_ranks=3, whom="2", how="kill")
+    found = director.play("direct_trouble", num_ranks=3, whom="2", how="kill")
     coordinator, other = found["ranks"]
     assert coordinator["lost"] == 2
     assert 0.7 < coordinator["at"] - found["began"] < 5
@@ -64,14 +61,14 @@ def test_a_rank_is_killed(director: Director) -> None:
 
 
 def test_the_coordinator_is_killed(director: Director) -> None:
-    found = director.play("trouble", num_ranks=3, whom="0", how="kill")
+    found = director.play("direct_trouble", num_ranks=3, whom="0", how="kill")
     assert [rank["lost"] for rank in found["ranks"]] == [0, 0]
     assert [rank["threads"] for rank in found["ranks"]] == [[], []]
 
 
 @pytest.mark.parametrize("whom", ["0", "1"])
 def test_a_rank_is_stopped_and_comes_back(director: Director, whom: str) -> None:
-    found = director.play("trouble", num_ranks=2, whom=whom, how="stop")
+    found = director.play("direct_trouble", num_ranks=2, whom=whom, how="stop")
     still_there = found["ranks"][1 - int(whom)]
     assert still_there["lost"] == int(whom)
     # It sends what belongs to a save that has ended; the next one does not notice.
@@ -79,7 +76,7 @@ def test_a_rank_is_stopped_and_comes_back(director: Director, whom: str) -> None
 
 
 def test_the_store_is_killed(director: Director) -> None:
-    found = director.play("trouble", num_ranks=3, whom="server", how="kill")
+    found = director.play("direct_trouble", num_ranks=3, whom="server", how="kill")
     for rank in found["ranks"]:
         assert "the job's store does not work any more" in rank["broken"]
         assert "frame #" not in rank["broken"]
@@ -89,7 +86,7 @@ def test_the_store_is_killed(director: Director) -> None:
 
 
 def test_a_fork_does_not_use_the_parents_connections(director: Director) -> None:
-    for said in director.play("fork"):
+    for said in director.play("direct_fork"):
         assert "which this process was forked from" in said["said"]
         assert said["status"] == 0
         assert said["answers"] == 5

@@ -1,4 +1,4 @@
-"""Real processes that go through the steps of a call together (see ``tests.transport.ranks``)."""
+"""Real processes that go through the steps of a call together (see ``tests.worlds``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from actorsnap.runtime.broadcast import Broadcaster, obstacle_of
 from actorsnap.runtime.gathering import Steps, go_through
 from actorsnap.runtime.host import Host, Script, run_sync
 from actorsnap.runtime.ranks import find_team
-from tests.transport.ranks import Rank, World, main
+from tests.worlds import Rank, World
+
+__all__ = ["direct_go"]
 
 OPTIONS = Options(timeout_s=15, lost_after_s=1.5)
 NUM_STEPS = 3
@@ -68,7 +70,10 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
     if not trouble.startswith("kill"):
         # The next call goes as if nothing had been.
         said["again"] = run_sync(
-            go_through(team, OPTIONS, lambda *_: Decision(None, b"x"), Steps.arrive), name="again"
+            go_through(
+                team, OPTIONS, lambda *_: Decision(None, b"x"), lambda steps: steps.arrive()
+            ),
+            name="again",
         ).decode()
         dist.barrier()
     team.port.close()
@@ -86,7 +91,3 @@ def direct_go(num_ranks: int, trouble: str, whom: int) -> list[Any]:
         return [rank.result() for rank in others]
     finally:
         world.end()
-
-
-if __name__ == "__main__":
-    main(globals())

@@ -1,0 +1,218 @@
+"""Real processes that save together: ranks over gloo, forked by a helper.
+
+Importing torch takes seconds. ``python -m tests.worlds MODULE`` imports it once, then forks for
+each line ``[function, arguments]`` a *director*: that function of the module makes a ``World``
+of ranks and a store's server, tells them what to do, stops or kills them, and answers with what
+they said.
+``Director`` is the near end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["LIMIT_S", "ROOT", "Child", "Director", "Rank", "World"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LIMIT_S = 25
+"""A process that hangs is killed by SIGALRM after so long."""
+
+_dist: Any = dist  # the stubs of its stores are not exported
+
+
+@dataclass
+class Rank:
+    """Inside a rank: its line to the director."""
+
+    rank: int
+    world: int
+    port: int
+    channel: Any
+
+    def say(self, value: Any) -> None:
+        self.channel.write(json.dumps(value) + "\n")
+        self.channel.flush()
+
+    def hear(self) -> None:
+        assert self.channel.readline()
+
+    def store(self) -> Any:
+        return _dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+
+    def join_gloo(self) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=self.store(),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=datetime.timedelta(seconds=LIMIT_S),
+        )
+
+
+class Child:
+    """Outside of a rank: its line, and its process."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        near, far = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            near.close()
+            signal.alarm(LIMIT_S)
+            channel = far.makefile("rw")
+            status = 1
+            try:
+                value = work(channel)
+                answer = {"value": value, "error": ""}
+                status = 0
+            except BaseException as error:
+                answer = {"value": None, "error": traceback.format_exc()}
+                if isinstance(error, SystemExit):
+                    raise
+            with suppress(OSError):
+                channel.write(json.dumps(answer) + "\n")
+                channel.flush()
+            os._exit(status)
+        far.close()
+        self._channel = near.makefile("rw")
+
+    def hear(self) -> Any:
+        line = self._channel.readline()
+        assert line, "the rank is gone"
+        return json.loads(line)
+
+    def result(self) -> Any:
+        while True:
+            said = self.hear()
+            if isinstance(said, dict) and set(said) == {"value", "error"}:
+                assert not said["error"], said["error"]
+                return said["value"]
+
+    def tell(self) -> None:
+        self._channel.write("go\n")
+        self._channel.flush()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class World:
+    """The ranks of one test, and a server of a store in a process of its own."""
+
+    def __init__(self, num_ranks: int, work: Callable[..., Any], **arguments: Any) -> None:
+        def serve(channel: Any) -> None:
+            server = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            channel.write(json.dumps(server.port) + "\n")
+            channel.flush()
+            while True:
+                channel.readline()
+                channel.write(json.dumps(server.num_keys()) + "\n")
+                channel.flush()
+
+        self.server = Child(serve)
+        self.port = self.server.hear()
+        if arguments.get("how") == "env":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.port = free.getsockname()[1]
+
+        def run(rank: int) -> Callable[[Any], Any]:
+            return lambda channel: work(Rank(rank, num_ranks, self.port, channel), **arguments)
+
+        self.ranks = [Child(run(rank)) for rank in range(num_ranks)]
+
+    def results(self) -> list[Any]:
+        return [rank.result() for rank in self.ranks]
+
+    def num_keys(self) -> int:
+        self.server.tell()
+        return int(self.server.hear())
+
+    def end(self) -> None:
+        for child in (*self.ranks, self.server):
+            child.kill()
+            os.waitpid(child.pid, 0)
+
+
+# The helper
+
+
+class Director:
+    """A process that has imported torch, and forks worlds. Use as a context manager.
+
+    Args:
+        module: Where the functions are that it is to call.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __enter__(self) -> Director:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.worlds", self._module],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=30)
+
+    def play(self, scenario: str, **arguments: Any) -> Any:
+        """What that function returns in a process of its own."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([scenario, arguments]) + "\n")
+        self._process.stdin.flush()
+        said = json.loads(self._process.stdout.readline())
+        assert not said["error"], said["error"]
+        return said["value"]
+
+
+def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -> Any:
+    return work(**arguments)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    module = importlib.import_module(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        scenario, arguments = json.loads(line)
+        child = Child(functools.partial(_direct, getattr(module, scenario), arguments))
+        said = child._channel.readline()
+        os.waitpid(child.pid, 0)
+        answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
+        answers.write("" if said else "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
