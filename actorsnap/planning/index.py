@@ -13,6 +13,7 @@ grew; that, and the containers, it takes from rank 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ import msgspec
 
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box
+from actorsnap.format.layout import shard_name
 from actorsnap.format.manifest import (
     BytesEntry,
     CompositeEntry,
@@ -34,7 +36,15 @@ from actorsnap.format.manifest import (
     is_same_tensor,
 )
 
-__all__ = ["AnyEntry", "Index", "Shard", "ShardedEntry", "index_of"]
+__all__ = [
+    "AnyEntry",
+    "Index",
+    "Shard",
+    "ShardedEntry",
+    "index_of",
+    "named_entries",
+    "named_ranks",
+]
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
@@ -102,6 +112,26 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
             elsewhere={},
         )
     return _Merger(manifests, rank).index()
+
+
+def named_entries(manifest: RankManifest) -> dict[str, Entry]:
+    """Returns the entries by path; shards that share one are named ``<path>@<offsets>``."""
+    found = {entry.path: entry for entry in manifest.entries}
+    if len(found) == len(manifest.entries):
+        return found
+    times = Counter(entry.path for entry in manifest.entries)
+    return {
+        shard_name(entry.path, entry.offsets)
+        if times[entry.path] > 1 and isinstance(entry, TensorEntry) and entry.offsets is not None
+        else entry.path: entry
+        for entry in manifest.entries
+    }
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns ranks as people write them."""
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _is_shard(entry: Entry) -> bool:
