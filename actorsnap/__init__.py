@@ -25,7 +25,7 @@ from actorsnap.errors import (
 from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE as __version__
 from actorsnap.runtime.host import shutdown
-from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.snapshot import PendingSnapshot, Snapshot
 from actorsnap.state.stateful import RNGState, StateDict, Stateful
@@ -44,6 +44,7 @@ __all__ = [
     "Phase",
     "Progress",
     "RNGState",
+    "RestorePlan",
     "RestoreReport",
     "Snapshot",
     "RestoreAborted",

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import anyio
 
 from actorsnap.actors.errands import Errands
-from actorsnap.format.manifest import BLOCK_BYTES, Stored
+from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part
+from actorsnap.state.reshard import cut
 from actorsnap.state.tensors import ByteSink
 from actorsnap.storage.base import RunBlocking
 
@@ -105,15 +106,8 @@ class ExchangeActor:
         wanted: list[tuple[Stored, memoryview]] = []
         for part in self._rounds[number][self._rank]:
             stored = self._commons[part.request].stored
-            begin, end = part.start // BLOCK_BYTES, -(-part.stop // BLOCK_BYTES)
             nbytes = part.stop - part.start
-            cut = Stored(
-                stored.object,
-                stored.start + part.start,
-                stored.start + part.stop,
-                stored.crc32c[begin:end],
-            )
-            wanted.append((cut, memory[at : at + nbytes]))
+            wanted.append((cut(stored, part.start, part.stop), memory[at : at + nbytes]))
             at += nbytes
         await self._read(wanted)
 

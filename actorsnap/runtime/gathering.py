@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
 
@@ -20,11 +20,15 @@ from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
 
-__all__ = ["Alone", "Steps", "Together", "go_through"]
+__all__ = ["Steps", "go_through"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+Arrive: TypeAlias = Callable[[], Awaitable[bytes]]
+Step: TypeAlias = Callable[[Host, Arrive], Awaitable[T]]
 
 
 class Steps(Protocol):
@@ -41,8 +45,9 @@ class Steps(Protocol):
         """Waits until all ranks have arrived; returns what was decided."""
         ...
 
-    def perform(self, step: Callable[[Host], Awaitable[T]]) -> Script[T]:
-        """Runs work on the runtime's loop; cancels it when another rank has failed."""
+    def perform(self, step: Step[T]) -> Script[T]:
+        """Runs work on the runtime's loop; cancels it when another rank has failed. The work may
+        ``arrive`` itself."""
         ...
 
 
@@ -78,16 +83,22 @@ class Alone:
 
     def arrive(self, payload: bytes = b"") -> Script[bytes]:
         yield from ()
-        decision = self._decide(self._step, [payload])
-        self._step += 1
-        return decision.payload
+        return self._decided(payload)
 
-    def perform(self, step: Callable[[Host], Awaitable[T]]) -> Script[T]:
+    def perform(self, step: Step[T]) -> Script[T]:
+        async def arrive() -> bytes:
+            return self._decided(b"")
+
         async def run(host: Host) -> T:
-            return await step(host)
+            return await step(host, arrive)
 
         result: T = yield run
         return result
+
+    def _decided(self, payload: bytes) -> bytes:
+        decision = self._decide(self._step, [payload])
+        self._step += 1
+        return decision.payload
 
 
 class Together:
@@ -128,8 +139,8 @@ class Together:
         decided: bytes = yield lambda _: self.member.arrive(payload)
         return decided
 
-    def perform(self, step: Callable[[Host], Awaitable[T]]) -> Script[T]:
-        result: T = yield lambda host: self.member.perform(lambda: step(host))
+    def perform(self, step: Step[T]) -> Script[T]:
+        result: T = yield lambda host: self.member.perform(lambda: step(host, self.member.arrive))
         return result
 
     def fail(self, error: Exception) -> Script[None]:

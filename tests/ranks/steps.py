@@ -53,7 +53,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
         decided.append((yield from steps.arrive()))
         if trouble == "kill in a broadcast" and me.rank == whom:
             os.kill(os.getpid(), signal.SIGKILL)
-        yield from steps.perform(lambda _: broadcaster(memoryview(data), 0))
+        yield from steps.perform(lambda *_: broadcaster(memoryview(data), 0))
         decided.append((yield from steps.arrive()))
         return [payload.decode() for payload in decided]
 
