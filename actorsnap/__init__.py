@@ -28,6 +28,7 @@ from actorsnap.runtime.host import shutdown
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.snapshot import PendingSnapshot, Snapshot
+from actorsnap.state.optim import prime_optimizer
 from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
 __all__ = [
@@ -60,5 +61,6 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "from_env",
+    "prime_optimizer",
     "shutdown",
 ]

@@ -80,18 +80,31 @@ class Snapshot:
         trains, use ``async_take``). Tensors on devices, or not contiguous, go through at most
         48 MiB of copies.
 
+        Where a process group of torch.distributed is initialised, or torchrun has started the
+        process, all ranks call this together, in the same order as their other calls, and it
+        is one snapshot: what ranks share is written once, by all of them. No collective is
+        called, but by a ``state_dict`` of yours. All ranks return, or raise the same error, by
+        ``Options.timeout_s``, whatever happens to one of them. ``path``, ``metadata``,
+        ``overwrite`` and the options that concern storing are those of rank 0.
+
         What other programs keep at ``path`` is not touched. The garbage of older attempts is
         deleted behind the commit; this waits for it 5 seconds at most.
 
         Args:
             path: A URL at which no snapshot is committed yet.
             app_state: Statefuls by key.
-            replicated: Globs of paths that are equal on all ranks: ``"model/**"``.
+            replicated: Globs of paths that are equal on all ranks: ``"model/**"``; the same on
+                all ranks. Sharded tensors, and what DistributedDataParallel wraps, need none.
             overwrite: Replace a snapshot that is committed at ``path``. It stays valid until
                 the new one is committed.
             metadata: Any JSON object; comes back as ``Snapshot.metadata``.
             storage_options: For the backend.
             options: See ``Options``.
+            group: A ``ProcessGroup``: its ranks save together. None: the default one, or, where
+                none is initialised, the ranks that torchrun has started.
+            store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, instead
+                of the group's own. Without a process group, RANK and WORLD_SIZE in the
+                environment say the rest.
 
         Raises:
             UsageError: bad input; nothing was written.

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from actorsnap.actors.errands import Errands
+from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import find_commit
 from actorsnap.errors import (
     ActorSnapError,
@@ -208,13 +208,17 @@ class CoordinatorActor:
         try:
             data = encode_commit(commit)
             await self._look_before(commit)
+            if absence := self._end.absence():
+                return CommitFailed(
+                    Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+                )
             self._is_asked = True
             if self._template.overwrite:
                 await self._storage.put(COMMIT_KEY, [memoryview(data)])
             else:
                 await self._storage.put_if_absent(COMMIT_KEY, data)
         except Exception as error:  # whatever a backend raises: what was stored must not be lost
-            return await self._failed(error)
+            return await self._failed(first_error(error))
         return CommitWritten()
 
     async def _look_before(self, commit: Commit) -> None:
@@ -246,7 +250,7 @@ class CoordinatorActor:
                     "it: save to a path on storage that all ranks share",
                 ) from error
 
-    async def _failed(self, error: Exception) -> CommitWritten | CommitFailed:
+    async def _failed(self, error: BaseException) -> CommitWritten | CommitFailed:
         visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
             # The backend tried twice by itself, and met what its first try had created.

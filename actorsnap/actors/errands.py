@@ -19,7 +19,7 @@ import anyio.abc
 
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["Errands"]
+__all__ = ["Errands", "first_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +136,10 @@ class Errands:
             await step()
         except Exception:  # whatever a backend raises
             logger.warning("%s: garbage was left", self._label, exc_info=True)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first exception of a group that is no group itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

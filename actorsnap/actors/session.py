@@ -17,7 +17,7 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.errands import Errands
+from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
@@ -297,7 +297,7 @@ class ParticipantActor:
         try:
             await step(*args)
         except Exception as error:
-            cause = _first_error(error)
+            cause = first_error(error)
             if not isinstance(cause, ActorSnapError):
                 logger.debug("%s: %s failed", self._board.label, stage, exc_info=cause)
             self._on_failure(cause)
@@ -571,10 +571,3 @@ def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
             return
         if chunk.lease is not None:
             chunk.lease.release()
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """The first exception of a group that is no group itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -377,7 +377,7 @@ class SaveJob:
             on_staged=self._on_staged,
             on_failure=self._on_failure,
             remembered=remembered,
-            deadline=deadline + _GRACE_S,
+            deadline=None if self._rank == 0 else deadline + _GRACE_S,
         )
         del captured
         coordinator = None

@@ -61,3 +61,9 @@ class CoordinatorEnd(Protocol):
 
     async def receive(self) -> ToCoordinator | Lost | Broken:
         """The next message of any rank. Cancellation: no message is lost."""
+
+    def absence(self) -> str | None:
+        """Why the ranks may have given this process up; None if they have no reason to.
+
+        Looks now: a process that was stopped does not know it by itself.
+        """

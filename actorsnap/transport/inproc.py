@@ -90,3 +90,6 @@ class _Coordinator:
 
     async def receive(self) -> _Up:
         return await self._receive.receive()
+
+    def absence(self) -> str | None:
+        return None

@@ -94,6 +94,7 @@ class _End(Generic[In]):
         self._is_broken = False
         self._is_closed = False
         self._asked_s: float | None = None
+        self._away_s = 0.0
 
     def put(self, item: In | Lost | Broken) -> None:
         if self._is_broken:
@@ -183,6 +184,16 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
     """
 
     colleague: StoreParticipant[Up, Down]
+
+    def absence(self) -> str | None:
+        """See ``transport.base.CoordinatorEnd``."""
+        self._port._look(2 * self._look_s)
+        if self._away_s <= self._lost_after_s:
+            return None
+        return (
+            f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s: the others have "
+            "given it up"
+        )
 
     async def send(self, rank: int, message: Down) -> None:
         self._check()
@@ -393,8 +404,12 @@ class StorePort(Generic[Up, Down]):
         """The seconds that this process was there to hear somebody."""
         self._dispatch()
         now = self._clock()
-        self._active_s += min(max(0.0, now - self._looked_s), max_step_s)
+        step = max(0.0, now - self._looked_s)
+        self._active_s += min(step, max_step_s)
         self._looked_s = now
+        for save in self._open.values():
+            for end in save._ends():
+                end._away_s = max(end._away_s, step)
         return self._active_s
 
     def _on_fault(self, fault: Fault) -> None:
@@ -536,6 +551,8 @@ class StorePort(Generic[Up, Down]):
         number = save.number
         if number < self._ended_below or number in self._ended:
             return  # closed before it was registered
+        if not self._open:
+            self._looked_s = self._clock()  # nobody had a reason to look
         self._open[number] = save
         if self._fault is not None:
             self._break([save], self._fault)

@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -281,6 +282,9 @@ def interrupted_restore(url: str, at: int) -> dict[str, Any]:
             sync.Snapshot(faulty_url(url)).restore(state(-1))
         except KeyboardInterrupt:
             raised = True
+    deadline = time.monotonic() + 5
+    while Host.get()._calls and time.monotonic() < deadline:
+        time.sleep(0.001)  # what has ended is taken off the list a moment later
     return {
         "was_hit": barrier.was_reached,
         "raised": raised,

@@ -1,0 +1,236 @@
+"""One outcome on all ranks, whatever happens to one of them. Real processes over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.assembled import Assembled, assemble
+from tests.ranks.troubles import LOST_AFTER_S
+from tests.worlds import Director
+
+
+@pytest.fixture(scope="module")
+def director() -> Iterator[Director]:
+    with Director("tests.ranks.troubles") as director:
+        yield director
+
+
+def check_whole(path: Path, num_ranks: int, fill: float = 1.0) -> Assembled:
+    """The snapshot has what ``troubles.state`` says."""
+    found = assemble(path)
+    for n in range(2):
+        expected = torch.full((1 << 20,), fill + n)
+        assert torch.equal(found.tensors[f"model/w{n}"], expected)
+    for rank in range(num_ranks):
+        assert torch.equal(found.private[rank, "own/x"], torch.full((7,), float(rank)))
+    assert max(found.nbytes) <= 1.05 * sum(found.nbytes) / num_ranks
+    return found
+
+
+def is_clean(path: Path) -> bool:
+    """Whether only the committed attempt's folder is left."""
+    return len([entry for entry in path.iterdir() if entry.is_dir()]) == 1
+
+
+STEPS = [
+    ("participant", "Begun"),
+    ("participant", "AskInventory"),
+    ("participant", "AskItems"),
+    ("participant", "Assign"),
+    ("participant", "Planned"),
+    ("participant", "Tokens"),
+    ("participant", "ChunkStored"),
+    ("participant", "StagingEnded"),
+    ("participant", "ObjectReleased"),
+    ("participant", "ManifestStored"),
+    ("participant", "Committed"),
+]
+STEPS_OF_RANK_0 = [
+    ("coordinator", "Join"),
+    ("coordinator", "Offer"),
+    ("coordinator", "Items"),
+    ("coordinator", "Opened"),
+    ("coordinator", "Written"),
+    ("coordinator", "Stored"),
+    ("coordinator", "CommitWritten"),
+    ("participant", "Complete"),
+]
+QUICK = {
+    ("kill", 1, "Begun"),
+    ("kill", 1, "ChunkStored"),
+    ("kill", 1, "ManifestStored"),
+    ("kill", 0, "Join"),
+    ("kill", 0, "Written"),
+    ("kill", 0, "CommitWritten"),
+    ("stop", 1, "Assign"),
+    ("stop", 0, "Stored"),
+}
+_CASES = [
+    pytest.param(
+        *case,
+        id="-".join(map(str, case)),
+        marks=[] if (case[0], case[1], case[3]) in QUICK else [pytest.mark.slow],
+    )
+    for how in ("kill", "stop")
+    for victim, steps in ((1, STEPS), (0, STEPS_OF_RANK_0))
+    for machine, event in steps
+    for case in [(how, victim, machine, event)]
+]
+
+
+@pytest.mark.parametrize(("how", "victim", "machine", "event"), _CASES)
+def test_a_rank_falls(
+    director: Director, tmp_path: Path, how: str, victim: int, machine: str, event: str
+) -> None:
+    path = tmp_path / "s"
+    said = director.play(
+        "direct_falls",
+        num_ranks=3,
+        victim=victim,
+        path=str(path),
+        machine=machine,
+        event=event,
+        how=how,
+    )
+    is_committed = event in ("CommitWritten", "Committed")
+    for other in said["others"]:
+        assert other["seconds"] < LOST_AFTER_S + 12
+        if is_committed:
+            assert other["error"] == "", other
+        else:
+            assert other["error"] == "SnapshotAborted", other
+            assert f"rank {victim}" in other["text"]
+    assert len({(other["error"], other["text"]) for other in said["others"]}) == 1
+    # Either the older snapshot or this one: both hold the same.
+    check_whole(path, 3)
+    if how == "stop":
+        # It hears what became of the save, and all go on together.
+        assert said["victim"]["error"] == ("" if is_committed else "SnapshotAborted")
+        assert [one["error"] for one in said["again"]] == [""] * 3
+        check_whole(path, 3)
+
+
+def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
+    said = director.play("direct_loses_the_store", num_ranks=3, path=str(tmp_path / "s"))
+    for rank in said:
+        assert rank["error"] == "SnapshotAborted"
+        assert "the job's store does not work any more" in rank["text"]
+        assert rank["seconds"] < 10
+    check_whole(tmp_path / "s", 3)
+
+
+def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -> list[Any]:
+    """All ranks end the same way, and then save to the same path."""
+    said = director.play("direct_wrong", num_ranks=3, what=what, path=str(path))
+    for rank in said:
+        assert rank["first"]["error"] == error, rank["first"]
+        for word in words:
+            assert word in rank["first"]["text"]
+        assert rank["again"]["error"] == ""
+    assert len({rank["first"]["text"] for rank in said}) == 1
+    check_whole(path, 3)
+    assert is_clean(path)
+    return [rank["first"] for rank in said]
+
+
+@pytest.mark.parametrize(
+    ("what", "word"),
+    [
+        ("path", "path"),
+        ("options", "options must be actorsnap.Options"),
+        ("leaf", "'own/x' is a object"),
+        ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
+        ("shape", "'model/w1' is float32 (1048576,) on rank 0, float32 (5,) on rank 1"),
+    ],
+)
+def test_bad_input_on_one_rank(director: Director, tmp_path: Path, what: str, word: str) -> None:
+    _wrong(director, tmp_path / "s", what, "UsageError", word)
+
+
+def test_state_dict_raises_on_one_rank(director: Director, tmp_path: Path) -> None:
+    """The collective state_dict of a later key does not hang the others."""
+    found = _wrong(director, tmp_path / "s", "raises", "SnapshotAborted", "rank 1", "no such thing")
+    assert [rank["cause"] for rank in found] == ["NoneType", "KeyError", "NoneType"]
+    assert found[0]["stage"] == "capture"
+    assert "state_dict() of 'b'" in found[0]["text"]
+
+
+def test_a_storage_error_on_one_rank(director: Director, tmp_path: Path) -> None:
+    found = _wrong(director, tmp_path / "s", "storage", "SnapshotAborted", "rank 1")
+    assert [rank["cause"] for rank in found] == ["NoneType", "StorageError", "NoneType"]
+    assert found[0]["rank"] == 1
+
+
+def test_the_commit_fails(director: Director, tmp_path: Path) -> None:
+    found = _wrong(director, tmp_path / "s", "storage of rank 0", "SnapshotAborted", "rank 0")
+    assert [rank["cause"] for rank in found] == ["StorageError", "NoneType", "NoneType"]
+    assert found[2]["stage"] == "commit"
+
+
+@pytest.mark.parametrize("what", ["not shared", "not shared, nothing shared"])
+def test_a_path_that_is_not_shared(director: Director, tmp_path: Path, what: str) -> None:
+    found = _wrong(
+        director, tmp_path / "s", what, "SnapshotAborted", "storage that all ranks share"
+    )
+    assert found[0]["rank"] in (0, 1, 2)
+
+
+def test_other_keys_on_each_rank(director: Director, tmp_path: Path) -> None:
+    said = director.play("direct_wrong", num_ranks=3, what="keys", path=str(tmp_path / "s"))
+    assert [rank["first"]["error"] for rank in said] == [""] * 3
+
+
+def test_another_path_on_one_rank(director: Director, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    said = director.play("direct_wrong", num_ranks=3, what="other path", path=str(path))
+    assert [rank["first"]["error"] for rank in said] == [""] * 3
+    check_whole(path, 3)
+    assert not (tmp_path / "s-other").exists()
+
+
+def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
+    said = director.play("direct_wrong", num_ranks=3, what="never", path=str(tmp_path / "s"))
+    assert said[1]["first"] is None
+    for rank in (0, 2):
+        first = said[rank]["first"]
+        assert first["error"] == "SnapshotAborted"
+        assert "still waiting for rank(s) 1" in first["text"]
+        assert first["rank"] == 1
+        assert first["seconds"] < 8
+
+
+def test_two_saves_at_once_and_one_that_repeats(director: Director, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    said = director.play("direct_two_at_once", num_ranks=3, path=str(path))
+    for rank in said:
+        assert rank["paths"] == [f"{path}-1", f"{path}-0"]
+    for n in range(2):
+        check_whole(tmp_path / f"s-{n}", 3)
+    assert assemble(tmp_path / "s-2").tensors["model/w0"][0] == 5.0
+    # Without the tokens of shared objects and the heartbeats it would be less.
+    assert max(rank["bytes"] for rank in said[1:]) <= 600, [rank["bytes"] for rank in said]
+
+
+def test_two_jobs_at_one_store(director: Director, tmp_path: Path) -> None:
+    director.play("direct_one_store", path=str(tmp_path / "s"))
+    for job in range(2):
+        check_whole(tmp_path / f"s-{job}", 2, fill=float(job))
+
+
+def test_a_group_of_some_ranks(director: Director, tmp_path: Path) -> None:
+    said = director.play("direct_group_of_some", path=str(tmp_path / "s"))
+    for rank in (1, 3):
+        assert said[rank]["saved"]["error"] == ""
+        refused = said[rank]["refused"]
+        assert refused["error"] == "UsageError"
+        assert "lies on rank(s) 0, 2 too, which do not take part" in refused["text"]
+    for rank in (0, 2):
+        assert said[rank]["refused"]["error"] == "UsageError"
+        assert "not a member of group" in said[rank]["refused"]["text"]
+    found = assemble(tmp_path / "s")
+    assert [float(found.private[n, "own/x"][0]) for n in range(2)] == [1.0, 3.0]

@@ -1,0 +1,295 @@
+"""What ranks and directors do in ``test_troubles.py`` (see ``tests.worlds``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap.protocol.coordinator import CoordinatorMachine
+from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.registry import open_storage, register
+from actorsnap.sync import Snapshot
+from actorsnap.testing.faults import FaultyStorage
+from tests.api.faults import faulty, faulty_url
+from tests.worlds import Rank, World
+
+LOST_AFTER_S = 3.0
+OPTIONS = Options(timeout_s=15.0, lost_after_s=LOST_AFTER_S, fsync=False)
+_MIB = 1 << 20
+
+
+def state(rank: int, fill: float = 1.0) -> dict[str, Any]:
+    """Large enough that all ranks write to one object, and something of each rank's own."""
+    shared = {f"w{n}": torch.full((_MIB,), fill + n) for n in range(2)}
+    return {"model": StateDict(shared), "own": StateDict({"x": torch.full((7,), float(rank))})}
+
+
+def outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """How a call ended, and how long it took."""
+    began = time.monotonic()
+    said: dict[str, Any] = {"error": "", "text": ""}
+    try:
+        work()
+    except Exception as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+        said["cause"] = type(error.__cause__).__name__
+        if isinstance(error, ActorSnapError):
+            said |= {name: error.fields.get(name) for name in ("rank", "stage", "key")}
+    return {**said, "seconds": time.monotonic() - began}
+
+
+def takes(path: str, rank: int, **more: Any) -> dict[str, Any]:
+    arguments = {"replicated": ["model/**"], "options": OPTIONS, **more}
+    return outcome(lambda: Snapshot.take(path, state(rank), **arguments))
+
+
+def trip(machine: str, event: str, signal_number: int) -> None:
+    """Ends or stops this process when that machine is about to handle that event."""
+    kind: Any = CoordinatorMachine if machine == "coordinator" else ParticipantMachine
+    handle = kind.handle
+
+    def tripping(self: Any, what: Any) -> Any:
+        if type(what).__name__ == event:
+            kind.handle = handle
+            os.kill(os.getpid(), signal_number)
+        return handle(self, what)
+
+    kind.handle = tripping
+
+
+def falls(me: Rank, path: str, victim: int, machine: str, event: str, how: str) -> dict[str, Any]:
+    """One rank is killed or stopped in the middle of a save."""
+    me.join_gloo()
+    assert takes(path, me.rank)["error"] == ""
+    if me.rank == victim:
+        trip(machine, event, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    first = takes(path, me.rank, overwrite=True)
+    me.say(first)
+    me.hear()
+    again = None
+    if how == "stop":
+        again = takes(path, me.rank, overwrite=True)
+    return {"again": again}
+
+
+def direct_falls(num_ranks: int, victim: int, **arguments: Any) -> dict[str, Any]:
+    world = World(num_ranks, falls, victim=victim, **arguments)
+    others = [rank for number, rank in enumerate(world.ranks) if number != victim]
+    said: dict[str, Any] = {}
+    try:
+        said["others"] = [rank.hear() for rank in others]
+        if arguments["how"] == "stop":
+            world.ranks[victim].kill(signal.SIGCONT)
+            said["victim"] = world.ranks[victim].hear()
+            for rank in world.ranks:
+                rank.tell()
+            said["again"] = [rank.result()["again"] for rank in world.ranks]
+        return said
+    finally:
+        world.end()
+
+
+def loses_the_store(me: Rank, path: str) -> dict[str, Any]:
+    me.join_gloo()
+    assert takes(path, me.rank)["error"] == ""
+    me.say("ready")
+    me.hear()
+    return takes(path, me.rank, overwrite=True)
+
+
+def direct_loses_the_store(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, loses_the_store, path=path)
+    try:
+        for rank in world.ranks:
+            rank.hear()
+        world.server.kill()
+        for rank in world.ranks:
+            rank.tell()
+        return world.results()
+    finally:
+        world.end()
+
+
+class _Raising:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("no such thing")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+class _Collective:
+    """A stateful whose state_dict all ranks have to call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return {"total": total}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def _apart(url: str, context: StorageContext) -> Storage:
+    """A path that is another folder on each rank."""
+    return open_storage(f"{url.removeprefix('apart://')}-{dist.get_rank()}", context)
+
+
+register("apart", _apart)
+
+
+def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
+    """One thing is wrong with one rank; then all save again, to the same path."""
+    me.join_gloo()
+    odd = me.rank == 1
+    app: Any = state(me.rank)
+    more: dict[str, Any] = {"replicated": ["model/**"], "options": OPTIONS}
+    storage: AbstractContextManager[None] = nullcontext()
+    where: Any = path
+    match what:
+        case "path" if odd:
+            where = ""
+        case "other path" if odd:
+            where = path + "-other"
+        case "options" if odd:
+            more["options"] = "fast"
+        case "raises":
+            app["z"] = _Collective()
+            if odd:
+                app["b"] = _Raising()
+        case "globs" if odd:
+            more["replicated"] = ["model/w0"]
+        case "shape" if odd:
+            app["model"]["w1"] = torch.zeros(5)
+        case "keys":
+            app[f"only{me.rank}"] = StateDict({"x": torch.full((3,), float(me.rank))})
+        case "leaf" if odd:
+            app["own"]["x"] = object()
+        case "storage":
+            where = faulty_url(path)
+            if odd:
+                storage = faulty(lambda inner: FaultyStorage(inner, fail_at=1))
+        case "storage of rank 0":
+            where = faulty_url(path)
+            if me.rank == 0:
+                storage = faulty(
+                    lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs=["put_if_absent"])
+                )
+        case "not shared":
+            where = "apart://" + path
+        case "not shared, nothing shared":
+            where, more["replicated"] = "apart://" + path, []
+        case "never":
+            more["options"] = Options(timeout_s=2.0)
+    with storage:
+        if what == "never" and odd:
+            dist.barrier()
+            first = None
+        else:
+            first = outcome(lambda: Snapshot.take(where, app, **more))
+            if what == "never":
+                dist.barrier()
+    if what == "never":
+        return {"first": first}
+    again = takes(path, me.rank, overwrite=True)
+    dist.barrier()
+    return {"first": first, "again": again}
+
+
+def direct_wrong(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, wrong, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def two_at_once(me: Rank, path: str) -> dict[str, Any]:
+    """Two saves in flight, and a third with the same structure: it says little."""
+    me.join_gloo()
+    from actorsnap.runtime.ranks import find_team
+
+    app = state(me.rank)
+    arguments: dict[str, Any] = {"replicated": ["model/**"], "options": OPTIONS}
+    pending = [Snapshot.async_take(f"{path}-{n}", app, **arguments) for n in range(2)]
+    snapshots = [one.wait() for one in reversed(pending)]
+    team = find_team(None, None)
+    assert team is not None
+    before = team.port.statistics().bytes_sent
+    app["model"]["w0"].fill_(5.0)
+    Snapshot.take(f"{path}-2", app, **arguments)
+    after = team.port.statistics().bytes_sent
+    dist.barrier()
+    return {"paths": [s.path for s in snapshots], "bytes": after - before}
+
+
+def direct_two_at_once(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, two_at_once, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def one_store(me: Rank, path: str) -> dict[str, Any]:
+    """Ranks 0 and 1 are one job, 2 and 3 another, at one store."""
+    job, rank = divmod(me.rank, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    store: Any = dist.PrefixStore(f"job{job}", me.store())  # type: ignore[attr-defined]
+    snapshot = Snapshot.take(
+        f"{path}-{job}", state(rank, fill=float(job)), replicated=["model/**"], store=store
+    )
+    me.say(None)
+    me.hear()
+    return {"path": snapshot.path}
+
+
+def direct_one_store(path: str) -> list[Any]:
+    world = World(4, one_store, path=path)
+    try:
+        for rank in world.ranks:
+            said = rank.hear()
+            assert said is None, said
+        for rank in world.ranks:
+            rank.tell()
+        return world.results()
+    finally:
+        world.end()
+
+
+def group_of_some(me: Rank, path: str) -> dict[str, Any]:
+    """Ranks 1 and 3 save what they share; a tensor that lies on all ranks they cannot."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    me.join_gloo()
+    group = dist.new_group([1, 3])
+    mesh = init_device_mesh("cpu", (4,))
+    spread = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    said = {}
+    if me.rank in (1, 3):
+        said["refused"] = outcome(
+            lambda: Snapshot.take(path, {"a": StateDict({"t": spread})}, group=group)
+        )
+        said["saved"] = takes(path, me.rank, group=group)
+    else:
+        said["refused"] = outcome(lambda: Snapshot.take(path, state(0), group=group))
+    dist.barrier()
+    return said
+
+
+def direct_group_of_some(path: str) -> list[Any]:
+    world = World(4, group_of_some, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
