@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from actorsnap.errors import UsageError
 
-__all__ = ["MIN_CHUNK_BYTES", "Options", "ReadMode", "chunk_within", "from_env"]
+__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env"]
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -24,12 +23,8 @@ MIN_LOST_AFTER_S = 0.5
 _MAX_TIMEOUT_S = 24 * 3600
 
 
-class ReadMode(StrEnum):
-    """How ranks read what all of them want; ``AUTO`` chooses one of the others."""
-
-    AUTO = "auto"
-    DIRECT = "direct"
-    SHARED = "shared"
+_READ_MODES = ("auto", "direct", "shared")
+"""``planning.exchange.ReadMode``, which is above this module."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +37,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a
             pickle runs code of whoever wrote it.
-        timeout_s: A take that has not committed by then is aborted, on all ranks; reading or
-            deleting fails with ``StorageError``. At most a day.
-        lost_after_s: A rank that was heard in a save, and then not for so long, is lost: the
-            save is aborted on all other ranks.
+        timeout_s: A take that has not committed by then is aborted, on all ranks, and so is a
+            restore by several; reading or deleting fails with ``StorageError``. At most a day.
+        lost_after_s: A rank that was heard in a save or restore, and then not for so long, is
+            lost: that ends on all other ranks.
         memory_budget_bytes: Memory for staging copies. There is one budget per process,
             shared by all snapshots: a value given here applies to all from now on. At least
             2 MiB. None leaves it as it is; at first it is 60 % of the memory that is free when
@@ -85,8 +80,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
-        if self.read_mode not in tuple(ReadMode):
-            modes = ", ".join(repr(str(mode)) for mode in ReadMode)
+        if self.read_mode not in _READ_MODES:
+            modes = ", ".join(map(repr, _READ_MODES))
             raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)

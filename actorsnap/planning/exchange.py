@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 
 import msgspec
 
 from actorsnap.format.manifest import BLOCK_BYTES
-from actorsnap.options import ReadMode
 from actorsnap.planning.restore import Part, Range
 
 __all__ = [
     "MIN_SHARING_RANKS",
+    "ReadMode",
     "ReadPlan",
     "Want",
     "Wants",
@@ -30,6 +31,14 @@ __all__ = [
 MIN_SHARING_RANKS = 8
 """So many ranks that want the same share it: fewer do not keep a storage busy enough for the
 passing on to pay."""
+
+
+class ReadMode(StrEnum):
+    """How ranks read what all of them want; ``AUTO`` chooses one of the others."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    SHARED = "shared"
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):

@@ -20,8 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
-from actorsnap.options import ReadMode
-from actorsnap.planning.exchange import Wants, plan_exchange
+from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
 

@@ -16,8 +16,7 @@ import torch
 
 from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted
 from actorsnap.format.manifest import TensorEntry, ViewEntry
-from actorsnap.options import ReadMode
-from actorsnap.planning.exchange import ReadPlan
+from actorsnap.planning.exchange import ReadMode, ReadPlan
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.negotiation import Compared as Told

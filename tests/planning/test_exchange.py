@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.format.manifest import BLOCK_BYTES
-from actorsnap.options import ReadMode
 from actorsnap.planning.exchange import (
     MIN_SHARING_RANKS,
+    ReadMode,
     ReadPlan,
     Wants,
     count_rounds,

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
-from actorsnap.options import ReadMode
-from actorsnap.planning.exchange import ReadPlan, Want, Wants
+from actorsnap.planning.exchange import ReadMode, ReadPlan, Want, Wants
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.negotiation import Compared, Negotiation, Ready, Totals, Weighed
