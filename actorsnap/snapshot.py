@@ -200,6 +200,13 @@ class Snapshot:
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
         has one on the meta device, which a module or ``StateDict`` takes over as its own. A
         read-only array is replaced by a writable one.
+        What ranks divided among them is whole again in a plain tensor; a DTensor or ShardedTensor
+        takes just what this process holds of it, whatever mesh saved it, also a plain tensor's. It
+        is never replaced: its dtype and global shape must be those of the snapshot. An optimizer
+        of such parameters must have its state before (``prime_optimizer``).
+        What a rank saved that is neither sharded nor replicated is its own: the same rank gets it
+        back. A rank that did not save gets what all had saved alike; what it lacks besides is
+        missing, and a line among the mismatched says why.
         Tensors that share memory, but were saved as separate ones: a module's keeps it, else
         the first one; the others are replaced by tensors of their own, on the same device.
         A module's that would have to be replaced counts as mismatched; under ``strict=False``
@@ -260,9 +267,11 @@ class Snapshot:
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank. Not
-                a part of a leaf (``"0/model/sparse@indices"``).
-            out: A tensor or array of the same dtype and shape to read into, on any device.
+            path: ``"3/model/layer.weight"``: as rank 3 sees it; without a rank: as rank 0. A
+                sharded tensor is whole to each rank. Not a part of a leaf
+                (``"0/model/sparse@indices"``), nor one shard.
+            out: A tensor or array of the same dtype and shape to read into, on any device. Of a
+                DTensor, what this process holds is read.
             memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
                 result itself. The process grows by at most this plus 4 MiB, and by the
                 index, which is read once per ``Snapshot``. Not bounded: with ``out``, a sparse
@@ -275,7 +284,7 @@ class Snapshot:
             alone, with its own bytes.
 
         Raises:
-            UsageError: no such path; names those near it.
+            UsageError: no such path; names those near it, or the ranks that have it.
             IncompatibleState: ``out`` is of another kind, dtype or shape.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
@@ -286,6 +295,8 @@ class Snapshot:
     async def get_manifest(self) -> dict[str, Entry]:
         """Every entry, by ``"<rank>/<path>"``.
 
+        Of several shards that one rank stored of a tensor: by ``"<rank>/<path>@<offsets>"``.
+
         Raises:
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
@@ -294,8 +305,10 @@ class Snapshot:
     async def get_state_dict_for_key(self, key: str) -> Any:
         """The state dict saved under the top-level ``key``, with fresh CPU tensors.
 
+        As rank 0 sees it; sharded tensors are whole.
+
         Raises:
-            UsageError: no such key; names those there are.
+            UsageError: no such key; names those there are, or the ranks that have it.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
         return await run_async(reading.get_state_dict_for_key(self._source, key))
