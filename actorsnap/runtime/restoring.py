@@ -54,6 +54,7 @@ __all__ = [
     "RestoreReport",
     "plan_restore",
     "restore",
+    "restore_by",
 ]
 
 logger = logging.getLogger(__name__)
@@ -133,20 +134,27 @@ def restore(
     negotiation = Negotiation(mode=ReadMode(source.options.read_mode))
 
     def body(steps: Steps) -> Script[RestoreReport]:
-        check_flag("strict", strict)
-        compared, reading = yield from _compare(steps, source, app_state, "restore")
-        plan = yield from _agree(steps, compared, reading, is_strict=strict)
-        loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-        yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
-        states = {key: part.build() for key, part in compared.parts.items()}
-        yield from steps.arrive()
-        report = load(
-            compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=team
-        )
-        yield from steps.arrive()
-        return report
+        return restore_by(steps, source, app_state, strict=strict)
 
     return (yield from go_through(team, source.options, negotiation.decide, body))
+
+
+def restore_by(
+    steps: Steps, source: Source, app_state: AppState, *, strict: bool
+) -> Script[RestoreReport]:
+    """One rank's part in a restore."""
+    check_flag("strict", strict)
+    compared, reading = yield from _compare(steps, source, app_state, "restore")
+    plan = yield from _agree(steps, compared, reading, is_strict=strict)
+    loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
+    yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
+    states = {key: part.build() for key, part in compared.parts.items()}
+    yield from steps.arrive()
+    report = load(
+        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
+    )
+    yield from steps.arrive()
+    return report
 
 
 @begins_anew
@@ -183,15 +191,14 @@ def _compare(
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
-    team = steps.team
-    rank = 0 if team is None else team.rank
-    index = yield from load_view(source, rank)
+    index = yield from load_view(source, steps.rank)
     ready = Ready(call, source.place.url, index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
-    states = state_dicts(app_state, team)
-    allow_pickle = source.options.allow_pickle
-    compared = compare(index, app_state, states, rank=rank, allow_pickle=allow_pickle)
-    return compared, Reading(source, index, compared.parts, team)
+    states = state_dicts(app_state, steps.team)
+    compared = compare(
+        index, app_state, states, rank=steps.rank, allow_pickle=source.options.allow_pickle
+    )
+    return compared, Reading(source, index, compared.parts, steps.team)
 
 
 def _agree(steps: Steps, found: Compared, reading: Reading, *, is_strict: bool) -> Script[ReadPlan]:
