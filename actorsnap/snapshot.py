@@ -13,7 +13,7 @@ from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.place import Source
-from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.upkeep import VerifyReport
 
@@ -174,8 +174,16 @@ class Snapshot:
         )
         return PendingSnapshot(job)
 
-    async def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
+    async def restore(
+        self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
+    ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
+
+        All ranks of a job call it together, on as many ranks as they like: it ends on all of
+        them in the same way. ``state_dict()`` and ``load_state_dict()`` are called in sorted
+        key order on every rank, also behind one that raised: they may be collective. Where
+        ``Options.read_mode`` has it, what all ranks want is read once and passed on over the
+        process group, which is not to be used by other threads or tasks meanwhile.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before
         the first byte is read. What has to match depends on the stateful:
@@ -207,9 +215,11 @@ class Snapshot:
         Args:
             app_state: Statefuls by key.
             strict: False restores what fits, leaves the rest as it is and reports it.
+            group: The process group of the ranks that restore; the default one where None.
+            store: See ``take``.
 
         Returns:
-            What was left out.
+            What was left out on this rank.
 
         Raises:
             UsageError: bad input.
@@ -218,14 +228,38 @@ class Snapshot:
                 all of it is named; nothing was changed, unless a module itself refused
                 (``is_untouched``).
             Exception: whatever a ``load_state_dict`` raises, with a note that names its key
-                and those that were loaded before.
+                and those that were loaded before. With many ranks it is the cause of a
+                ``RestoreAborted``.
+            RestoreAborted: another rank failed in a way that has no error here, was not heard
+                for ``Options.lost_after_s``, or had not come by ``Options.timeout_s``.
             FormatError, ChecksumMismatch: the snapshot is damaged; names the object. Tensors
                 may have been overwritten in part.
             StorageError: reading failed; the same holds.
             MemoryError: there is no room for a fresh tensor; names it. Nothing was changed.
         Cancellation: tensors may have been overwritten in part.
         """
-        return await run_async(restoring.restore(self._source, app_state, strict=strict))
+        return await run_async(
+            restoring.restore(self._source, app_state, strict=strict, group=group, store=store)
+        )
+
+    async def plan_restore(
+        self, app_state: AppState, *, group: Any = None, store: Any = None
+    ) -> RestorePlan:
+        """Says what ``restore`` would read, and what does not fit; changes nothing.
+
+        All ranks of a job call it together, as ``restore``.
+
+        Args:
+            app_state, group, store: See ``restore``.
+
+        Raises:
+            UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted:
+                see ``restore``.
+            Exception: whatever a ``state_dict`` raises, as in ``restore``.
+        """
+        return await run_async(
+            restoring.plan_restore(self._source, app_state, group=group, store=store)
+        )
 
     async def read_object(
         self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
