@@ -18,6 +18,7 @@ from typing import Any, get_args
 import msgspec
 
 from actorsnap.protocol import coordinator, participant
+from actorsnap.protocol import gathering as steps
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
 PAGE = Path(__file__).parent / "protocol.md"
@@ -136,6 +137,8 @@ def parts() -> dict[str, str]:
     taking_part = Machine(
         participant._TABLE, participant.ParticipantMachine, participant.ParticipantState
     )
+    gathering = Machine(steps._GATHERING, steps.GatheringMachine, steps.GatheringState)
+    member = Machine(steps._MEMBER, steps.MemberMachine, steps.MemberState)
     return {
         "messages to the coordinator": messages(ToCoordinator),
         "messages to a rank": messages(FromCoordinator),
@@ -143,6 +146,10 @@ def parts() -> dict[str, str]:
         "coordinator table": deciding.table(),
         "rank diagram": taking_part.diagram(),
         "rank table": taking_part.table(),
+        "steps diagram": gathering.diagram(),
+        "steps table": gathering.table(),
+        "member diagram": member.diagram(),
+        "member table": member.table(),
     }
 
 

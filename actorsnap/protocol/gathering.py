@@ -117,7 +117,7 @@ class GatheringMachine:
         """
         if self.is_final:
             return []
-        rule = _GATHERING.get(type(event))
+        rule = _GATHERING.get((self.state, type(event)))
         if rule is None:
             raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
         commands = rule(self, event)
@@ -331,12 +331,12 @@ class MemberMachine:
 
 
 _GM = GatheringMachine
-_GATHERING: dict[type, Callable[..., list[SendToRank]]] = {
-    Arrived: _GM._on_arrived,
-    Join: _GM._on_join,
-    Failed: _GM._on_failed,
-    RankLost: _GM._on_lost,
-    DeadlinePassed: _GM._on_deadline,
+_GATHERING: dict[tuple[GatheringState, type], Callable[..., list[SendToRank]]] = {
+    (_G.GATHERING, Arrived): _GM._on_arrived,
+    (_G.GATHERING, Join): _GM._on_join,
+    (_G.GATHERING, Failed): _GM._on_failed,
+    (_G.GATHERING, RankLost): _GM._on_lost,
+    (_G.GATHERING, DeadlinePassed): _GM._on_deadline,
 }
 
 _M = MemberMachine

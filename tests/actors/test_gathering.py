@@ -23,6 +23,7 @@ from actorsnap.planning.restore import Range
 from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.state.tensors import MemorySink
+from actorsnap.transport.base import Lost
 from actorsnap.transport.inproc import InprocTransport
 
 T = TypeVar("T")
@@ -62,6 +63,15 @@ class World:
         self.num_steps = num_steps
         self.outcomes: dict[int, str | None] = {}
         self.ended_at: dict[int, float] = {}
+
+    def lose(self, rank: int) -> None:
+        """As a transport says it to the coordinator."""
+        self.transport._up_send.send_nowait(Lost(rank=rank, silent_s=30.0))
+
+    def lose_coordinator(self) -> None:
+        """As a transport says it to the ranks."""
+        for send, _ in self.transport._down[1:]:
+            send.send_nowait(Lost(rank=0, silent_s=30.0))
 
     def decide(self, step: int, payloads: Sequence[bytes]) -> Decision:
         return Decision(Stage.READ if step < self.num_steps - 1 else None, b"".join(payloads))
@@ -163,9 +173,9 @@ async def test_who_is_lost_is_named(who: str) -> None:
     async def body(rank: int, member: MemberActor) -> None:
         await member.arrive()
         if rank == 1 and who == "rank":
-            world.transport.lose(2, 30.0)
+            world.lose(2)
         elif rank == 1:
-            world.transport.lose_coordinator(30.0)
+            world.lose_coordinator()
         await member.perform(anyio.sleep_forever)
 
     await world.run(body, has_coordinator=True)
@@ -315,7 +325,7 @@ async def test_a_rank_that_dies_in_a_broadcast_is_left() -> None:
         if rank == 2:  # it reads, and says so, but does not pass on
             await member.arrive()
             await anyio.sleep(30)
-            world.transport.lose(2, 30.0)
+            world.lose(2)
             await member.perform(anyio.sleep_forever)
         await world.body(rank, member)
 
