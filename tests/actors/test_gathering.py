@@ -66,12 +66,12 @@ class World:
 
     def lose(self, rank: int) -> None:
         """As a transport says it to the coordinator."""
-        self.transport._up_send.send_nowait(Lost(rank=rank, silent_s=30.0))
+        self.transport._up_send.send_nowait(Lost(rank=rank, silent_s=30.0))  # type: ignore[arg-type]
 
     def lose_coordinator(self) -> None:
         """As a transport says it to the ranks."""
-        for send, _ in self.transport._down[1:]:
-            send.send_nowait(Lost(rank=0, silent_s=30.0))
+        for send, _ in self.transport._down:
+            send.send_nowait(Lost(rank=0, silent_s=30.0))  # type: ignore[arg-type]
 
     def decide(self, step: int, payloads: Sequence[bytes]) -> Decision:
         return Decision(Stage.READ if step < self.num_steps - 1 else None, b"".join(payloads))
