@@ -35,6 +35,7 @@ from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.planning.save import Inventory, SavePlan, Sharded, check_sharded, plan_save
 from actorsnap.protocol.messages import (
     Aborted,
+    Arrived,
     AskInventory,
     AskItems,
     AskSharded,
@@ -397,6 +398,16 @@ class CoordinatorMachine:
 
     # Trouble
 
+    def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
+        return self._abort(
+            Failure(
+                reason=f"rank {event.rank} restores a snapshot while others take one: all ranks "
+                "make the same calls in the same order",
+                stage=Stage.JOIN,
+                rank=event.rank,
+            )
+        )
+
     def _on_failed(self, event: Failed) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
@@ -458,6 +469,7 @@ _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorComman
     (_S.JOINING, Join): _M._on_join,
     (_S.JOINING, Offer): _M._on_offer,
     (_S.JOINING, Items): _M._on_items,
+    (_S.JOINING, Arrived): _M._on_arrived,
     (_S.JOINING, ShardedTensors): _M._on_sharded,
     (_S.STORING, Opened): _M._on_opened,
     (_S.STORING, Staged): _M._on_staged,

@@ -15,7 +15,7 @@ The steps (``protocol.gathering``):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
 
-__all__ = ["Compared", "Negotiation", "Ready", "Totals", "Weighed"]
+__all__ = ["Comparison", "Negotiation", "Ready", "Totals", "Weighed"]
 
 T = TypeVar("T")
 
@@ -43,16 +43,14 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     attempt: str
 
 
-class Compared(msgspec.Struct, frozen=True, array_like=True):
+class Comparison(msgspec.Struct, frozen=True, array_like=True):
     """A rank has compared its app state with the snapshot.
 
     Attributes:
-        is_strict: What does not fit is an error.
-        missing, unexpected, mismatched: As in ``IncompatibleState``; empty where nobody asks.
+        missing, unexpected, mismatched: As in ``IncompatibleState``; empty where that is no error.
     """
 
     wants: Wants
-    is_strict: bool
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
@@ -87,7 +85,7 @@ class Negotiation:
     def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
         self._mode = mode
         self._is_dry_run = is_dry_run
-        self._compared: tuple[Compared, ...] = ()
+        self._compared: tuple[Comparison, ...] = ()
         # The step at which everything is read.
         self._read = 2
 
@@ -102,7 +100,7 @@ class Negotiation:
         if step == 0:
             return self._on_ready(_decode(payloads, Ready))
         if step == 1:
-            return self._on_compared(_decode(payloads, Compared))
+            return self._on_compared(_decode(payloads, Comparison))
         if self._is_dry_run:
             return self._on_weighed(_decode(payloads, Weighed))
         if step < self._read:
@@ -127,11 +125,10 @@ class Negotiation:
                 raise SnapshotReplaced(url=own.url, is_deleted=False)
         return Decision(Stage.COMPARE)
 
-    def _on_compared(self, ranks: Sequence[Compared]) -> Decision:
+    def _on_compared(self, ranks: Sequence[Comparison]) -> Decision:
         self._compared = tuple(ranks)
         if not self._is_dry_run:
-            strict = [own if own.is_strict else Compared(own.wants, False) for own in ranks]
-            missing, unexpected, mismatched = _merged(strict)
+            missing, unexpected, mismatched = _merged(ranks)
             if missing or unexpected or mismatched:
                 raise IncompatibleState(
                     missing=missing, unexpected=unexpected, mismatched=mismatched
@@ -150,7 +147,10 @@ def _decode(payloads: Sequence[bytes], kind: type[T]) -> list[T]:
     return [decoder.decode(payload) for payload in payloads]
 
 
-def _merged(ranks: Sequence[Compared]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+_Lines: TypeAlias = tuple[str, ...]
+
+
+def _merged(ranks: Sequence[Comparison]) -> tuple[_Lines, _Lines, _Lines]:
     return (
         _merged_lines([own.missing for own in ranks]),
         _merged_lines([own.unexpected for own in ranks]),
@@ -158,7 +158,7 @@ def _merged(ranks: Sequence[Compared]) -> tuple[tuple[str, ...], tuple[str, ...]
     )
 
 
-def _merged_lines(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _merged_lines(ranks: Sequence[_Lines]) -> _Lines:
     """The lines of all ranks, and whose they are where not all have them."""
     common = set(ranks[0]).intersection(*ranks[1:])
     lines = [line for line in ranks[0] if line in common]

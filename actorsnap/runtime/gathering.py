@@ -20,7 +20,7 @@ from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
 
-__all__ = ["Steps", "go_through"]
+__all__ = ["Alone", "Steps", "go_through"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,13 @@ class Steps(Protocol):
 
     Attributes:
         team: None where there is but one rank.
+        rank: Of this process in its group.
     """
 
     @property
     def team(self) -> Team | None: ...
+    @property
+    def rank(self) -> int: ...
 
     def arrive(self, payload: bytes = b"") -> Script[bytes]:
         """Waits until all ranks have arrived; returns what was decided."""
@@ -73,11 +76,12 @@ def go_through(
 
 
 class Alone:
-    """The steps of a call that one rank makes."""
+    """The steps of a call that one rank makes, or would make if there were others."""
 
     team = None
 
-    def __init__(self, decide: Decide) -> None:
+    def __init__(self, decide: Decide, *, rank: int = 0) -> None:
+        self.rank = rank
         self._decide = decide
         self._step = 0
 
@@ -106,6 +110,7 @@ class Together:
 
     def __init__(self, team: Team, options: Options, decide: Decide) -> None:
         self.team = team
+        self.rank = team.rank
         self._host = Host.get()
         self._save = team.begin(lost_after_s=options.lost_after_s)
         self.member = MemberActor(
@@ -129,7 +134,7 @@ class Together:
                     tasks.start_soon(self._coordinator.run)
                 await self.member.run()
         except Exception:
-            logger.exception("rank %d: a defect while ranks pass steps together", self.team.rank)
+            logger.exception("rank %d: a defect while ranks pass steps together", self.rank)
             raise
         finally:
             self.member.abandon("the runtime was stopped")
@@ -163,13 +168,13 @@ class Together:
         """Takes leave if the outcome is not known: the caller was interrupted."""
         if not self.member.is_over:
             interrupted = RestoreAborted(
-                reason="the caller was interrupted", rank=self.team.rank, stage=str(Stage.CANCEL)
+                reason="the caller was interrupted", rank=self.rank, stage=str(Stage.CANCEL)
             )
-            failure = Failure.of(interrupted, stage=Stage.CANCEL, rank=self.team.rank)
+            failure = Failure.of(interrupted, stage=Stage.CANCEL, rank=self.rank)
             self._host.submit(self.member.fail(failure))
 
     def _failure_of(self, error: Exception) -> Failure:
-        rank, stage = self.team.rank, self.member.stage
+        rank, stage = self.rank, self.member.stage
         if not isinstance(error, ActorSnapError):
             said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
             error = RestoreAborted(reason="; ".join(said), rank=rank, stage=str(stage))

@@ -16,11 +16,10 @@ import torch
 
 from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted
 from actorsnap.format.manifest import TensorEntry, ViewEntry
-from actorsnap.planning.exchange import ReadMode, ReadPlan
+from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.protocol.messages import Stage
-from actorsnap.protocol.negotiation import Compared as Told
-from actorsnap.protocol.negotiation import Negotiation, Ready, Totals, Weighed
+from actorsnap.protocol.negotiation import Comparison, Negotiation, Ready, Totals, Weighed
 from actorsnap.runtime.exchange import Reading
 from actorsnap.runtime.gathering import Steps, go_through
 from actorsnap.runtime.host import Host, Script
@@ -54,6 +53,7 @@ __all__ = [
     "RestoreReport",
     "plan_restore",
     "restore",
+    "restore_by",
 ]
 
 logger = logging.getLogger(__name__)
@@ -133,20 +133,28 @@ def restore(
     negotiation = Negotiation(mode=ReadMode(source.options.read_mode))
 
     def body(steps: Steps) -> Script[RestoreReport]:
-        check_flag("strict", strict)
-        compared, reading = yield from _compare(steps, source, app_state, "restore")
-        plan = yield from _agree(steps, compared, reading, is_strict=strict)
-        loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-        yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
-        states = {key: part.build() for key, part in compared.parts.items()}
-        yield from steps.arrive()
-        report = load(
-            compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=team
-        )
-        yield from steps.arrive()
-        return report
+        return restore_by(steps, source, app_state, strict=strict)
 
     return (yield from go_through(team, source.options, negotiation.decide, body))
+
+
+def restore_by(
+    steps: Steps, source: Source, app_state: AppState, *, strict: bool
+) -> Script[RestoreReport]:
+    """One rank's part in a restore."""
+    check_flag("strict", strict)
+    compared, reading = yield from _compare(steps, source, app_state, "restore")
+    wants = reading.wants(Host.get())
+    plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
+    loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
+    yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
+    states = {key: part.build() for key, part in compared.parts.items()}
+    yield from steps.arrive()
+    report = load(
+        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
+    )
+    yield from steps.arrive()
+    return report
 
 
 @begins_anew
@@ -159,7 +167,7 @@ def plan_restore(
 
     def body(steps: Steps) -> Script[RestorePlan]:
         compared, reading = yield from _compare(steps, source, app_state, "plan_restore")
-        plan = yield from _agree(steps, compared, reading, is_strict=False)
+        plan = yield from _agree(steps, compared.message(reading.wants(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
         payload = yield from steps.arrive(msgspec.msgpack.encode(weighed))
         totals = msgspec.msgpack.decode(payload, type=Totals)
@@ -183,26 +191,18 @@ def _compare(
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
-    team = steps.team
-    rank = 0 if team is None else team.rank
-    index = yield from load_view(source, rank)
+    index = yield from load_view(source, steps.rank)
     ready = Ready(call, source.place.url, index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
-    states = state_dicts(app_state, team)
-    allow_pickle = source.options.allow_pickle
-    compared = compare(index, app_state, states, rank=rank, allow_pickle=allow_pickle)
-    return compared, Reading(source, index, compared.parts, team)
-
-
-def _agree(steps: Steps, found: Compared, reading: Reading, *, is_strict: bool) -> Script[ReadPlan]:
-    """Tells the others what does not fit and what is wanted; returns how all read."""
-    message = Told(
-        reading.wants(Host.get()),
-        is_strict,
-        tuple(found.missing),
-        tuple(found.unexpected),
-        tuple(found.mismatched),
+    states = state_dicts(app_state, steps.team)
+    compared = compare(
+        index, app_state, states, rank=steps.rank, allow_pickle=source.options.allow_pickle
     )
+    return compared, Reading(source, index, compared.parts, steps.team)
+
+
+def _agree(steps: Steps, message: Comparison) -> Script[ReadPlan]:
+    """Tells the others what does not fit and what is wanted; returns how all read."""
     payload = yield from steps.arrive(msgspec.msgpack.encode(message))
     return msgspec.msgpack.decode(payload, type=ReadPlan)
 
@@ -272,6 +272,12 @@ class Compared:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+
+    def message(self, wants: Wants) -> Comparison:
+        """What to tell the others."""
+        return Comparison(
+            wants, tuple(self.missing), tuple(self.unexpected), tuple(self.mismatched)
+        )
 
 
 def compare(

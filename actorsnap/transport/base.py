@@ -21,7 +21,8 @@ __all__ = ["Broken", "CoordinatorEnd", "Lost", "ParticipantEnd"]
 class Lost:
     """A rank that took part in this save is not heard any more. Given once per rank.
 
-    A rank that was never heard is not lost: the deadline is for those.
+    A rank that was never heard, in this save or one before, is not lost: the deadline is for
+    those.
 
     Attributes:
         rank: Who; at a participant's end always 0, the coordinator's.

@@ -32,6 +32,7 @@ __all__ = [
     "Kind",
     "Mailbox",
     "Outgoing",
+    "Pulse",
     "QueueStore",
     "StoreStatistics",
 ]
@@ -98,7 +99,7 @@ class Kind(IntEnum):
     WELCOME = 1  # payload: the token of the rank's hello
     UP = 2  # to the coordinator
     DOWN = 3  # to a participant
-    BEAT = 4  # payload: the numbers of the saves in flight
+    BEAT = 4  # payload: a ``Pulse``
     BYE = 5  # the sender's port closes, or rank 0 does not know the session
     STOP = 6  # to oneself; token: the own
 
@@ -112,6 +113,20 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     number: int = -1
     payload: bytes = b""
     is_last: bool = True
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True):
+    """What a heartbeat says.
+
+    Attributes:
+        every_s: So often it comes, and so often the sender wants to hear of the others.
+        open: Numbers of the sender's saves in flight.
+        awaited: Numbers of others' saves that the sender has not begun yet, but will.
+    """
+
+    every_s: float
+    open: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,7 @@ class Mailbox:
         arrived: What came. The loop takes it out.
         beat: What to say while a save is in flight. The loop sets it, and then calls ``wake_up``.
         present: To whom. The loop changes it.
+        wakes_on_beat: Whether a heartbeat must not wait either. The loop sets it.
     """
 
     def __init__(
@@ -187,6 +203,7 @@ class Mailbox:
     ) -> None:
         self.arrived: deque[Arrived | Fault] = deque()
         self.beat: Beat | None = None
+        self.wakes_on_beat = True
         # A dictionary for its order, and because it is copied in one step.
         self.present: dict[int, None] = {}
         self._keys = keys
@@ -302,7 +319,7 @@ class Mailbox:
         """The frame with its content; None while more pieces are to come."""
         if frame.kind is Kind.BEAT:
             self._received[2] += 1
-            return Arrived(frame, msgspec.msgpack.decode(frame.payload, type=tuple[int, ...]))
+            return Arrived(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
         if frame.kind not in (Kind.UP, Kind.DOWN):
             return Arrived(frame)
         payload = frame.payload
@@ -380,8 +397,10 @@ class Mailbox:
 
     def _post(self, arrived: Arrived | Fault) -> None:
         self.arrived.append(arrived)
-        # A beat is looked at when something else is, or when somebody looks for silence.
-        if isinstance(arrived, Fault) or arrived.frame.kind is not Kind.BEAT:
+        # While a save is in flight, a beat is looked at when something else is, or when somebody
+        # looks for silence.
+        is_beat = isinstance(arrived, Arrived) and arrived.frame.kind is Kind.BEAT
+        if self.wakes_on_beat or not is_beat:
             self._wake()
 
 

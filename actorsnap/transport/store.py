@@ -13,9 +13,12 @@ that token and the token of its session, which all other frames bear. Frames of 
 session are dropped; what came before the welcome waits for it.
 
 Liveness. While a save is in flight here, the sending thread says so every few seconds, to
-rank 0, or from there to all, with the numbers of the saves. Who was heard in a save, and then
-not for ``lost_after_s``, is ``Lost``. The seconds are counted in small steps between looks: a
-process that was stopped itself, and finds its clock far ahead, reads its mail before it judges.
+rank 0, or from there to all, with the numbers of the saves. Who has not begun one of them yet
+answers that it is there. Who was heard in a save, or has a session when it begins, and then
+is not heard for ``lost_after_s``, is ``Lost``: also a process that has ended since the save
+before. A rank that has no session yet is waited for until the deadline. The seconds are
+counted in small steps between looks: a process that was stopped itself, and finds its clock
+far ahead, reads its mail before it judges.
 
 It must not know what the messages mean, nor torch.
 """
@@ -48,6 +51,7 @@ from actorsnap.transport.mailbox import (
     Kind,
     Mailbox,
     Outgoing,
+    Pulse,
     QueueStore,
     StoreStatistics,
 )
@@ -77,6 +81,7 @@ _MAX_UNPROVEN = 256
 _EXIT_S = 2.0
 
 _TOKEN_BYTES = 8
+_NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
 class _End(Generic[In]):
@@ -298,6 +303,9 @@ class StorePort(Generic[Up, Down]):
         self._ended: set[int] = set()
         self._ended_below = first_number
 
+        # What others say that they have begun and this process has not, by sender.
+        self._awaited: dict[int, Pulse] = {}
+
         self._active_s = 0.0
         self._looked_s = clock()
 
@@ -440,7 +448,10 @@ class StorePort(Generic[Up, Down]):
         if frame.kind is Kind.HELLO:
             self._left.discard(sender)
             self._mailbox.present[sender] = None
+            self._awaited.pop(sender, None)
             self._put(sender, Kind.WELCOME, self._token, frame.token)
+            for number in self._open:
+                self._heard(number, sender)
             return
         if frame.token != self._token:
             # A rank that still knows the session of an earlier port; or an earlier job's frame.
@@ -450,6 +461,7 @@ class StorePort(Generic[Up, Down]):
             return
         if frame.kind is Kind.BYE:
             self._mailbox.present.pop(sender, None)
+            self._awaited.pop(sender, None)
             self._left.add(sender)
             for save in self._open.values():
                 if save.coordinator is not None:
@@ -488,6 +500,8 @@ class StorePort(Generic[Up, Down]):
         for number, message in self._before_welcome:
             self._send_up(number, message)
         self._before_welcome.clear()
+        for number in self._open:
+            self._heard(number, _COORDINATOR)
         waiting, self._unproven = self._unproven, deque()
         for arrived in waiting:
             self._on_frame_down(arrived)
@@ -496,6 +510,7 @@ class StorePort(Generic[Up, Down]):
     def _on_coordinator_left(self) -> None:
         """The session is over: its saves have nobody who decides over them."""
         self._session = None
+        self._awaited.clear()
         for save in self._open.values():
             # A later session has saves of its own with these numbers.
             save.participant.is_orphan = True
@@ -506,15 +521,14 @@ class StorePort(Generic[Up, Down]):
         """A frame of this session that says something about saves."""
         frame = arrived.frame
         if frame.kind is Kind.BEAT:
-            for number in arrived.content:
-                self._heard(number, frame.sender)
+            self._on_pulse(frame.sender, arrived.content)
             return
         number = frame.number
         save = self._open.get(number)
         if save is not None:
             self._heard(number, frame.sender)
             self._deliver(save, arrived)
-        elif number < self._ended_below or number in self._ended or number in self._forgotten:
+        elif self._is_over(number):
             self._drop(frame, "its save has ended")
         else:
             self._kept.setdefault(number, []).append(arrived)
@@ -527,6 +541,19 @@ class StorePort(Generic[Up, Down]):
                 )
                 self._num_dropped += len(self._kept.pop(oldest))
                 self._forgotten.add(oldest)
+
+    def _is_over(self, number: int) -> bool:
+        return number < self._ended_below or number in self._ended or number in self._forgotten
+
+    def _on_pulse(self, sender: int, pulse: Pulse) -> None:
+        for number in (*pulse.open, *pulse.awaited):
+            self._heard(number, sender)
+        awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
+        before = self._awaited.pop(sender, None)
+        if awaited:
+            self._awaited[sender] = Pulse(pulse.every_s, tuple(awaited))
+        if self._awaited.get(sender) != before:
+            self._set_beat()
 
     def _deliver(self, save: StoreSave[Up, Down], arrived: Arrived) -> None:
         if arrived.frame.kind is Kind.DOWN:
@@ -554,6 +581,7 @@ class StorePort(Generic[Up, Down]):
         if not self._open:
             self._looked_s = self._clock()  # nobody had a reason to look
         self._open[number] = save
+        self._mailbox.wakes_on_beat = False
         if self._fault is not None:
             self._break([save], self._fault)
             return
@@ -564,8 +592,12 @@ class StorePort(Generic[Up, Down]):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
         if save.coordinator is not None:
+            for rank in self._mailbox.present:
+                self._heard(number, rank)
             for rank in sorted(self._left):
                 save.coordinator.lose(rank, 0.0)
+        elif self._session is not None:
+            self._heard(number, _COORDINATOR)
         self._set_beat()
 
     def _end(self, save: StoreSave[Up, Down]) -> None:
@@ -575,6 +607,7 @@ class StorePort(Generic[Up, Down]):
         if number < self._ended_below or number in self._ended:
             return
         self._open.pop(number, None)
+        self._mailbox.wakes_on_beat = not self._open
         self._kept.pop(number, None)
         self._forgotten.discard(number)
         self._before_welcome = [held for held in self._before_welcome if held[0] != number]
@@ -585,20 +618,37 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _set_beat(self) -> None:
-        """Tells the sending thread what is in flight."""
-        if not self._open:
-            self._mailbox.beat = None
-            return
+        """Tells the sending thread what to say of the saves, and how often."""
+        awaited = {
+            number
+            for pulse in self._awaited.values()
+            for number in pulse.open
+            if number not in self._open and not self._is_over(number)
+        }
         if self.rank != _COORDINATOR:
             self._mailbox.present = {_COORDINATOR: None}
+        had_beat = self._mailbox.beat is not None
+        if not self._open and not awaited:
+            self._mailbox.beat = None
+            if had_beat and self._session is not None:
+                # Else who waits for what was in flight here would be told for ever.
+                frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
+                for other in self._mailbox.present:
+                    self._mailbox.put(other, frame)
+            return
+        every_s = min(
+            self._beat_s,
+            *[save.lost_after_s / 6 for save in self._open.values()],
+            *[pulse.every_s for pulse in self._awaited.values()],
+        )
         is_hello = self._session is None
         if is_hello:
             frame = Frame(Kind.HELLO, self.rank, self._token)
         else:
             assert self._session is not None
-            numbers = msgspec.msgpack.encode(tuple(self._open))
-            frame = Frame(Kind.BEAT, self.rank, self._session, payload=numbers)
-        every_s = min(self._beat_s, *(save.lost_after_s / 6 for save in self._open.values()))
+            pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)))
+            payload = msgspec.msgpack.encode(pulse)
+            frame = Frame(Kind.BEAT, self.rank, self._session, payload=payload)
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
         self._mailbox.wake_up()
 

@@ -15,9 +15,12 @@ import actorsnap
 from actorsnap import IncompatibleState, Options, RNGState, StateDict, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
+from actorsnap.planning.exchange import ReadMode
+from actorsnap.protocol.negotiation import Negotiation
+from actorsnap.runtime.gathering import Alone
 from actorsnap.runtime.host import run_sync
 from actorsnap.runtime.place import Place, Source
-from actorsnap.runtime.restoring import RestoreReport, restore
+from actorsnap.runtime.restoring import RestoreReport, restore_by
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
@@ -65,7 +68,8 @@ def restored_by(rank: int, path: Path, app_state: Any, *, strict: bool = True) -
     """What the rank of a larger group does."""
     place = Place(url=str(path), at=str(path), storage_options={})
     source = Source(place, Options())
-    return run_sync(restore(source, app_state, strict=strict, rank=rank), name="restore")
+    steps = Alone(Negotiation(mode=ReadMode.AUTO).decide, rank=rank)
+    return run_sync(restore_by(steps, source, app_state, strict=strict), name="restore")
 
 
 @each_facade

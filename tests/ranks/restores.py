@@ -252,7 +252,12 @@ def play(me: Rank, path: str, mode: str, trouble: str, whom: int) -> dict[str, A
     watch = Watch(**hooks(me, path, trouble, is_victim))
     with faulty(watch):
         snapshot = Snapshot(faulty_url(path), options=options(mode))
-        said = outcome(lambda: snapshot.restore(target))
+        if is_victim and trouble == "takes":
+            # Without what would wait for the other rank before the calls can meet.
+            plain = {"model": target["model"]}
+            said = outcome(lambda: Snapshot.take(path + "-other", plain, options=SAVE))
+        else:
+            said = outcome(lambda: snapshot.restore(target))
     said["calls"] = [*target["a"].calls, *getattr(target["b"], "calls", ())]
     said["model"] = [t.unique().tolist() for t in target["model"].values()]
     said["x"] = target["a"].x[0].item()

@@ -119,6 +119,14 @@ def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
     assert [said["again"] for said in found] == ["", ""]
 
 
+@pytest.mark.parametrize("whom", [0, 1])
+def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, whom: int) -> None:
+    for said in play(director, tmp_path, "takes", whom):
+        assert "make the same calls in the same order" in said["text"]
+        assert said["took_s"] < 8
+        assert said["again"] == ""
+
+
 @pytest.mark.parametrize("whom", [0, 2])
 @pytest.mark.parametrize("trouble", ["kill state_dict", "kill read", "kill load_state_dict"])
 def test_a_rank_is_killed(director: Director, tmp_path: Path, trouble: str, whom: int) -> None:

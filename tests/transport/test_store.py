@@ -312,6 +312,39 @@ async def test_silence(store: Any, open_port: Opener) -> None:
     await nothing(save.coordinator)
 
 
+async def test_who_is_late_is_not_lost(store: Any, open_port: Opener) -> None:
+    """A rank that others wait for says that it is there, and stops when nobody waits."""
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    with ports[0].begin() as first, ports[1].begin() as other:
+        await other.participant.send(Ask(1))
+        assert await received(first.coordinator) == Ask(1)
+    for early, late in ((0, 1), (1, 0)):
+        save = ports[early].begin(lost_after_s=0.6)
+        end = save.participant if save.coordinator is None else save.coordinator
+        with anyio.move_on_after(1.5):
+            pytest.fail(f"unexpected: {await end.receive()}", pytrace=False)
+        save.close()
+        await until(lambda: [port._mailbox.beat for port in ports] == [None, None])
+        ports[late].begin().close()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+async def test_who_is_gone_since_the_save_before_is_lost(
+    store: Any, open_port: Opener, gone: int
+) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    with ports[0].begin() as first, ports[1].begin() as other:
+        await other.participant.send(Ask(1))
+        assert await received(first.coordinator) == Ask(1)
+    ports[gone]._mailbox.stop()  # as if killed: it takes no leave
+    save = ports[1 - gone].begin(lost_after_s=0.6)
+    end = save.participant if save.coordinator is None else save.coordinator
+    lost = await received(end)
+    assert isinstance(lost, Lost)
+    assert lost.rank == gone
+    save.close()
+
+
 async def test_a_process_that_was_stopped_reads_before_it_judges(
     store: Any, open_port: Opener
 ) -> None:
