@@ -107,7 +107,7 @@ class ByteTransformer(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(x.flatten(0, 1))
         return logits
 
 
@@ -142,7 +142,7 @@ class Training:
     def step(self) -> float:
         """One step; returns the loss over the batch of all ranks."""
         inputs, targets = self.batch()
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(self.model(inputs), targets.flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
