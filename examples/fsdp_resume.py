@@ -276,7 +276,9 @@ def free_port() -> int:
         return port
 
 
-def torchrun(who: str, ranks: int, size: str, folder: Path, *, kill: bool = False) -> Any:
+def torchrun(
+    who: str, ranks: int, size: str, folder: Path, *, kill: bool = False
+) -> subprocess.Popen[bytes]:
     """Starts one run; its errors go to a file beside ``folder``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(free_port()), __file__]
@@ -296,7 +298,7 @@ def errors_of(folder: Path) -> Path:
     return folder.with_suffix(".errors")
 
 
-def play(*processes: Any) -> list[int]:
+def play(*processes: subprocess.Popen[bytes]) -> list[int]:
     """Waits for runs that go on side by side; returns their exit statuses."""
     try:
         return [process.wait(timeout=LIMIT_S) for process in processes]
