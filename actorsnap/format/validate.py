@@ -181,12 +181,15 @@ def check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], ke
 
 
 def check_composites(entries: Sequence[CompositeEntry], dense: Collection[str], key: str) -> None:
-    """Raises FormatError where a composite's parts are not its layout's, or do not exist."""
+    """Raises FormatError where a composite's parts are not its layout's, or do not exist.
+
+    Other ranks may have stored parts of a replicated one.
+    """
     for entry in entries:
         if entry.parts != COMPOSITE_PARTS[entry.layout]:
             _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are no parts of {entry.layout}")
         for part in entry.parts:
-            if f"{entry.path}@{part}" not in dense:
+            if not entry.replicated and f"{entry.path}@{part}" not in dense:
                 _fail(key, f"{entry.path!r} has no part {part!r}")
         if _volume(entry.shape) > MAX_BYTES:
             _fail(key, f"{entry.path!r} has shape {entry.shape}")

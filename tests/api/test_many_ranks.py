@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import actorsnap
 from actorsnap import IncompatibleState, Options, RNGState, StateDict, UsageError
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
+from actorsnap.format.manifest import CompositeEntry, ContainerEntry, Entry, ValueEntry
 from actorsnap.planning.exchange import ReadMode
 from actorsnap.protocol.negotiation import Negotiation
 from actorsnap.runtime.gathering import Alone
@@ -203,6 +203,26 @@ def test_an_optimizer_of_shards_needs_its_state_first(tmp_path: Path) -> None:
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(8, 4))], lr=0.1, momentum=0.9)
     restored_by(0, path, {"opt": plain})
     assert torch.equal(plain.state_dict()["state"][0]["momentum_buffer"], WEIGHT)
+
+
+def test_parts_of_a_sparse_tensor_may_be_with_several_ranks(tmp_path: Path) -> None:
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse().coalesce()
+    entry = CompositeEntry(
+        path="s/x",
+        layout="sparse_coo",
+        dtype="float32",
+        shape=(2, 2),
+        parts=("indices", "values"),
+        parameters={"is_coalesced": True},
+        replicated=True,
+    )
+    indices = Part("s/x@indices", sparse.indices(), replicated=True)
+    values = Part("s/x@values", sparse.values(), replicated=True)
+    path = written(tmp_path, [entry, indices], [values])
+    for rank in range(3):
+        state = StateDict(x=torch.zeros(2, 2).to_sparse())
+        restored_by(rank, path, {"s": state})
+        assert torch.equal(state["x"].to_dense(), sparse.to_dense())
 
 
 def private(rank: int) -> list[Part | Entry]:

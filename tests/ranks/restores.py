@@ -26,7 +26,7 @@ from tests.worlds import Rank, World
 
 __all__ = ["direct_play", "direct_restore"]
 
-LOST_AFTER_S = 2.0
+LOST_AFTER_S = 3.0
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
 MIB = 1 << 20
 
@@ -138,6 +138,7 @@ def restore(me: Rank, kind: str, path: str, mode: str) -> dict[str, Any]:
         assert watch.bytes_read == 0
         report = snapshot.restore(state)
     found = {key: full(value.state_dict()) for key, value in state.items()}
+    dist.barrier()  # rank 0 leaves by os._exit: what it sends must have come
     dist.destroy_process_group()
     return {
         "equal": {key: equal(found[key], expected[key]) for key in found},
@@ -266,6 +267,7 @@ def play(me: Rank, path: str, mode: str, trouble: str, whom: int) -> dict[str, A
     again = states(0.0)
     said["again"] = outcome(lambda: Snapshot(path, options=options(mode)).restore(again))["text"]
     said["model again"] = [t.unique().tolist() for t in again["model"].values()]
+    dist.barrier()
     return said
 
 

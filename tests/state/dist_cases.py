@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +33,16 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
+from actorsnap import Options
 from actorsnap.format.geometry import Box, covers_exactly
+from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
+from actorsnap.planning.exchange import ReadMode
+from actorsnap.protocol.negotiation import Negotiation
+from actorsnap.runtime.gathering import Alone
+from actorsnap.runtime.host import run_sync
+from actorsnap.runtime.place import Place, Source
+from actorsnap.runtime.restoring import restore_by
+from actorsnap.state.objects import encode_inline
 from actorsnap.state.optim import ModelState, prime_optimizer
 from actorsnap.state.shards import (
     Replica,
@@ -40,6 +52,8 @@ from actorsnap.state.shards import (
     replicated_by,
     replication,
 )
+from actorsnap.state.tree import Container, flatten
+from tests.state.saved import Part, Saved
 
 CASES: dict[str, tuple[int, Callable[[], None]]] = {}
 
@@ -532,3 +546,77 @@ def ddp_inside() -> None:
     assert named.find("model.a.down.weight") is None
     assert named.find("optim.state.a.up.weight.exp_avg") == Replica(peers)
     assert named.find("optim.state.a.down.weight.exp_avg") is None
+
+
+# Restores -------------------------------------------------------------------------------------
+
+
+def saved_by_all(folder: Path, state: Any) -> None:
+    """Rank 0 writes a snapshot of what every rank holds, under the key ``s``."""
+    rank = dist.get_rank()
+    own: list[Part | Entry] = []
+    for path, value in zip(*flatten("s", state), strict=True):
+        if isinstance(value, Container):
+            own.append(ContainerEntry(path=path, type=value.type))
+        elif not isinstance(value, torch.Tensor):
+            own.append(ValueEntry(path=path, value=encode_inline(value, path), replicated=True))
+        elif isinstance(found := describe(value), Sharding):
+            own += [
+                Part(path, piece.tensor.clone(), piece.box, found.global_shape)
+                for piece in found.pieces
+                if rank == (piece.holders or (rank,))[0]
+            ]
+        elif rank == 0:
+            own.append(Part(path, value.detach().clone(), replicated=True))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    if rank == 0:
+        Saved(ranks).write(folder)
+    dist.barrier()
+
+
+def check_restored(state: ModelState, change: Callable[[], None]) -> None:
+    """A state comes back into the model it was saved from, after ``change``."""
+    shared: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    folder = Path(shared[0])
+    try:
+        before = copy_of(state.state_dict())
+        saved_by_all(folder, before)
+        change()
+        source = Source(Place(url=str(folder), at=str(folder), storage_options={}), Options())
+        # Their own ways: the store of this group is a file, which carries no messages.
+        steps = Alone(Negotiation(mode=ReadMode.DIRECT).decide, rank=dist.get_rank())
+        script = restore_by(steps, source, {"s": state}, strict=True)
+        report = run_sync(script, name="restore")
+        assert report.is_complete
+        assert report.nbytes > 0
+        same(state.state_dict(), before)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+
+@case(4)
+def restored() -> None:
+    def fsdp2(mesh: DeviceMesh | None) -> nn.Module:
+        model = Net()
+        fully_shard(model.up, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def fsdp1(mesh: DeviceMesh | None) -> nn.Module:
+        model = FullyShardedDataParallel(
+            Net(), device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        kind = StateDictType.SHARDED_STATE_DICT
+        FullyShardedDataParallel.set_state_dict_type(model, kind)
+        return model
+
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for model in (fsdp2(None), fsdp2(hybrid), fsdp1(None)):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        state = ModelState(model, optimizer)
+        check_restored(state, lambda model=model, opt=optimizer: train(model, opt))  # type: ignore[misc]

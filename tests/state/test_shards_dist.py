@@ -19,6 +19,7 @@ NAMES = {
         "fsdp2_and_tensor_parallel",
         "fsdp2_other_dim",
         "hsdp",
+        "restored",
         "sharded_tensors",
         "sub_meshes",
     ],
