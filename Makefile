@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
+	$(BIN)/python examples/fsdp_resume.py
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 test: lint

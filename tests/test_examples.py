@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds import Director
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -61,3 +63,22 @@ def test_train_resume(tmp_path: Path, size: str) -> None:
     assert "is passed over, it is unfinished" in output
     assert "losses and the final weights are equal" in output
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "demo"])
+def test_fsdp_resume_by_torchrun(tmp_path: Path, size: str) -> None:
+    output = run("fsdp_resume.py", "--size", size, cwd=tmp_path, timeout_s=500.0)
+    assert output.count("is passed over, it is unfinished") == 2
+    assert "saved by 2 ranks, has the same bits on 1 and 3" in output
+    assert left_behind(tmp_path) == []
+
+
+def test_fsdp_resume(tmp_path: Path) -> None:
+    """Without torchrun, which takes most of the example's time to start."""
+    with Director("tests.ranks.examples") as director:
+        found = director.play("direct_fsdp_resume", root=str(tmp_path))
+    assert found["status"] == 0, found["table"]
+    for ranks in ("1", "3"):
+        assert "step-00006 is passed over, it is unfinished" in found["said"][ranks]
+        assert "step-00003 is committed" in found["said"][ranks]

@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.pages import ROOT, blocks
+
 TEXT = (ROOT / "README.md").read_text()
 
 
 def section(title: str) -> str:
     return re.split(r"^## ", TEXT.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
-
-
-def blocks(text: str, language: str = "") -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [block for kind, block in found if kind == language]
 
 
 def printed(*arguments: str, cwd: Path) -> str:

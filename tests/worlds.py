@@ -58,6 +58,17 @@ class Rank:
     def store(self) -> Any:
         return _dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
+    def follow_torchrun(self) -> None:
+        """Puts into the environment what torchrun would: the store is its agent's."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
     def join_gloo(self) -> None:
         dist.init_process_group(
             "gloo",
@@ -105,6 +116,10 @@ class Child:
             if isinstance(said, dict) and set(said) == {"value", "error"}:
                 assert not said["error"], said["error"]
                 return said["value"]
+
+    def dies(self) -> bool:
+        """Waits; whether the process has gone without a word."""
+        return not self._channel.readline()
 
     def tell(self) -> None:
         self._channel.write("go\n")

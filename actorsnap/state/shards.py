@@ -10,7 +10,7 @@ is enough.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import msgspec
@@ -369,14 +369,24 @@ def replication(
         app_state: Statefuls by key.
         ddp_optimizers: Whether a torch optimizer is the same on all ranks if
             DistributedDataParallel modules of the app state keep all of its parameters
-            so: equal gradients make equal steps. Not LBFGS, which looks at the loss.
+            so: equal gradients make equal steps. Not LBFGS, which looks at the loss. Nor where
+            the optimizers of the app state leave out some of a module's parameters: then other
+            ranks may have those (``ZeroRedundancyOptimizer.optim``).
     """
     synchronised: dict[int, Ranks | None] = {}
     if ddp_optimizers:
+        stepped = {
+            id(parameter)
+            for value in app_state.values()
+            for optimizer in getattr(value, "optimizers", (value,))
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         for value in app_state.values():
             model = value if isinstance(value, torch.nn.Module) else getattr(value, "model", None)
             if isinstance(model, torch.nn.Module):
-                _add_parameters(model, synchronised)
+                _add_parameters(model, stepped, synchronised)
     result = {}
     for key, value in app_state.items():
         if isinstance(value, torch.nn.Module):
@@ -413,11 +423,17 @@ def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any, Ranks
     return [item for item in modules if item[2] is None or len(item[2]) > 1]
 
 
-def _add_parameters(module: torch.nn.Module, found: dict[int, Ranks | None]) -> None:
+def _add_parameters(
+    module: torch.nn.Module, stepped: Set[int], found: dict[int, Ranks | None]
+) -> None:
     for _, ddp, ranks in _synchronised_modules(module):
-        for name, parameter in ddp.module.named_parameters():
-            if name not in ddp.parameters_to_ignore and not is_distributed(parameter):
-                found[id(parameter)] = ranks
+        held = [
+            parameter
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore and not is_distributed(parameter)
+        ]
+        if all(id(parameter) in stepped for parameter in held if parameter.requires_grad):
+            found.update((id(parameter), ranks) for parameter in held)
 
 
 def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:

@@ -59,6 +59,19 @@ def ddp() -> dict[str, Any]:
     return _trained(nn.parallel.DistributedDataParallel(model()), _own())
 
 
+def zero() -> dict[str, Any]:
+    """Each rank steps some of the parameters, of the same shapes as other ranks' ones."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False))
+    model = nn.parallel.DistributedDataParallel(module)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    model(torch.randn(4, DIM)).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer.optim, "extra": StateDict(_own())}
+
+
 def fsdp2() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
@@ -143,6 +156,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     made.__name__: made
     for made in (
         ddp,
+        zero,
         fsdp2,
         hsdp,
         tensor_parallel,

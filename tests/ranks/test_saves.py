@@ -32,6 +32,7 @@ def _flat(value: Any, prefix: str) -> dict[str, Any]:
     [
         (2, "ddp"),
         (4, "ddp"),
+        (2, "zero"),
         (2, "fsdp2"),
         (4, "hsdp"),
         (2, "tensor_parallel"),

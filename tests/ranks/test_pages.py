@@ -1,0 +1,36 @@
+"""What docs/distributed.md shows, run by real ranks as torchrun starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actorsnap.sync import Snapshot
+from tests.pages import ROOT, all_blocks
+from tests.worlds import Director
+
+PAGE = "docs/distributed.md"
+
+
+def expected() -> list[str]:
+    """What each Python block prints, as the page says: nothing, or the block behind it."""
+    found = all_blocks((ROOT / PAGE).read_text())
+    return [
+        found[n + 1][1] if n + 1 < len(found) and found[n + 1][0] == "" else ""
+        for n, (language, _) in enumerate(found)
+        if language == "python"
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_blocks_of_the_page(tmp_path: Path, num_ranks: int) -> None:
+    folder = tmp_path / "page"
+    with Director("tests.ranks.pages") as director:
+        printed = director.play("direct_page", num_ranks=num_ranks, name=PAGE, folder=str(folder))
+    assert printed == [expected()] * num_ranks
+    for path in (folder / "ckpt").iterdir():
+        assert Snapshot(path).verify("full").ok, path
+    # As it says, one process reads it all.
+    assert Snapshot(folder / "ckpt/step-1").read_object("model/0.weight").shape == (256, 64)
+    assert Snapshot(folder / "ckpt/step-1").read_object("progress/step") == 1
