@@ -409,7 +409,7 @@ class ParticipantActor:
                 self._writers[number] = writer
                 self._opened[number].set()
                 if plan.is_shared:
-                    tokens.append(Token(plan.key, writer.token))
+                    tokens.append(Token.of(self._attempt, plan.key, writer.token))
         if tokens:
             await self._post(ObjectsOpened(tuple(tokens)))
         await may_store.wait()
@@ -418,14 +418,14 @@ class ParticipantActor:
         begin.set()
 
     async def _join(self, tokens: Sequence[Token]) -> None:
-        for token in tokens:
-            number = self._number_of[token.key]
+        for key, token in [each.opened(self._attempt) for each in tokens]:
+            number = self._number_of[key]
             try:
-                self._writers[number] = await self._storage.join_writer(token.token)
+                self._writers[number] = await self._storage.join_writer(token)
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
-                    key=token.key,
+                    key=key,
                     backend=self._storage.url,
                     detail="another rank has created this object, and this rank does not see it: "
                     "save to a path on storage that all ranks share",

@@ -145,10 +145,25 @@ class ShardedTensors(_Message, frozen=True, tag="h"):
 
 
 class Token(_Message, frozen=True):
-    """What ``Storage.join_writer`` needs of the object ``key``."""
+    """What ``Storage.join_writer`` needs of an object.
+
+    Attributes:
+        key: Without the attempt's folder.
+        token: Empty where it is the whole key.
+    """
 
     key: str
-    token: bytes
+    token: bytes = b""
+
+    @classmethod
+    def of(cls, attempt: str, key: str, token: bytes) -> Token:
+        """The token of the object ``key``."""
+        return cls(key.removeprefix(f"{attempt}/"), b"" if token == key.encode() else token)
+
+    def opened(self, attempt: str) -> tuple[str, bytes]:
+        """The key and the token that ``of`` was given."""
+        key = f"{attempt}/{self.key}"
+        return key, self.token or key.encode()
 
 
 class Opened(_Message, frozen=True, tag="p"):
