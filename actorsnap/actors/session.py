@@ -22,7 +22,7 @@ from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.actors.uploader import ChecksumLedger, UploaderActor
+from actorsnap.actors.uploader import ChecksumLedger, UploaderActor, checksums_of
 from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
@@ -35,7 +35,7 @@ from actorsnap.format.manifest import (
     encode_rank_manifest,
 )
 from actorsnap.planning.packing import ObjectPlan, RankPlan, pack, write_order
-from actorsnap.planning.save import take_stock
+from actorsnap.planning.save import copies_digest, take_stock
 from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.participant import (
     AnnounceStaged,
@@ -217,8 +217,11 @@ class ParticipantActor:
         return await self._run_blocking(self._take_stock, self._captured)
 
     def _take_stock(self, captured: Captured) -> Begun:
+        checksums: list[int] = []
         for index, leaf in enumerate(self._leaves):
-            if leaf.scope != ():
+            if leaf.is_copied:
+                checksums += checksums_of(leaf.source)
+            if leaf.is_copied or leaf.scope != ():
                 self._scopes.setdefault(leaf.scope, []).append(index)
         inventory, lists = take_stock(
             [leaf.item for leaf in self._leaves],
@@ -226,7 +229,8 @@ class ParticipantActor:
             globs=captured.globs,
             sharded=captured.sharded,
         )
-        return Begun(inventory, lists, self._remembered, captured.sharded)
+        copies = copies_digest(checksums) if () in self._scopes else b""
+        return Begun(inventory, lists, self._remembered, captured.sharded, copies)
 
     async def _receive_messages(self) -> None:
         while True:

@@ -115,12 +115,14 @@ class Join(_Message, frozen=True, tag="j"):
     Attributes:
         structure: Digest of its inventory.
         plan: Digest of the plan that it remembers from the save before; empty if none.
+        copies: Digest of the contents of what others may hold as well; empty if nothing.
     """
 
     rank: int
     release: str
     structure: bytes
     plan: bytes = b""
+    copies: bytes = b""
 
 
 class Offer(_Message, frozen=True, tag="o"):
