@@ -19,7 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -45,11 +45,13 @@ from actorsnap.format.manifest import (
     CompositeEntry,
     ContainerEntry,
     Entry,
+    ObjectRecord,
     RankManifest,
     TensorEntry,
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
 from actorsnap.runtime import inputs, reading, upkeep
 from actorsnap.runtime.host import Script, run_sync
@@ -171,14 +173,20 @@ def inspect(
             return
         _write(_overview(path, commit, manifests))
         for rank, manifest in manifests.items():
-            root = _tree_of(_leaves({rank: manifest}).values())
+            root = _tree_of(_leaves({rank: manifest}))
             if commit.world_size > 1:
                 root = _Node(children={f"rank {rank}": root})
             _write(_draw(root, depth or sys.maxsize))
 
 
+def _objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
+    """The data objects, each once, however many ranks wrote it."""
+    records = [record for manifest in manifests.values() for record in manifest.objects]
+    return list({record.key: record for record in records}.values())
+
+
 def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> Iterator[str]:
-    objects = [record for manifest in manifests.values() for record in manifest.objects]
+    objects = _objects(manifests)
     total = sum(record.size for record in objects)
     yield f"{path}  {_size(total)} in {_count(len(objects), 'data object', 'data objects')}"
     yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
@@ -300,7 +308,7 @@ def _what_to_delete(source: Source, path: str) -> str:
         commit, manifests = _run(reading.load_index(source))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
-    total = sum(record.size for manifest in manifests.values() for record in manifest.objects)
+    total = sum(record.size for record in _objects(manifests))
     return f"the snapshot {path} ({_size(total)}, created {commit.created})"
 
 
@@ -449,11 +457,11 @@ def _leaves(manifests: dict[int, RankManifest]) -> dict[str, _Leaf]:
     """Containers and leaves by ``<rank>/<path>``, in order; parts belong to their leaves."""
     leaves: dict[str, _Leaf] = {}
     for rank, manifest in manifests.items():
-        by_path = {entry.path: entry for entry in manifest.entries}
-        for entry in manifest.entries:
+        by_name = named_entries(manifest)
+        for name, entry in by_name.items():
             if parent_of(entry.path) == entry.path:
-                base = by_path[entry.of] if isinstance(entry, ViewEntry) else None
-                leaves[f"{rank}/{entry.path}"] = _Leaf(entry, base=base)
+                base = by_name[entry.of] if isinstance(entry, ViewEntry) else None
+                leaves[f"{rank}/{name}"] = _Leaf(entry, base=base)
         for entry in manifest.entries:
             parent = parent_of(entry.path)
             if parent != entry.path:
@@ -505,12 +513,12 @@ class _Node:
     nbytes: int = 0
 
 
-def _tree_of(leaves: Iterable[_Leaf]) -> _Node:
+def _tree_of(leaves: Mapping[str, _Leaf]) -> _Node:
     root = _Node()
-    for leaf in leaves:
+    for path, leaf in leaves.items():
         node = root
         line = [root]
-        for name in leaf.entry.path.split("/"):
+        for name in path.split("/")[1:]:
             node = node.children.setdefault(name, _Node())
             line.append(node)
         node.leaf = leaf
@@ -564,7 +572,7 @@ def _as_json(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> d
         "attempt": commit.attempt,
         "fsync": commit.fsync,
         "metadata": commit.metadata,
-        "objects": [msgspec.to_builtins(r) for m in manifests.values() for r in m.objects],
+        "objects": [msgspec.to_builtins(record) for record in _objects(manifests)],
         "entries": [
             {"rank": rank, **msgspec.to_builtins(entry)}
             for rank, manifest in manifests.items()

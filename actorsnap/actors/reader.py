@@ -34,6 +34,7 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
+from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
 from actorsnap.state.tensors import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
@@ -128,26 +129,38 @@ class SnapshotReader:
 
 
 class Request:
-    """One stored leaf and where its bytes go."""
+    """Stored bytes of one leaf, and where they go.
 
-    __slots__ = ("_manifest", "key", "sink", "stored")
+    Args:
+        index: What ``stored.object`` counts in.
+    """
 
-    def __init__(self, manifest: RankManifest, stored: Stored, sink: ByteSink) -> None:
-        self._manifest = manifest
-        self.key = manifest.objects[stored.object].key
+    __slots__ = ("_index", "key", "sink", "stored")
+
+    def __init__(self, index: Index | RankManifest, stored: Stored, sink: ByteSink) -> None:
+        self._index = index
+        self.key = index.objects[stored.object].key
         self.stored = stored
         self.sink = sink
 
-    def leaf(self) -> TensorEntry | BytesEntry:
-        """The entry that has the bytes, or more of them; looked up for messages only."""
+    def leaf(self) -> tuple[str, int]:
+        """The path of the leaf that has the bytes, and where it, or its shard, begins in the
+        object; looked up for messages only."""
         stored = self.stored
         return next(
-            entry
-            for entry in self._manifest.entries
-            if isinstance(entry, TensorEntry | BytesEntry)
-            and entry.data.object == stored.object
-            and entry.data.start <= stored.start < entry.data.stop
+            (path, data.start)
+            for path, data in _all_stored(self._index)
+            if data.object == stored.object and data.start <= stored.start < data.stop
         )
+
+
+def _all_stored(index: Index | RankManifest) -> Iterator[tuple[str, Stored]]:
+    for entry in index.entries:
+        if isinstance(entry, TensorEntry | BytesEntry):
+            yield entry.path, entry.data
+        elif isinstance(entry, ShardedEntry):
+            for shard in entry.shards:
+                yield entry.path, shard.data
 
 
 class FetcherPool:
@@ -229,7 +242,7 @@ class FetcherPool:
     def _plan(self, requests: Sequence[Request]) -> tuple[list[Read], list[Read]]:
         """The reads that threads can do alone, and the others."""
         reads = plan_reads(
-            [Range(r.key, r.stored.start, r.stored.stop) for r in requests],
+            [Range(r.key, r.stored.start, r.stored.stop, r.sink.is_addressable) for r in requests],
             chunk_bytes=self._chunk_bytes,
             max_gap_bytes=self._max_gap_bytes,
         )
@@ -340,11 +353,11 @@ def _verify(request: Request, start: int, view: memoryview) -> None:
     number = start // BLOCK_BYTES
     for low in range(0, len(view), BLOCK_BYTES):
         if crc32c(view[low : low + BLOCK_BYTES]) != expected[number]:
-            leaf = request.leaf()
+            path, begin = request.leaf()
             at = request.stored.start + number * BLOCK_BYTES
             raise ChecksumMismatch(
                 key=request.key,
-                detail=f"block {(at - leaf.data.start) // BLOCK_BYTES} of {leaf.path!r} "
+                detail=f"block {(at - begin) // BLOCK_BYTES} of {path!r} "
                 f"(bytes from {at}) differs from what was saved",
             )
         number += 1

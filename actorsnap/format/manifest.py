@@ -8,6 +8,7 @@ equal values give equal bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -47,6 +48,7 @@ __all__ = [
     "decode_rank_manifest",
     "encode_commit",
     "encode_rank_manifest",
+    "is_same_tensor",
 ]
 
 FORMAT_NAME = "actorsnap"
@@ -158,7 +160,7 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
             ``"numpy"`` or ``"numpy_scalar"`` (``"<f8"``).
         shape: Of the bytes stored here, in elements; the shard's where ``offsets`` is given.
         global_shape, offsets: Only for a shard: the whole tensor's shape and where the shard
-            begins in it.
+            begins in it. Shards of one tensor may share their path.
         type: ``tensor``, ``parameter``, ``buffer``, ``numpy`` or ``numpy_scalar``.
         replicated: Whether every rank held the same value.
     """
@@ -429,8 +431,9 @@ def _check_manifest(manifest: RankManifest, key: str) -> None:
     if manifest.block_bytes != BLOCK_BYTES:
         raise FormatError(key=key, detail=f"block_bytes is {manifest.block_bytes}")
     validate.check_place(manifest, key)
+    boxes: frozenset[str] = frozenset()
     if len({entry.path for entry in manifest.entries}) != len(manifest.entries):
-        raise FormatError(key=key, detail="two entries have the same path")
+        boxes = _paths_of_boxes(manifest.entries, key)
     of_type: dict[type, list[Any]] = {}
     for entry in manifest.entries:
         of_type.setdefault(type(entry), []).append(entry)
@@ -441,9 +444,44 @@ def _check_manifest(manifest: RankManifest, key: str) -> None:
     validate.check_stored(of_type.get(BytesEntry, []), extents, key)
     validate.check_tensors(tensors, key)
     if views:
-        bases = {entry.path: entry for entry in tensors}
+        bases = {entry.path: entry for entry in tensors if entry.path not in boxes}
         validate.check_views(views, bases, key)
     if composites := of_type.get(CompositeEntry):
         dense = {entry.path for entry in tensors}
         dense.update([entry.path for entry in views])
         validate.check_composites(composites, dense, key)
+
+
+def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
+    """Returns the paths that several entries have. Raises FormatError where they are anything
+    but different boxes of one tensor."""
+    firsts: dict[str, Entry] = {}
+    offsets: dict[str, set[tuple[int, ...]]] = {}
+    for entry in entries:
+        first = firsts.setdefault(entry.path, entry)
+        if first is entry:
+            continue
+        if not (
+            isinstance(entry, TensorEntry)
+            and isinstance(first, TensorEntry)
+            and entry.offsets is not None
+            and first.offsets is not None
+        ):
+            raise FormatError(key=key, detail=f"two entries have the path {entry.path!r}")
+        if not is_same_tensor(first, entry):
+            raise FormatError(key=key, detail=f"shards of several tensors are {entry.path!r}")
+        seen = offsets.setdefault(entry.path, {first.offsets})
+        if entry.offsets in seen:
+            raise FormatError(key=key, detail=f"two shards of {entry.path!r} are at the same place")
+        seen.add(entry.offsets)
+    return frozenset(offsets)
+
+
+def is_same_tensor(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two shards are of one tensor, as far as their entries tell."""
+    return (a.dtype, a.global_shape, a.type, a.requires_grad) == (
+        b.dtype,
+        b.global_shape,
+        b.type,
+        b.requires_grad,
+    )

@@ -1,26 +1,216 @@
-"""Plans the reads of a restore: which byte ranges, merged and cut how.
+"""Plans the reads of a restore: which bytes of which boxes, merged and cut how.
 
-Every byte that is asked for is read once per request; neighbouring requests share a read if
-the gap between them is at most ``max_gap_bytes``; large ones are cut on their checksum blocks.
+``plan_boxes`` says what to read of stored boxes to fill other boxes. What is verified must be
+read in whole checksum blocks, so a box that begins or ends inside of one costs that block.
+``plan_reads`` makes reads of such ranges. Every byte that is asked for is read once per request;
+neighbouring requests share a read if the gap between them is at most ``max_gap_bytes``; large
+ones are cut on their checksum blocks.
+
+It must not know tensors, nor who wants what they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 
 import msgspec
 
+from actorsnap.errors import FormatError
+from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
 from actorsnap.format.manifest import BLOCK_BYTES
 
-__all__ = ["Part", "Range", "Read", "plan_reads"]
+__all__ = ["BoxRead", "Part", "Range", "Read", "plan_boxes", "plan_reads"]
+
+
+# Boxes of a tensor ----------------------------------------------------------------------------
+
+
+class BoxRead(msgspec.Struct, frozen=True, gc=False):
+    """Bytes ``[start, stop)`` of a stored box, counted from its first one: whole blocks.
+
+    Attributes:
+        stored: Number of the stored box.
+        start, stop: ``start`` is a multiple of the checksum block; so is ``stop``, unless it is
+            the box' end.
+        wanted: Numbers of the wanted boxes that have elements of it, rising.
+        at: Where these bytes stand in the only wanted box, in bytes from its first one, if they
+            are all its, in the same order. Else None: elements go here and there, or nowhere.
+    """
+
+    stored: int
+    start: int
+    stop: int
+    wanted: tuple[int, ...]
+    at: int | None
+
+
+def plan_boxes(
+    path: str, stored: Sequence[Box], wanted: Sequence[Box], *, itemsize: int
+) -> list[BoxRead]:
+    """Returns what to read of stored boxes to fill the wanted ones.
+
+    No block is read twice if wanted boxes do not overlap, and none that holds nothing wanted.
+
+    Args:
+        path: Of the tensor, for errors.
+        stored: Disjoint boxes in the tensor's index space, each with bytes of its own in C order.
+        wanted: Boxes in the same space.
+        itemsize: Bytes of an element.
+
+    Raises:
+        FormatError: Elements that are wanted are in no stored box, or in several.
+    """
+    finder = _Finder(stored)
+    shares: dict[int, list[tuple[int, Box]]] = {}
+    for number, box in enumerate(wanted):
+        if box.is_empty:
+            continue
+        found: list[Box] = []
+        for index in finder.near(box):
+            shared = stored[index].intersect(box)
+            if shared is not None:
+                found.append(shared)
+                shares.setdefault(index, []).append((number, shared))
+        if not covers_exactly(box, found):
+            hole = _hole(box, found)
+            what = (
+                "shards overlap"
+                if hole is None
+                else f"no shard has the elements from {hole.offsets} up to {hole.stops}, or ranks "
+                "stored different ones"
+            )
+            raise FormatError(key=path, detail=what)
+    reads: list[BoxRead] = []
+    for index, found_in in shares.items():
+        reads += _reads_of(index, stored[index], found_in, wanted, itemsize)
+    return reads
+
+
+class _Finder:
+    """Finds the boxes that another one may intersect."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._order = list(range(len(boxes)))
+        ndim = boxes[0].ndim if boxes else 0
+        if ndim:
+            self._dim = dim = max(range(ndim), key=lambda d: len({b.offsets[d] for b in boxes}))
+            self._order.sort(key=lambda index: boxes[index].offsets[dim])
+            self._starts = [boxes[index].offsets[dim] for index in self._order]
+            self._reach = list(accumulate([boxes[index].stops[dim] for index in self._order], max))
+
+    def near(self, box: Box) -> list[int]:
+        if not box.ndim or not self._order:
+            return self._order
+        start = box.offsets[self._dim]
+        low = bisect_right(self._reach, start)
+        return self._order[low : bisect_left(self._starts, start + box.sizes[self._dim])]
+
+
+def _hole(whole: Box, parts: Sequence[Box]) -> Box | None:
+    """Returns a box in ``whole`` that is in none of the parts."""
+    left = [whole]
+    for part in parts:
+        boxes, left = left, []
+        for box in boxes:
+            shared = box.intersect(part)
+            if shared is None:
+                left.append(box)
+                continue
+            for dim in range(box.ndim):
+                before, box = box.split(dim, shared.offsets[dim] - box.offsets[dim])
+                box, behind = box.split(dim, shared.sizes[dim])
+                left += [rest for rest in (before, behind) if not rest.is_empty]
+    return left[0] if left else None
+
+
+def _reads_of(
+    index: int,
+    box: Box,
+    shares: Sequence[tuple[int, Box]],
+    wanted: Sequence[Box],
+    itemsize: int,
+) -> list[BoxRead]:
+    """Returns the reads of one stored box."""
+    nbytes = box.volume * itemsize
+    reads: list[BoxRead] = []
+    # Blocks of which not all goes to one place.
+    mixed: list[tuple[int, int, int]] = []
+    for number, shared in shares:
+        run = _only_run(box, shared)
+        place = _only_run(wanted[number], shared)
+        if run is None or place is None:
+            mixed += [(*_grown(*span, nbytes), number) for span in _spans(box, shared, itemsize)]
+            continue
+        start, stop = run * itemsize, (run + shared.volume) * itemsize
+        low = start + -start % BLOCK_BYTES
+        high = stop if stop == nbytes else stop - stop % BLOCK_BYTES
+        if low >= high:
+            mixed.append((*_grown(start, stop, nbytes), number))
+            continue
+        reads.append(BoxRead(index, low, high, (number,), place * itemsize + low - start))
+        if start < low:
+            mixed.append((low - BLOCK_BYTES, low, number))
+        if high < stop:
+            mixed.append((*_grown(high, stop, nbytes), number))
+    mixed.sort()
+    at = 0
+    while at < len(mixed):
+        start, stop, _ = mixed[at]
+        numbers: set[int] = set()
+        while at < len(mixed) and mixed[at][0] <= stop:
+            stop = max(stop, mixed[at][1])
+            numbers.add(mixed[at][2])
+            at += 1
+        reads.append(BoxRead(index, start, stop, tuple(sorted(numbers)), None))
+    return reads
+
+
+def _only_run(box: Box, part: Box) -> int | None:
+    """Returns where ``part`` begins in the C-order elements of ``box``, if it is a run of them."""
+    start, count = next(contiguous_runs(box.sizes, part.relative_to(box)))
+    return start if count == part.volume else None
+
+
+def _grown(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+    """Returns the bytes of the blocks that ``[start, stop)`` touches."""
+    return start - start % BLOCK_BYTES, min(stop + -stop % BLOCK_BYTES, nbytes)
+
+
+def _spans(box: Box, part: Box, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yields the byte ranges of ``box`` that ``part`` lies in; at least a block is between them."""
+    inner = part.relative_to(box)
+    first, length, pitch = 0, itemsize, itemsize
+    rows: list[range] = []
+    for offset, size, whole in zip(
+        reversed(inner.offsets), reversed(inner.sizes), reversed(box.sizes), strict=True
+    ):
+        first += offset * pitch
+        # Gaps along an outer dim are never smaller.
+        if rows or (size > 1 and pitch - length >= BLOCK_BYTES):
+            rows.append(range(0, size * pitch, pitch))
+        else:
+            length += (size - 1) * pitch
+        pitch *= whole
+    for steps in product(*reversed(rows)):
+        start = first + sum(steps)
+        yield start, start + length
+
+
+# Byte ranges of objects -----------------------------------------------------------------------
 
 
 class Range(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of the object ``key``, all of one stored leaf."""
+    """Bytes ``[start, stop)`` of the object ``key``, all of one stored leaf.
+
+    ``in_place``: they can be read straight into the memory that they belong to.
+    """
 
     key: str
     start: int
     stop: int
+    in_place: bool = True
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +246,8 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
 
     Returns:
         Reads, by object and offset. Each request's bytes are covered exactly once. Cuts
-        inside a request fall on multiples of the checksum block, counted from its start.
+        inside a request fall on multiples of the checksum block, counted from its start. A block
+        or more that goes in place is in no read with what does not: all would be copied.
     """
     stride = max(1, chunk_bytes // BLOCK_BYTES) * BLOCK_BYTES
     order = sorted(
@@ -64,7 +255,7 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
         key=lambda index: (requests[index].key, requests[index].start, index),
     )
     reads: list[Read] = []
-    key, begin, end = "", 0, 0
+    key, begin, end, in_place = "", 0, 0, True
     parts: list[Part] = []
     gaps: list[int] = []
 
@@ -86,10 +277,15 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
                 request.key == key
                 and 0 <= gap <= max_gap_bytes
                 and request.start + high - begin <= chunk_bytes
+                and (
+                    request.in_place == in_place
+                    or (high - low if request.in_place else end - begin) < BLOCK_BYTES
+                )
             )
             if not joins or not parts:
                 close()
-                key, begin, gap = request.key, at, 0
+                key, begin, gap, in_place = request.key, at, 0, True
+            in_place = in_place and request.in_place
             parts.append(Part(index, low, high))
             gaps.append(gap)
             end = request.start + high

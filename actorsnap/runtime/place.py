@@ -17,6 +17,7 @@ from actorsnap.errors import ChecksumMismatch, ObjectNotFound, StorageError
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options, chunk_within
+from actorsnap.planning.index import Index, index_of
 from actorsnap.planning.retention import collectable
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_MAX_MANIFEST_READS = 16
+"""So many rank manifests are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class Source:
         self.place = place
         self.options = options
         self._kept: tuple[Commit, dict[int, RankManifest]] | None = None
+        self._views: dict[int, Index] = {}
 
     @asynccontextmanager
     async def opened(
@@ -140,9 +145,26 @@ class Source:
         """The commit object, read anew, and all rank manifests, kept until it is another one."""
         commit = await reader.commit()
         if self._kept is None or self._kept[0] != commit:
-            manifests = [await reader.manifest(record) for record in commit.manifests]
-            self._kept = commit, dict(enumerate(manifests))
+            manifests: dict[int, RankManifest] = {}
+            records = iter(enumerate(commit.manifests))
+
+            async def read() -> None:
+                for rank, record in records:
+                    manifests[rank] = await reader.manifest(record)
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(min(_MAX_MANIFEST_READS, len(commit.manifests))):
+                    tasks.start_soon(read)
+            self._kept = commit, dict(sorted(manifests.items()))
+            self._views = {}
         return self._kept
+
+    def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
+        """What one rank may read; kept as long as the index."""
+        found = self._views.get(rank)
+        if found is None:
+            found = self._views[rank] = index_of(manifests, rank=rank)
+        return found
 
     def fetcher(self, host: Host, storage: Storage, **changes: Any) -> FetcherPool:
         settings: dict[str, Any] = {

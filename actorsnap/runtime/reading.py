@@ -19,12 +19,15 @@ from actorsnap.format.manifest import (
     Entry,
     RankManifest,
 )
+from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (
     Source,
 )
-from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
+from actorsnap.state.one import read_one
+from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.targets import mark_written
+from actorsnap.state.tree import escape
 
 __all__ = [
     "begins_anew",
@@ -32,6 +35,7 @@ __all__ = [
     "get_manifest",
     "get_state_dict_for_key",
     "load_index",
+    "load_view",
     "read_object",
 ]
 
@@ -75,27 +79,42 @@ def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]
     return index
 
 
+def load_view(source: Source, rank: int) -> Script[Index]:
+    """Reads what one rank may read; it is merged on a worker thread."""
+    _, manifests = yield from load_index(source)
+    if len(manifests) == 1:
+        return source.view(manifests, rank)
+    view: Index = yield lambda host: host.run_blocking(source.view, manifests, rank)
+    return view
+
+
 def get_manifest(source: Source) -> Script[dict[str, Entry]]:
-    """Every entry of every rank, by ``"<rank>/<path>"``."""
+    """Every entry of every rank, by ``"<rank>/<path>"``, or ``"<rank>/<path>@<offsets>"``."""
     _, manifests = yield from load_index(source)
     return {
-        f"{rank}/{entry.path}": entry
+        f"{rank}/{name}": entry
         for rank, manifest in manifests.items()
-        for entry in manifest.entries
+        for name, entry in named_entries(manifest).items()
     }
 
 
 @begins_anew
 def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     """One stateful's state dict, built fresh on the CPU."""
-    _, manifests = yield from load_index(source)
-    by_key = entries_by_key(manifests[0].entries)
+    index = yield from load_view(source, 0)
+    by_key = entries_by_key(index.entries)
     if key not in by_key:
+        for path, ranks in index.elsewhere.items():
+            if path.partition("/")[0] == escape(key):
+                raise UsageError(
+                    f"only {named_ranks(ranks)} saved the key {key!r}, each for itself; "
+                    f"read_object('{ranks[0]}/{escape(key)}') reads it"
+                )
         raise UsageError(
             f"the snapshot has no key {key!r}; it has {', '.join(map(repr, sorted(by_key)))}"
         )
     part = KeyRestore(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
-    yield lambda host: fetch(host, source, manifests[0], [part])
+    yield lambda host: fetch(host, source, index, [part])
     return part.build()
 
 
@@ -115,27 +134,27 @@ def read_object(
         )
     _, manifests = yield from load_index(source)
     rank, _, rest = path.partition("/")
+    number = 0
     if rank.isascii() and rank.isdecimal() and rest:
         # A top-level key that reads like a number is escaped, so this is a rank.
         if int(rank) not in manifests:
             raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
-        manifest, path = manifests[int(rank)], rest
-    else:
-        manifest = manifests[0]
-    part = read_one(manifest.entries, path, out, source.options.allow_pickle)
-    yield lambda host: fetch(host, source, manifest, [part], memory_budget_bytes)
+        number, path = int(rank), rest
+    index = yield from load_view(source, number)
+    part = read_one(index.entries, path, out, source.options.allow_pickle, index.elsewhere)
+    yield lambda host: fetch(host, source, index, [part], memory_budget_bytes)
     return part.build()
 
 
 async def fetch(
     host: Host,
     source: Source,
-    manifest: RankManifest,
+    index: Index,
     parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
 ) -> int:
     """Reads what the parts want; returns the number of bytes."""
-    requests = [Request(manifest, stored, sink) for part in parts for stored, sink in part.reads]
+    requests = [Request(index, want.stored, want.sink) for part in parts for want in part.reads]
     # Before the first byte: a restore that fails may have written some.
     mark_written(claim.target for part in parts for claim in part.claims)
     changes: dict[str, Any] = {}
@@ -146,6 +165,6 @@ async def fetch(
             "num_fetchers": 1,
         }
     if requests:
-        async with source.opened(host, "read", manifest.attempt) as (storage, _, _):
+        async with source.opened(host, "read", index.attempt) as (storage, _, _):
             await source.fetcher(host, storage, **changes).fetch(requests)
     return sum(request.stored.stop - request.stored.start for request in requests)

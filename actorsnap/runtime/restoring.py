@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -15,6 +16,8 @@ import torch
 from actorsnap.errors import (
     IncompatibleState,
 )
+from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.inputs import (
     AppState,
@@ -23,10 +26,12 @@ from actorsnap.runtime.inputs import (
 from actorsnap.runtime.place import (
     Source,
 )
-from actorsnap.runtime.reading import begins_anew, fetch, load_index
+from actorsnap.runtime.reading import begins_anew, fetch, load_view
 from actorsnap.state.claims import disputes
 from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.shards import is_distributed
 from actorsnap.state.stateful import (
+    Matching,
     RNGState,
     Stateful,
     adapts,
@@ -36,10 +41,13 @@ from actorsnap.state.stateful import (
     torch_complaints,
     validate_app_state,
 )
-from actorsnap.state.tree import escape, join
+from actorsnap.state.tree import escape, join, unescape
 
 __all__ = [
+    "Compared",
     "RestoreReport",
+    "compare",
+    "load",
     "restore",
 ]
 
@@ -74,73 +82,156 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @begins_anew
-def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[RestoreReport]:
-    """Compares everything, then reads everything, then hands over key by key."""
+def restore(
+    source: Source, app_state: AppState, *, strict: bool, rank: int = 0
+) -> Script[RestoreReport]:
+    """Compares everything, then reads everything, then hands over key by key.
+
+    Args:
+        source: Of the snapshot.
+        app_state, strict: See ``Snapshot.restore``.
+        rank: Of this process in its group.
+    """
     check_flag("strict", strict)
     validate_app_state(app_state)
-    _, manifests = yield from load_index(source)
-    by_key = entries_by_key(manifests[0].entries)
+    index = yield from load_view(source, rank)
+    compared = compare(index, app_state, rank=rank, allow_pickle=source.options.allow_pickle)
+    if strict:
+        compared.raise_differences()
+    loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
+    parts = list(compared.parts.values())
+    nbytes: int = yield lambda host: fetch(host, source, index, parts)
+    return load(compared, loaders, strict=strict, nbytes=nbytes)
+
+
+@dataclass(slots=True)
+class Compared:
+    """An app state beside a snapshot.
+
+    Attributes:
+        parts: What can be restored, by key, in the order in which it is loaded.
+        adapting: What the module of a key has, where it decides itself what it can take.
+        missing, unexpected, mismatched: See ``RestoreReport``.
+    """
+
+    parts: dict[str, KeyRestore] = field(default_factory=dict)
+    adapting: dict[str, KeyRestore] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    def raise_differences(self) -> None:
+        """Raises IncompatibleState where anything does not fit."""
+        if self.missing or self.unexpected or self.mismatched:
+            raise IncompatibleState(
+                missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched
+            )
+
+
+def compare(index: Index, app_state: AppState, *, rank: int, allow_pickle: bool) -> Compared:
+    """Compares everything. Calls every ``state_dict()``; reads and changes nothing.
+
+    Args:
+        index: Of the snapshot, as ``rank`` sees it.
+        app_state: Statefuls by key.
+        rank: Of this process in its group.
+        allow_pickle: See ``KeyRestore``.
+
+    Raises:
+        UsageError, FormatError, MemoryError: As ``KeyRestore``.
+        Exception: Whatever a ``state_dict`` raises.
+    """
+    by_key = entries_by_key(index.entries)
+    elsewhere: dict[str, list[str]] = {}
+    for path in index.elsewhere:
+        elsewhere.setdefault(path.partition("/")[0], []).append(path)
     # The global order of state_dict calls; generators last, as other loads may draw numbers.
     keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
-    missing = [escape(key) for key in keys if key not in by_key]
-    unexpected: list[str] = []
-    mismatched: list[str] = []
+    found = Compared(missing=[escape(key) for key in keys if key not in by_key])
     states: dict[str, Any] = {}
-    parts: dict[str, KeyRestore] = {}
-    adapting: dict[str, KeyRestore] = {}
 
-    def compare(key: str, apart: Iterable[str] = ()) -> KeyRestore:
+    def open_key(key: str, *, is_fresh: bool = False, apart: Iterable[str] = ()) -> KeyRestore:
         return KeyRestore(
             key,
             by_key[key],
-            target=states[key],
-            allow_pickle=source.options.allow_pickle,
-            matching=matching_of(app_state[key]),
+            target=None if is_fresh else states[key],
+            allow_pickle=allow_pickle,
+            matching=Matching.KEYS if is_fresh else matching_of(app_state[key]),
             apart=apart,
+            world_size=index.world_size,
         )
 
     for key in keys:
+        private = elsewhere.get(escape(key), [])
         if key not in by_key:
+            found.mismatched += _explain_private(key, private, index, rank)
             continue
         stateful = app_state[key]
         # A generator that only this process has is no reason to refuse the others.
         states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
-        part = compare(key)
+        if unprimed := _unprimed(key, stateful, by_key[key], states[key]):
+            found.mismatched += unprimed
+            continue
+        part = open_key(key)
+        private = [path for path in private if part.has_target(path)]
+        found.mismatched += _explain_private(key, private, index, rank)
+        if private and matching_of(stateful) not in (Matching.LEAVES, Matching.KEYS):
+            continue  # it would get a state with holes
         stuck = _stuck_on_meta(key, stateful, part)
-        mismatched.extend(stuck)
+        found.mismatched += stuck
         if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.mismatched):
-            mismatched.extend(part.mismatched)
+            found.mismatched += part.mismatched
             continue  # it takes all or nothing
         if (part.missing or part.unexpected or part.mismatched) and adapts(stateful):
-            adapting[key] = part
+            found.adapting[key] = part
             # Fresh: what is adapted may go to another place than the one that has its name.
-            part = KeyRestore(
-                key, by_key[key], target=None, allow_pickle=source.options.allow_pickle
-            )
-        missing.extend(part.missing)
-        unexpected.extend(part.unexpected)
-        mismatched.extend(part.mismatched)
-        parts[key] = part
-    shared, apart = _settle(app_state, parts)
-    mismatched.extend(shared)
+            part = open_key(key, is_fresh=True)
+        found.missing += part.missing
+        found.unexpected += part.unexpected
+        found.mismatched += part.mismatched
+        found.parts[key] = part
+    shared, apart = _settle(app_state, found.parts)
+    found.mismatched += shared
     for key, paths in apart.items():
-        parts[key] = compare(key, paths)
-    if strict and (missing or unexpected or mismatched):
-        raise IncompatibleState(missing=missing, unexpected=unexpected, mismatched=mismatched)
-    loaders = {key: loader(app_state[key], strict=strict) for key in parts}
-    nbytes: int = yield lambda host: fetch(host, source, manifests[0], list(parts.values()))
-    for index, (key, part) in enumerate(parts.items()):
+        found.parts[key] = open_key(key, apart=paths)
+    return found
+
+
+def load(
+    compared: Compared,
+    loaders: Mapping[str, Callable[[Any], Any]],
+    *,
+    strict: bool,
+    nbytes: int,
+) -> RestoreReport:
+    """Hands over what was read, key by key.
+
+    Args:
+        compared: All of its parts have been read.
+        loaders: ``load_state_dict`` by key.
+        strict: As the app state was compared.
+        nbytes: How many bytes were read.
+
+    Raises:
+        IncompatibleState: A module that adapts what it loads refuses it.
+        Exception: Whatever a ``load_state_dict`` raises, with a note that names its key.
+    """
+    missing, unexpected = list(compared.missing), list(compared.unexpected)
+    mismatched = list(compared.mismatched)
+    for number, (key, part) in enumerate(compared.parts.items()):
         state = part.build()
         try:
-            if key in adapting:
-                left_out = _load_adapting(key, loaders[key], state, adapting[key], strict=strict)
+            if key in compared.adapting:
+                left_out = _load_adapting(
+                    key, loaders[key], state, compared.adapting[key], strict=strict
+                )
                 missing.extend(left_out.missing)
                 unexpected.extend(left_out.unexpected)
                 mismatched.extend(left_out.mismatched)
             else:
                 loaders[key](state)
         except Exception as error:
-            loaded = ", ".join(map(repr, list(parts)[:index])) or "none"
+            loaded = ", ".join(map(repr, list(compared.parts)[:number])) or "none"
             error.add_note(
                 f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
                 f"keys that were loaded before: {loaded}"
@@ -152,6 +243,39 @@ def restore(source: Source, app_state: AppState, *, strict: bool) -> Script[Rest
         mismatched=tuple(mismatched),
         nbytes=nbytes,
     )
+
+
+def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) -> list[str]:
+    """A line per set of ranks that keep to themselves what the app state wants of a key."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for path in paths:
+        by_ranks.setdefault(index.elsewhere[path], []).append(path)
+    return [
+        f"{escape(key)}: rank {rank} wants what {named_ranks(ranks)} of {index.world_size} saved, "
+        f"each for itself: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}. Only the "
+        "same rank gets it back. If it is equal on all ranks, name it in replicated=[...] at the "
+        "next take; else leave the key out, or restore with strict=False"
+        for ranks, found in by_ranks.items()
+    ]
+
+
+def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
+    """A line if an optimizer of distributed parameters has no state to restore theirs into."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    held = [p for group in stateful.param_groups for p in group["params"]]
+    if not any(map(is_distributed, held)):
+        return []
+    below = f"{escape(key)}/state/"
+    for entry in entries:
+        if isinstance(entry, TensorEntry | ShardedEntry | ViewEntry) and entry.shape:
+            number = entry.path.removeprefix(below).partition("/")[0]
+            if entry.path.startswith(below) and not state["state"].get(unescape(number)):
+                return [
+                    f"{escape(key)}: the optimizer has no state yet, and its parameters are "
+                    "distributed tensors; call prime_optimizer(optimizer) before"
+                ]
+    return []
 
 
 def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:

@@ -28,6 +28,7 @@ from actorsnap.format.manifest import (
     COMMIT_KEY,
     BytesEntry,
     Commit,
+    ObjectRecord,
     RankManifest,
     Stored,
     TensorEntry,
@@ -179,22 +180,25 @@ def verify(
         num_objects = done = 0
         total = 0
         meter = _Meter(progress)
-        work: list[tuple[RankManifest, int, list[Stored]]] = []
+        # Several ranks may have written one object.
+        work: dict[str, tuple[ObjectRecord, list[tuple[RankManifest, Stored]]]] = {}
         for named in commit.manifests:
             try:
                 manifest = await reader.manifest(named)
             except FormatError as error:
                 problems.append(error)
                 continue
-            leaves: list[list[Stored]] = [[] for _ in manifest.objects]
+            for record in manifest.objects:
+                if work.setdefault(record.key, (record, []))[0] != record:
+                    detail = "ranks disagree about its size or header"
+                    problems.append(FormatError(key=record.key, detail=detail))
             for entry in manifest.entries:
                 if isinstance(entry, TensorEntry | BytesEntry):
-                    leaves[entry.data.object].append(entry.data)
-            work.extend((manifest, number, held) for number, held in enumerate(leaves))
-            total += sum(at.stop - at.start for held in leaves for at in held)
+                    at = entry.data
+                    work[manifest.objects[at.object].key][1].append((manifest, at))
+                    total += at.stop - at.start
         await run_blocking(meter.begin, total)
-        for manifest, number, held in work:
-            record = manifest.objects[number]
+        for record, held in work.values():
             num_objects += 1
             try:
                 info = await storage.stat(record.key)
@@ -212,7 +216,7 @@ def verify(
                     pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
                     requests = [
                         Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
-                        for at in held
+                        for manifest, at in held
                     ]
                     await pool.fetch(requests)
                     done += record.size

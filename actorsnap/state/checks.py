@@ -14,7 +14,9 @@ from typing import Final, NoReturn
 import torch
 
 from actorsnap.errors import FormatError
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import BLOCK_BYTES, Stored, TensorEntry, ViewEntry
+from actorsnap.planning.index import ShardedEntry
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.tensors import DTYPES, QUANTIZED, extent_bytes
 
@@ -22,6 +24,7 @@ __all__ = [
     "NUMPY_KINDS",
     "TENSOR_KINDS",
     "check_kind",
+    "check_sharded",
     "check_stored",
     "check_tensor",
     "check_view",
@@ -47,7 +50,7 @@ def check_stored(path: str, data: Stored) -> int:
     return stop - start
 
 
-def check_kind(entry: TensorEntry | ViewEntry) -> torch.dtype | None:
+def check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
     """Checks type and dtype; returns the torch dtype of a tensor, None for numpy's."""
     kind = entry.type
     dtype: torch.dtype | None
@@ -78,10 +81,25 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
     if entry.type == "numpy_scalar" and shape:
         fail(entry.path, f"a numpy scalar has no shape {shape}")
     if entry.offsets is not None or entry.global_shape is not None:
-        fail(entry.path, "it is a shard; sharded snapshots need a later release of actorsnap")
+        fail(entry.path, "it is a shard, and stands alone")
     # A product of zero says nothing about the other sizes.
     if nbytes == 0 and prod([size for size in shape if size]) >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
+    return dtype
+
+
+def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
+    """As ``check_tensor``, of a whole and all of its shards."""
+    dtype = check_kind(entry)
+    itemsize = NUMPY_DTYPES[entry.dtype][0].itemsize if dtype is None else dtype.itemsize
+    shape = entry.shape
+    if min(shape, default=0) < 0 or prod([n for n in shape if n]) * itemsize >= _MAX_BYTES:
+        fail(entry.path, f"no tensor has shape {shape}")
+    whole = Box.whole(shape)
+    for box, data in [(shard.box, shard.data) for shard in entry.shards]:
+        nbytes = check_stored(entry.path, data)
+        if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
+            fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
     return dtype
 
 

@@ -32,7 +32,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False, eq=False):
         path: Of the leaf.
         target: What has the memory.
         start, stop: Its extent.
-        base: Path of the entry that has the leaf's bytes.
+        base: Path of the entry that has the leaf's bytes; of a sharded one, what stands for
+            its content.
         origin: Where the first byte of ``base`` belongs, if the target lies in memory as the
             leaf does in those bytes; else how both lie. Claims with the same ``base`` and
             ``origin`` agree about every byte.
@@ -56,7 +57,9 @@ class Claim(msgspec.Struct, frozen=True, gc=False, eq=False):
         return region_of(target) or Region(self.start, 1, (self.stop - self.start,), (1,))
 
 
-def claim(path: str, target: Any, base: str, member: Member | None = None) -> list[Claim]:
+def claim(
+    path: str, target: Any, base: str, member: Member | None = None, origin: object = None
+) -> list[Claim]:
     """Returns the claim of a leaf, if its target has memory that may be written.
 
     Args:
@@ -64,6 +67,7 @@ def claim(path: str, target: Any, base: str, member: Member | None = None) -> li
         target: What it is restored into; anything.
         base: See ``Claim``.
         member: How the leaf lies in the stored bytes, if it is a view of them.
+        origin: See ``Claim``; where there is no member.
     """
     device = None
     if isinstance(target, np.ndarray):
@@ -84,7 +88,6 @@ def claim(path: str, target: Any, base: str, member: Member | None = None) -> li
         return []
     if 0 in target.shape:
         return []
-    origin: object = None
     if member is not None:
         region = region_of(target)
         if region is not None and is_laid_out(member, region):

@@ -31,7 +31,7 @@ from actorsnap.state.tensors import (
     extent_bytes,
 )
 
-__all__ = ["Member", "Placed", "is_laid_out", "place"]
+__all__ = ["Member", "Placed", "is_laid_out", "place", "settle"]
 
 
 class Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -237,7 +237,7 @@ def _place_alone(
     sinks.append(StridedSink(elements, member.strides))
     strides = [step and dense for step, dense in zip(member.strides, c_strides(sizes), strict=True)]
     compact = msgspec.structs.replace(member, strides=tuple(strides))
-    return sinks, _settle(compact, _laid_over(memory, compact), values)
+    return sinks, settle(compact, _laid_over(memory, compact), values)
 
 
 def _place_fresh(
@@ -250,7 +250,7 @@ def _place_fresh(
         if first.offset == 0 and first.region(0).is_contiguous:
             tensor = empty_tensor(first.shape, DTYPES[first.dtype])
             sinks.append(MemorySink(tensor.data_ptr(), nbytes, tensor))
-            return sinks, _settle(first, tensor, values)
+            return sinks, settle(first, tensor, values)
     memory = empty_tensor((nbytes,), torch.uint8)
     sinks.append(MemorySink(memory.data_ptr(), nbytes, memory))
     finishers = []
@@ -258,7 +258,7 @@ def _place_fresh(
         if member.offset % member.itemsize:
             finishers.append(_realign(member, memory, values))
             continue
-        finish = _settle(member, _laid_over(memory, member), values)
+        finish = settle(member, _laid_over(memory, member), values)
         if finish is not None:
             finishers.append(finish)
     if not finishers:
@@ -290,14 +290,14 @@ def _realign(member: Member, memory: torch.Tensor, values: dict[str, object]) ->
         size = extent_bytes(member.shape, member.strides, member.itemsize)
         own = memory[member.offset : member.offset + size].clone()
         at_zero = msgspec.structs.replace(member, offset=0)
-        then = _settle(at_zero, _laid_over(own, at_zero), values)
+        then = settle(at_zero, _laid_over(own, at_zero), values)
         if then is not None:
             then()
 
     return finish
 
 
-def _settle(member: Member, fresh: Any, values: dict[str, object]) -> Callable[[], None] | None:
+def settle(member: Member, fresh: Any, values: dict[str, object]) -> Callable[[], None] | None:
     """Makes ``fresh`` the member's value, now or when its bytes are there."""
     target = member.target
     path = member.path

@@ -8,30 +8,30 @@ not know where bytes lie or how they are fetched, nor call ``load_state_dict``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from actorsnap.errors import FormatError, IncompatibleState, UsageError
+from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BLOCK_BYTES,
     BytesEntry,
     CompositeEntry,
     ContainerEntry,
-    Entry,
-    Stored,
     TensorEntry,
     ValueEntry,
     ViewEntry,
 )
 from actorsnap.format.validate import COMPOSITE_PARTS
+from actorsnap.planning.index import AnyEntry, Shard, ShardedEntry
 from actorsnap.state import objects, targets
 from actorsnap.state.checks import (
     NUMPY_KINDS,
     TENSOR_KINDS,
+    check_sharded,
     check_stored,
     check_tensor,
     check_view,
@@ -39,35 +39,34 @@ from actorsnap.state.checks import (
 )
 from actorsnap.state.claims import Claim, claim
 from actorsnap.state.composite import assemble, part_shape, take_apart
-from actorsnap.state.members import Member, place
+from actorsnap.state.members import Member, place, settle
+from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut
+from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import (
     DTYPES,
-    ByteSink,
     MemorySink,
     c_strides,
     empty_tensor,
-    refusal,
 )
 from actorsnap.state.tree import (
     Container,
     Skeleton,
     escape,
     flatten,
-    human,
     parent_of,
     part_path,
     unescape,
 )
 
-__all__ = ["KeyRestore", "entries_by_key", "read_one"]
+__all__ = ["KeyRestore", "Wanted", "entries_by_key"]
 
 _ABSENT: Any = object()
 _UNKNOWN_BYTES = 1 << 63  # of a base that comes later: then its views are checked again
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def entries_by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def entries_by_key(entries: Iterable[AnyEntry]) -> dict[str, list[AnyEntry]]:
     """Returns the entries of each top-level key, in order.
 
     A key's list ends with the entries of other keys whose memory its views refer to.
@@ -75,8 +74,8 @@ def entries_by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     Raises:
         FormatError: A path does not begin with a top-level key.
     """
-    tokens: dict[str, list[Entry]] = {}
-    by_path: dict[str, Entry] = {}
+    tokens: dict[str, list[AnyEntry]] = {}
+    by_path: dict[str, AnyEntry] = {}
     foreign: dict[str, dict[str, None]] = {}
     views: list[tuple[str, ViewEntry]] = []
     for entry in entries:
@@ -90,7 +89,7 @@ def entries_by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
             foreign.setdefault(token, {})[view.of] = None
     for token, paths in foreign.items():
         tokens[token].extend(by_path[path] for path in paths if path in by_path)
-    keys: dict[str, list[Entry]] = {}
+    keys: dict[str, list[AnyEntry]] = {}
     for token, found in tokens.items():
         key = unescape(token)
         if type(key) is not str:
@@ -113,12 +112,14 @@ class KeyRestore:
         matching: What of ``target`` has to match. Under ``LEAVES`` what it lacks is not read.
         root: Escaped path to restore instead of the whole key.
         apart: Paths of leaves that get memory of their own instead of the target's.
+        world_size: How many ranks saved. What one of several kept to itself, only the same rank
+            is likely to want.
 
     Attributes:
         missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
         unexpected: Paths of leaves that the snapshot has and the target has no place for.
-        mismatched: A line per tensor that the target's one cannot take. Or, of an optimizer,
-            why it cannot take anything.
+        mismatched: A line per tensor that the target's one cannot take; a distributed one that
+            does not fit is never replaced. Or, of an optimizer, why it cannot take anything.
         on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place,
             except under ``NOTHING``.
         claims: Memory of the target that is written to.
@@ -135,20 +136,22 @@ class KeyRestore:
     def __init__(
         self,
         key: str,
-        entries: Sequence[Entry],
+        entries: Sequence[AnyEntry],
         *,
         target: object | None,
         allow_pickle: bool,
         matching: Matching = Matching.KEYS,
         root: str | None = None,
         apart: Iterable[str] = (),
+        world_size: int = 1,
     ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
         self.on_meta: list[str] = []
         self.claims: list[Claim] = []
-        self.reads: list[tuple[Stored, ByteSink]] = []
+        self.reads: list[Wanted] = []
+        self._private: Ranks | None = None if world_size == 1 else ()
         self._root = escape(key) if root is None else root
         self._matching = matching
         self._allow_pickle = allow_pickle
@@ -157,6 +160,7 @@ class KeyRestore:
         self._values: dict[str, object] = {}
         # What remains to do once all bytes are there, in this order.
         self._finishers: list[Callable[[], None]] = []
+        self._copies: list[Callable[[], None]] = []
         self._target = target
         self._targets: dict[str, object] = {}
         self._opaque: set[str] = set()
@@ -184,6 +188,7 @@ class KeyRestore:
         self._bases: dict[str, TensorEntry] = {}
         self._members: dict[str, list[Member]] = {}
         self._composites: list[CompositeEntry] = []
+        self._describer = Describer()
         self._add_entries(entries)
         if self._root not in self._skeleton:
             fail(self._root, "the snapshot has no entries of it")
@@ -194,6 +199,7 @@ class KeyRestore:
                 self._place_part(composite, part, held.get(part))
         for of, members in self._members.items():
             self._place(self._bases[of], members)
+        self._finishers += self._copies
         for composite in self._composites:
             self._finishers.append(partial(self._assemble, composite))
         if self._pickles:
@@ -230,7 +236,7 @@ class KeyRestore:
         root = self._root
         return path == root or path.startswith((root + "/", root + "@"))
 
-    def _add_entries(self, entries: Sequence[Entry]) -> None:
+    def _add_entries(self, entries: Sequence[AnyEntry]) -> None:
         root = self._root
         below, part = root + "/", root + "@"
         skeleton = self._skeleton
@@ -259,6 +265,8 @@ class KeyRestore:
                     self._add_view(entry)  # type: ignore[arg-type]
                 elif kind is BytesEntry:
                     self._add_bytes(entry)  # type: ignore[arg-type]
+                elif kind is ShardedEntry:
+                    self._add_sharded(entry)  # type: ignore[arg-type]
                 else:
                     self._add_composite(entry)  # type: ignore[arg-type]
 
@@ -275,6 +283,13 @@ class KeyRestore:
             self.unexpected.append(path)
             return False, _ABSENT
         return True, target
+
+    def has_target(self, path: str) -> bool:
+        """Whether the target has a leaf at ``path``; of no target that is not known: True."""
+        return self._target is None or path in self._targets
+
+    def _holders(self, entry: TensorEntry | BytesEntry) -> Ranks | None:
+        return None if entry.replicated else self._private
 
     def _mismatch(self, path: str, target: object, detail: str) -> None:
         self.mismatched.append(f"{path}: {detail}")
@@ -347,11 +362,17 @@ class KeyRestore:
             if target.untyped_storage().nbytes() >= nbytes:
                 if nbytes:
                     start = target.data_ptr()
-                    self.reads.append((data, MemorySink(start, nbytes, target)))
+                    sink = MemorySink(start, nbytes, target)
+                    holders = None if entry.replicated else self._private
+                    self.reads.append(Wanted(data, sink, holders))
                     self.claims.append(Claim(path, target, start, start + nbytes, path, start))
                 self._values[path] = target
                 return
         kind = "numpy array" if dtype is None else "tensor"
+        if is_distributed(target):
+            shard = Shard(Box.whole(shape), entry.data)
+            self._add_boxes(path, kind, entry.dtype, shape, [shard], path, target)
+            return
         is_wanted, target = self._fit(path, target, kind, entry.dtype, shape)
         if not is_wanted:
             return
@@ -369,7 +390,8 @@ class KeyRestore:
         elif isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
             # On a device, or strided.
             if entry.data.stop > entry.data.start:
-                self.reads.append((entry.data, targets.sink_of(target)))
+                sink_of = targets.sink_of(target)
+                self.reads.append(Wanted(entry.data, sink_of, self._holders(entry)))
             self._values[path] = target
         else:
             self._place(entry, [member])
@@ -381,16 +403,118 @@ class KeyRestore:
             raise MemoryError(f"{entry.path!r}: {error}") from error
         nbytes = tensor.nbytes
         if nbytes:
-            self.reads.append((entry.data, MemorySink(tensor.data_ptr(), nbytes, tensor)))
+            sink = MemorySink(tensor.data_ptr(), nbytes, tensor)
+            self.reads.append(Wanted(entry.data, sink, self._holders(entry)))
         if entry.type == "tensor" and not entry.requires_grad:
             return tensor
         return targets.typed(tensor, entry.type, entry.requires_grad)
+
+    # Boxes: the snapshot has shards, or the target is one
+
+    def _add_sharded(self, entry: ShardedEntry) -> None:
+        path, shape, shards = entry.path, entry.shape, entry.shards
+        dtype = check_sharded(entry)
+        is_wanted, target = self._find(path)
+        if not is_wanted:
+            return
+        kind = "numpy array" if dtype is None else "tensor"
+        # Under two names a tensor is saved twice; what is equal may share memory.
+        parts = frozenset((shard.box, shard.data.crc32c) for shard in shards)
+        base = f"{entry.dtype} {hash(parts)}"
+        if is_distributed(target):
+            self._add_boxes(path, kind, entry.dtype, shape, shards, base, target)
+            return
+        is_wanted, target = self._fit(path, target, kind, entry.dtype, shape)
+        if not is_wanted:
+            return
+        into: torch.Tensor | None = None
+        if isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
+            into = targets.tensor_over(target)
+        if into is not None:
+            self._values[path] = target
+            self.claims += claim(path, target, base)
+        else:
+            into = self._whole(entry, dtype, target)
+        whole = BoxTarget(Box.whole(shape), into, None)
+        self.reads += box_reads(path, shards, [whole], into.itemsize)
+
+    def _whole(
+        self, entry: ShardedEntry, dtype: torch.dtype | None, target: object
+    ) -> torch.Tensor:
+        """Returns fresh memory for all of a sharded tensor, which becomes the leaf's value."""
+        path, shape = entry.path, entry.shape
+        made = dtype or DTYPES[objects.NUMPY_DTYPES[entry.dtype][1]]
+        try:
+            tensor = empty_tensor(shape, made)
+        except MemoryError as error:
+            raise MemoryError(f"{path!r}: {error}") from error
+        fresh = tensor if dtype is not None else tensor.numpy()
+        member = Member(
+            path, entry.type, entry.dtype, shape, c_strides(shape), 0, entry.requires_grad, target
+        )
+        finish = settle(member, fresh, self._values)
+        if finish is not None:
+            self._finishers.append(finish)
+        return tensor
+
+    def _add_boxes(
+        self,
+        path: str,
+        kind: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        shards: Sequence[Shard],
+        base: str,
+        target: Any,
+    ) -> None:
+        """Restores into a distributed target."""
+        found = self._describer.describe(target)
+        assert found is not None
+        why = targets.box_difference(found, kind, dtype, shape)
+        if isinstance(found, str) or why is not None:
+            self._mismatch(path, target, why or "")
+            return
+        self._values[path] = target
+        for piece in found.pieces:
+            self.claims += claim(path, piece.tensor, base, origin=piece.box.offsets)
+        into = [BoxTarget(piece.box, piece.tensor, piece.holders or ()) for piece in found.pieces]
+        self.reads += box_reads(path, shards, into, DTYPES[dtype].itemsize)
+
+    def _add_view_of_boxes(self, entry: ViewEntry, kind: str, target: Any) -> None:
+        """Restores memory that is shared in the snapshot into a distributed target.
+
+        All of it is read, and copied: its checksums are the base's, and its strides any.
+        """
+        path = entry.path
+        found = self._describer.describe(target)
+        assert found is not None
+        why = targets.box_difference(found, kind, entry.dtype, entry.shape)
+        if isinstance(found, str) or why is not None:
+            self._mismatch(path, target, why or "")
+            return
+        pieces = found.pieces
+        for piece in pieces:
+            self.claims += claim(path, piece.tensor, entry.of, origin=piece.box.offsets)
+        self._add_member(entry, _ABSENT)
+
+        def copy() -> None:
+            whole: Any = self._values[path]
+            for piece in pieces:
+                targets.assign_box(piece.tensor, whole, piece.box)
+            self._values[path] = target
+
+        self._copies.append(copy)
+
+    # Views, raw bytes, composites
 
     def _add_view(self, entry: ViewEntry) -> None:
         check_view(entry, _UNKNOWN_BYTES)
         self._views.append(entry)
         is_wanted, target = self._find(entry.path)
         kind = "numpy array" if entry.type in NUMPY_KINDS else "tensor"
+        if is_wanted and is_distributed(target):
+            self._add_view_of_boxes(entry, kind, target)
+            return
         if is_wanted:
             is_wanted, target = self._fit(entry.path, target, kind, entry.dtype, entry.shape)
         if is_wanted:
@@ -438,7 +562,8 @@ class KeyRestore:
             self.claims += claim(path, target, path)
         if nbytes:
             raw = np.frombuffer(data, np.uint8)
-            self.reads.append((entry.data, MemorySink(raw.ctypes.data, nbytes, raw)))
+            sink = MemorySink(raw.ctypes.data, nbytes, raw)
+            self.reads.append(Wanted(entry.data, sink, self._holders(entry)))
 
         def finish() -> None:
             try:
@@ -470,7 +595,7 @@ class KeyRestore:
 
     # Composites and shared memory, once all entries are known
 
-    def _check_views(self, entries: Sequence[Entry]) -> None:
+    def _check_views(self, entries: Sequence[AnyEntry]) -> None:
         if not self._views:
             return
         self._bases = {
@@ -529,8 +654,9 @@ class KeyRestore:
         except Exception as error:  # what torch and numpy refuse about dims
             raise FormatError(key=members[0].path, detail=f"no such tensor: {error}") from error
         if placed.sinks:
-            data = _cut(data, placed.start, placed.stop)
-            self.reads.extend((data, sink) for sink in placed.sinks)
+            data = cut(data, placed.start, placed.stop)
+            holders = self._holders(base)
+            self.reads.extend(Wanted(data, sink, holders) for sink in placed.sinks)
         if placed.finish is not None:
             self._finishers.append(placed.finish)
 
@@ -573,7 +699,7 @@ class KeyRestore:
                 skeleton.add_leaf(path)
                 self._values[path] = value
 
-    def _compare_groups(self, entries: Sequence[Entry]) -> None:
+    def _compare_groups(self, entries: Sequence[AnyEntry]) -> None:
         """Notes where an optimizer's parameter groups are first not as they were saved."""
         target: Any = self._target
         groups = target["param_groups"]
@@ -611,88 +737,3 @@ class KeyRestore:
 def _is_extra_state(name: object) -> bool:
     """Whether a module's state dict has under ``name`` what ``get_extra_state`` returned."""
     return isinstance(name, str) and f".{name}".endswith("._extra_state")
-
-
-def _cut(data: Stored, start: int, stop: int) -> Stored:
-    """Returns those blocks of stored bytes that begin at ``start`` and end at ``stop``."""
-    if stop - start == data.stop - data.start:
-        return data
-    blocks = data.crc32c[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
-    return Stored(data.object, data.start + start, data.start + stop, blocks)
-
-
-# A part of a key ------------------------------------------------------------------------------
-
-
-def read_one(
-    entries: Sequence[Entry], path: str, out: object | None, allow_pickle: bool
-) -> KeyRestore:
-    """Restores one leaf, or everything below a path.
-
-    Args:
-        entries: Of one rank.
-        path: As the manifest has it; or as a person types it (``optim/state/0``), if only
-            one path reads like that.
-        out: None, or a tensor or array to restore a leaf into.
-
-    Returns:
-        A restore whose ``build`` returns the value; ``out`` itself where that was given.
-
-    Raises:
-        UsageError: No path is like that, or several are; or ``out`` cannot take a value.
-        IncompatibleState: ``out`` is of another kind, dtype or shape than the leaf.
-        FormatError: As ``KeyRestore``.
-    """
-    root = _resolve(entries, path)
-    if out is not None:
-        if not isinstance(out, torch.Tensor | np.ndarray):
-            raise UsageError(f"out must be a tensor or a numpy array, not {type(out).__name__}")
-        why = refusal(out) if isinstance(out, torch.Tensor) else None
-        if why is not None:
-            raise UsageError(f"out {why}")
-        if out.layout is torch.strided if isinstance(out, torch.Tensor) else True:
-            if not targets.is_writable(out):
-                raise UsageError("out is read-only, or its elements share memory; pass a copy")
-    restore = KeyRestore(
-        "",
-        entries,
-        target=out,
-        allow_pickle=allow_pickle,
-        matching=Matching.LEAVES,
-        root=root,
-    )
-    if out is not None and (restore.missing or restore.unexpected or restore.mismatched):
-        lines = restore.mismatched or [
-            f"{root}: a container in the snapshot, {targets.describe(out)} as out"
-        ]
-        raise IncompatibleState(mismatched=lines)
-    return restore
-
-
-def _resolve(entries: Sequence[Entry], path: str) -> str:
-    below = path + "/"
-    typed: dict[str, None] = {}
-    seen: set[str] = set()
-    for entry in entries:
-        found = entry.path
-        if "@" in found:
-            continue
-        if found == path or found.startswith(below):
-            return path
-        while found and found not in seen:
-            seen.add(found)
-            if "%" in found and human(found) == path:
-                typed[found] = None
-            found = found.rpartition("/")[0]
-    if len(typed) == 1:
-        return next(iter(typed))
-    if typed:
-        raise UsageError(
-            f"{path!r} can mean several paths; pass one of them: "
-            + ", ".join(repr(found) for found in sorted(typed)[:5])
-        )
-    if any(entry.path == path for entry in entries):
-        raise UsageError(f"{path!r} is a part of {parent_of(path)!r}, which can be read")
-    near = get_close_matches(path, sorted(seen)[:2000], n=3, cutoff=0.5)
-    hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
-    raise UsageError(f"the snapshot has no path {path!r}{hint}")

@@ -26,6 +26,7 @@ from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal
 __all__ = [
     "Describer",
     "Piece",
+    "Ranks",
     "Replica",
     "Replication",
     "Sharding",

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from actorsnap.format.geometry import Box
+from actorsnap.state.shards import Sharding, is_distributed
 from actorsnap.state.sharing import Region
 from actorsnap.state.tensors import (
     CARRIERS,
@@ -32,8 +34,10 @@ from actorsnap.state.tensors import (
 __all__ = [
     "Target",
     "assign_array",
+    "assign_box",
     "assign_composite",
     "assign_tensor",
+    "box_difference",
     "describe",
     "difference",
     "is_injective",
@@ -44,6 +48,7 @@ __all__ = [
     "span_sink",
     "stand_in",
     "strided_sink",
+    "tensor_over",
     "typed",
 ]
 
@@ -86,6 +91,24 @@ def difference(target: Target, kind: str, dtype: str, shape: tuple[int, ...]) ->
         lines.append(f"dtype {dtype} in the snapshot, {have} in the app state")
     if tuple(target.shape) != shape:
         lines.append(f"shape {shape} in the snapshot, {tuple(target.shape)} in the app state")
+    return "; ".join(lines) or None
+
+
+def box_difference(
+    target: Sharding | str, kind: str, dtype: str, shape: tuple[int, ...]
+) -> str | None:
+    """As ``difference``, for a distributed target that ``state.shards`` has described."""
+    if isinstance(target, str):
+        return f"{kind} in the snapshot; the app state's {target}"
+    if kind != "tensor":
+        return f"{kind} in the snapshot, distributed tensor in the app state"
+    lines = []
+    if target.dtype != dtype:
+        lines.append(f"dtype {dtype} in the snapshot, {target.dtype} in the app state")
+    if target.global_shape != shape:
+        lines.append(
+            f"global shape {shape} in the snapshot, {target.global_shape} in the app state"
+        )
     return "; ".join(lines) or None
 
 
@@ -140,12 +163,18 @@ def sink_of(target: Target) -> ByteSink:
 
 def strided_sink(target: Target, strides: Sequence[int]) -> ByteSink | None:
     """Returns the way from a strided view's memory into a writable target; None: there is none."""
-    if isinstance(target, np.ndarray):
-        if region_of(target) is None:
-            return None
-        name = str(CARRIERS[target.itemsize]).removeprefix("torch.")
-        target = torch.from_numpy(target.view(name))
-    return StridedSink(target, strides)
+    tensor = tensor_over(target)
+    return None if tensor is None else StridedSink(tensor, strides)
+
+
+def tensor_over(target: Target) -> torch.Tensor | None:
+    """Returns a writable target as a tensor of the same bytes; None: there is none."""
+    if isinstance(target, torch.Tensor):
+        return target
+    if region_of(target) is None:
+        return None
+    name = str(CARRIERS[target.itemsize]).removeprefix("torch.")
+    return torch.from_numpy(target.view(name))
 
 
 def span_sink(start: int, nbytes: int, targets: Sequence[Target]) -> ByteSink | None:
@@ -177,6 +206,8 @@ def stand_in(target: Target) -> object:
     """
     if isinstance(target, np.ndarray):
         return np.empty_like(target)
+    if is_distributed(target):
+        return torch.empty_like(target)
     if target.layout is not torch.strided or target.dtype in QUANTIZED:
         return None
     fresh = empty_tensor(target.shape, target.dtype, target.device)
@@ -232,6 +263,12 @@ def assign_tensor(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     _copy(base, part)
     return target
+
+
+def assign_box(target: torch.Tensor, whole: torch.Tensor, box: Box) -> None:
+    """Copies the elements of ``whole`` in ``box`` into ``target``, which holds that box."""
+    index = [slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True)]
+    _copy(target, whole[tuple(index)])
 
 
 def assign_array(target: Any, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

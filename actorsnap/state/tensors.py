@@ -27,6 +27,7 @@ __all__ = [
     "QUANTIZED",
     "ArraySink",
     "ArraySource",
+    "BoxSink",
     "ByteSink",
     "ByteSource",
     "ClippedSink",
@@ -379,6 +380,50 @@ class StridedSink(TensorSink):
             found += at // stride * count
             at %= stride
         return found + min(at, 1)
+
+
+class BoxSink:
+    """Takes a range of the C-order bytes of a box, and spreads it over tensors.
+
+    Args:
+        box: The box, in the index space of a larger tensor.
+        start: First byte of the range, counted from the box's.
+        nbytes: Of the range.
+        targets: Tensors that hold other boxes of that space, on any device and with any
+            strides, but elements must not share memory. What none of them holds is dropped.
+    """
+
+    __slots__ = ("_box", "_start", "_targets", "nbytes")
+    is_addressable = False
+
+    def __init__(
+        self, box: Box, start: int, nbytes: int, targets: Sequence[tuple[Box, torch.Tensor]]
+    ) -> None:
+        self.nbytes = nbytes
+        self._box = box
+        self._start = start
+        self._targets = [(held, carried(tensor)) for held, tensor in targets]
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise TypeError("these bytes do not lie in memory in order; use the copy")
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        if len(data) == 0:
+            return
+        itemsize = self._targets[0][1].itemsize
+        flat, _ = _elements(data, itemsize)
+        first = (self._start + start) // itemsize
+        at = 0
+        for local in flat_range_boxes(self._box.sizes, first, first + flat.numel()):
+            elements = flat[at : at + local.volume].view(local.sizes)
+            at += local.volume
+            offsets = [a + b for a, b in zip(local.offsets, self._box.offsets, strict=True)]
+            run = Box(tuple(offsets), local.sizes)
+            for held, tensor in self._targets:
+                shared = run.intersect(held)
+                if shared is not None:
+                    part = tensor[_index(shared.relative_to(held))]
+                    part.copy_(elements[_index(shared.relative_to(run))].view(part.dtype))
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actorsnap import ChecksumMismatch, StateDict, UsageError
-from actorsnap.state.restore import read_one
+from actorsnap.state.one import read_one
 from actorsnap.sync import Snapshot
 from tests.state.stored import store
 
@@ -84,7 +84,8 @@ def test_only_its_blocks_are_read(name: str) -> None:
     memory = store({"a": BASE, "v": take(BASE)})
     for out in (None, contiguous(take(BASE))):
         reads = read_one(memory.entries, "s/v", out, allow_pickle=False).reads
-        assert sum(stored.stop - stored.start for stored, _ in reads) == num_blocks * MIB
+        nbytes = sum(want.stored.stop - want.stored.start for want in reads)
+        assert nbytes == num_blocks * MIB
 
 
 def test_an_array_alone(snapshot: Snapshot) -> None:

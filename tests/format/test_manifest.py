@@ -598,6 +598,61 @@ def test_limits_are_inclusive(change: dict[str, Any]) -> None:
     decode(manifest_with(**change))
 
 
+def shards_of_one_path(*changes: dict[str, Any]) -> bytes:
+    """The golden manifest with shards of 2 x 4 elements, all of the path ``model/box``."""
+    document = json.loads(GOLDEN_MANIFEST)
+    for change in changes:
+        shard = {
+            "kind": "tensor",
+            "path": "model/box",
+            "dtype": "float32",
+            "shape": [2, 4],
+            "data": [0, 4096, 4128, [11]],
+            "global_shape": [9, 4],
+            "offsets": [0, 0],
+        }
+        shard.update(change)
+        document["entries"].append({k: v for k, v in shard.items() if v is not None})
+    return json.dumps(document).encode()
+
+
+def test_shards_of_one_tensor_share_a_path() -> None:
+    data = shards_of_one_path({}, {"offsets": [2, 0]}, {"offsets": [7, 0]})
+    boxes = [entry for entry in decode(data).entries if entry.path == "model/box"]
+    assert [entry.offsets for entry in boxes if isinstance(entry, TensorEntry)] == [
+        (0, 0),
+        (2, 0),
+        (7, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"offsets": None, "global_shape": None},
+        {"offsets": [2, 0], "global_shape": [8, 4]},
+        {"offsets": [2, 0], "dtype": "int32"},
+        {"offsets": [2, 0], "type": "parameter"},
+        {"offsets": [2, 0], "requires_grad": True},
+        {"kind": "value", **dict.fromkeys(("dtype", "shape", "data", "global_shape", "offsets"))},
+    ],
+    ids=str,
+)
+def test_other_entries_of_one_path_are_format_errors(change: dict[str, Any]) -> None:
+    for order in ([{}, change], [change, {}]):
+        with pytest.raises(FormatError, match="model/box"):
+            decode(shards_of_one_path(*order))
+
+
+def test_no_view_is_one_of_several_shards() -> None:
+    document = json.loads(shards_of_one_path({}, {"offsets": [2, 0]}))
+    view = {"kind": "view", "path": "model/z", "of": "model/box", "dtype": "float32"}
+    document["entries"].append(view | {"shape": [1], "strides": [1]})
+    with pytest.raises(FormatError, match="no tensor entry"):
+        decode(json.dumps(document).encode())
+
+
 def test_a_manifest_under_another_key_is_refused() -> None:
     record = record_of(GOLDEN_MANIFEST)
     with pytest.raises(FormatError, match="rank 0"):

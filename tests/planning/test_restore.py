@@ -1,12 +1,19 @@
-"""Reads cover what is asked for exactly once, and waste no more than the gap allows."""
+"""Reads cover what is asked for exactly once, and waste no more than blocks and gaps allow."""
 
 from __future__ import annotations
 
+import itertools
+import time
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.errors import FormatError
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import BLOCK_BYTES
-from actorsnap.planning.restore import Range, plan_reads
+from actorsnap.planning.restore import BoxRead, Range, plan_boxes, plan_reads
 
 MIB = 1 << 20
 
@@ -15,7 +22,8 @@ requests_strategy = st.lists(
         st.sampled_from("ab"),
         st.integers(0, 40 * MIB),
         st.one_of(st.integers(0, 5000), st.integers(0, 20 * MIB)),
-    ).map(lambda t: Range(t[0], t[1], t[1] + t[2])),
+        st.booleans(),
+    ).map(lambda t: Range(t[0], t[1], t[1] + t[2], t[3])),
     max_size=25,
 )
 
@@ -42,6 +50,9 @@ def test_every_request_is_covered_exactly_once(
             covered[part.request] = part.stop
             at = request.start + part.stop
         assert at == read.stop
+        if not all(requests[part.request].in_place for part in read.parts):
+            in_place = [part for part in read.parts if requests[part.request].in_place]
+            assert all(part.stop - part.start < BLOCK_BYTES for part in in_place)
     assert covered == [r.stop - r.start for r in requests]
 
 
@@ -61,3 +72,121 @@ def test_a_gap_beyond_the_limit_is_not_read() -> None:
 def test_objects_are_never_mixed() -> None:
     requests = [Range("a", 0, 10), Range("b", 10, 20)]
     assert [r.key for r in plan_reads(requests, chunk_bytes=MIB, max_gap_bytes=99)] == ["a", "b"]
+
+
+# Boxes ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Disjoint boxes that cover a shape, cut wherever; some are empty."""
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        boxes += box.split(dim, draw(st.integers(0, box.sizes[dim])))
+    return draw(st.permutations(boxes))
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+
+
+@given(st.data())
+def test_each_wanted_element_is_delivered_once_and_no_block_is_wasted(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+    stored = data.draw(partitions(shape))
+    wanted = data.draw(partitions(shape))
+    wanted = wanted[: data.draw(st.integers(0, len(wanted)))]
+    per_block = data.draw(st.sampled_from([1, 2, 16, 1 << 20]))
+    itemsize = BLOCK_BYTES // per_block
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    filled = [np.full(box.sizes, -1) for box in wanted]
+    read_blocks = set()
+    for read in plan_boxes("x", stored, wanted, itemsize=itemsize):
+        box = stored[read.stored]
+        assert read.start % BLOCK_BYTES == 0
+        assert read.stop % BLOCK_BYTES == 0 or read.stop == box.volume * itemsize
+        assert read.start < read.stop
+        for block in range(read.start // BLOCK_BYTES, -(-read.stop // BLOCK_BYTES)):
+            assert (read.stored, block) not in read_blocks, "read twice"
+            read_blocks.add((read.stored, block))
+        elements = whole[index_of(box)].reshape(-1)[read.start // itemsize : read.stop // itemsize]
+        assert list(read.wanted) == sorted(set(read.wanted))
+        for number in read.wanted:
+            target = filled[number].reshape(-1)
+            flat = whole[index_of(wanted[number])].reshape(-1)
+            if read.at is None:
+                at = np.flatnonzero(np.isin(flat, elements))
+                values = flat[at]
+                assert len(at)
+            else:
+                assert read.wanted == (number,)
+                at = read.at // itemsize + np.arange(len(elements))
+                values = elements
+            assert (target[at] == -1).all()
+            target[at] = values
+    needed = {
+        (number, position // per_block)
+        for number, box in enumerate(stored)
+        for position, element in enumerate(whole[index_of(box)].reshape(-1))
+        if any(np.isin(element, whole[index_of(each)]) for each in wanted)
+    }
+    assert read_blocks == needed
+    for each, found in zip(wanted, filled, strict=True):
+        assert (found == whole[index_of(each)]).all()
+
+
+def box(*ranges: tuple[int, int]) -> Box:
+    return Box(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+
+def test_equal_boxes_are_one_plain_read() -> None:
+    boxes = [box((0, 5), (0, 4000)), box((5, 9), (0, 4000))]
+    assert plan_boxes("x", boxes, [boxes[1]], itemsize=4) == [BoxRead(1, 0, 64000, (0,), 0)]
+
+
+def test_a_cut_of_the_first_dim_goes_in_place_but_for_the_edges() -> None:
+    # Rows of a quarter of a block; the wanted ones begin and end inside of blocks.
+    reads = plan_boxes("x", [box((0, 100), (0, 4))], [box((6, 43), (0, 4))], itemsize=MIB // 16)
+    assert reads == [
+        BoxRead(0, 2 * MIB, 10 * MIB, (0,), MIB // 2),
+        BoxRead(0, MIB, 2 * MIB, (0,), None),
+        BoxRead(0, 10 * MIB, 11 * MIB, (0,), None),
+    ]
+
+
+def test_wanted_boxes_that_share_a_block_share_its_read() -> None:
+    wanted = [box((n, n + 1)) for n in range(0, 8, 2)]
+    assert plan_boxes("x", [box((0, 8))], wanted, itemsize=4) == [
+        BoxRead(0, 0, 32, (0, 1, 2, 3), None)
+    ]
+
+
+def test_what_no_shard_has_is_named() -> None:
+    stored = [box((0, 4), (0, 4)), box((0, 4), (4, 8)), box((4, 8), (0, 4))]
+    assert plan_boxes("m/x", stored, [box((2, 4), (0, 8)), box((0, 8), (0, 4))], itemsize=4)
+    with pytest.raises(FormatError, match=r"m/x.*\(4, 4\) up to \(5, 7\)"):
+        plan_boxes("m/x", stored, [box((3, 5), (2, 7))], itemsize=4)
+    with pytest.raises(FormatError, match="no shard has"):
+        plan_boxes("m/x", [], [box((0, 1))], itemsize=4)
+    with pytest.raises(FormatError, match="overlap"):
+        plan_boxes("m/x", [box((0, 3)), box((2, 4))], [box((0, 4))], itemsize=4)
+    assert plan_boxes("m/x", [], [box((0, 0))], itemsize=4) == []
+
+
+def test_thousands_of_boxes_of_one_path_are_no_matter() -> None:
+    grid = [
+        box((32 * a, 32 * a + 32), (32 * b, 32 * b + 32))
+        for a, b in itertools.product(range(64), range(64))
+    ]
+    begun = time.perf_counter()
+    whole = plan_boxes("x", grid, [box((0, 2048), (0, 2048))], itemsize=4)
+    rows = [box((a, a + 2), (0, 2048)) for a in range(0, 2048, 2)]
+    cut = plan_boxes("x", grid, rows, itemsize=4)
+    for each in grid[:200]:
+        plan_boxes("x", grid, [each], itemsize=4)
+    assert len(whole) == 4096
+    assert len(cut) == 4096
+    # All pairs would be 20 million.
+    assert time.perf_counter() - begun < 20

@@ -19,10 +19,10 @@ from actorsnap.format.manifest import (
     decode_rank_manifest,
     encode_rank_manifest,
 )
+from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import Captured, Leaf, capture
-from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
 from actorsnap.state.stateful import StateDict
-from actorsnap.state.tensors import ByteSink
 
 _HEADER = 4096
 _ATTEMPT = "20260101T000000-00000000-1-00000000"
@@ -69,10 +69,11 @@ class Memory:
         blocks = [crc32c(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
         return leaf.entry(Stored(0, begin, begin + len(data), tuple(blocks)))
 
-    def fill(self, reads: Iterable[tuple[Stored, ByteSink]], step: int = 80) -> int:
+    def fill(self, reads: Iterable[Wanted], step: int = 80) -> int:
         """Performs reads; returns their bytes."""
         total = 0
-        for stored, sink in reads:
+        for want in reads:
+            stored, sink = want.stored, want.sink
             data = self.data[stored.start : stored.stop]
             assert sink.nbytes == len(data) > 0
             total += len(data)
@@ -85,7 +86,7 @@ class Memory:
                 sink.copy_from(start, memoryview(chunk))
         return total
 
-    def key(self, key: str) -> list[Entry]:
+    def key(self, key: str) -> list[AnyEntry]:
         return entries_by_key(self.entries)[key]
 
     def restore(

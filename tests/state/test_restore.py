@@ -25,7 +25,8 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.restore import KeyRestore, entries_by_key, read_one
+from actorsnap.state.one import read_one
+from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.stateful import Matching, StateDict, matching_of
 from tests.state.stored import Memory, store
 from tests.state.test_tree import same
@@ -528,7 +529,7 @@ def test_any_entries_end_in_a_state_or_a_format_error(entries: list[Any], in_pla
     target = {"a": torch.zeros(2), "b": np.zeros((), "f4"), "l": [0]} if in_place else None
     try:
         restore = KeyRestore("s", entries, target=target, allow_pickle=False)
-        for stored, sink in restore.reads:
+        for stored, sink in [(want.stored, want.sink) for want in restore.reads]:
             assert sink.nbytes == stored.stop - stored.start <= 16
             sink.copy_from(0, memoryview(bytes(sink.nbytes)))
         restore.build()

@@ -1,0 +1,374 @@
+"""One rank's view of a snapshot, merged from what every rank that saved has stored.
+
+Decides which entries a rank may read, in which order, and what only other ranks have. It must
+not know targets, nor how bytes are read. It implements the words about shards and
+``replicated`` of ``docs/format.md`` ("Entries").
+
+Theory of operation. Shards of a path belong together, wherever they were written; what is
+``replicated`` belongs to everybody; so does everything one rank saved alone. The rest is
+private: rank k gets what rank k saved. A rank beyond those that saved gets of the private entries
+only those that all ranks saved alike, so that nobody loses a step counter because the world
+grew; that, and the containers, it takes from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from actorsnap.errors import FormatError
+from actorsnap.format.geometry import Box
+from actorsnap.format.layout import shard_name
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    ContainerEntry,
+    Entry,
+    ObjectRecord,
+    RankManifest,
+    Stored,
+    TensorEntry,
+    TensorType,
+    ViewEntry,
+    is_same_tensor,
+)
+
+__all__ = [
+    "AnyEntry",
+    "Index",
+    "Shard",
+    "ShardedEntry",
+    "index_of",
+    "named_entries",
+    "named_ranks",
+]
+
+
+class Shard(msgspec.Struct, frozen=True, gc=False):
+    """A box of a tensor, and where its bytes lie."""
+
+    box: Box
+    data: Stored
+
+
+class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor of which there are boxes. Only in memory, never in a manifest.
+
+    Attributes:
+        path, dtype, type, requires_grad: See ``TensorEntry``.
+        shape: Of the whole tensor.
+        shards: In no order. Each box stands once. Whether they cover the tensor is not known.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    type: TensorType
+    requires_grad: bool
+    shards: tuple[Shard, ...]
+
+
+AnyEntry: TypeAlias = Entry | ShardedEntry
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank may read of a snapshot.
+
+    Attributes:
+        attempt: Whose objects are read.
+        world_size: How many ranks saved.
+        objects: What every ``Stored.object`` in ``entries`` counts in.
+        entries: In traversal order.
+        elsewhere: Paths of leaves that only other ranks have, and keep to themselves: who.
+    """
+
+    attempt: str
+    world_size: int
+    objects: tuple[ObjectRecord, ...]
+    entries: tuple[AnyEntry, ...]
+    elsewhere: Mapping[str, tuple[int, ...]]
+
+
+def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
+    """Returns the view of one rank.
+
+    Args:
+        manifests: Of all ranks that saved, by rank.
+        rank: Of the reader in its group. May be one that did not save.
+
+    Raises:
+        FormatError: Shards of one path are of several tensors.
+    """
+    first = manifests[0]
+    if len(manifests) == 1 and not any(map(_is_shard, first.entries)):
+        return Index(
+            attempt=first.attempt,
+            world_size=1,
+            objects=first.objects,
+            entries=first.entries,
+            elsewhere={},
+        )
+    return _Merger(manifests, rank).index()
+
+
+def named_entries(manifest: RankManifest) -> dict[str, Entry]:
+    """Returns the entries by path; shards that share one are named ``<path>@<offsets>``."""
+    found = {entry.path: entry for entry in manifest.entries}
+    if len(found) == len(manifest.entries):
+        return found
+    times = Counter(entry.path for entry in manifest.entries)
+    return {
+        shard_name(entry.path, entry.offsets)
+        if times[entry.path] > 1 and isinstance(entry, TensorEntry) and entry.offsets is not None
+        else entry.path: entry
+        for entry in manifest.entries
+    }
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns ranks as people write them."""
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _is_shard(entry: Entry) -> bool:
+    return type(entry) is TensorEntry and entry.offsets is not None
+
+
+class _Merger:
+    """Merges manifests for one rank."""
+
+    def __init__(self, manifests: Mapping[int, RankManifest], rank: int) -> None:
+        self._manifests = manifests
+        self._own = manifests.get(rank)
+        self._template = manifests[0] if self._own is None else self._own
+        # In this order objects are numbered: the template's entries stay as they are.
+        self._objects = {record.key: number for number, record in enumerate(self._template.objects)}
+        self._records = list(self._template.objects)
+
+    def index(self) -> Index:
+        taken: dict[str, AnyEntry] = {}
+        self._take_own(taken)
+        private = self._take_others(taken)
+        if self._own is None:
+            self._take_alike(taken, private)
+        self._drop_broken_lists(taken, private)
+        self._add_containers(taken)
+        return Index(
+            attempt=self._template.attempt,
+            world_size=len(self._manifests),
+            objects=tuple(self._records),
+            entries=tuple([taken[path] for path in self._order(taken)]),
+            elsewhere={path: tuple(ranks) for path, ranks in private.items() if path not in taken},
+        )
+
+    # What there is
+
+    def _take_own(self, taken: dict[str, AnyEntry]) -> None:
+        if self._own is not None:
+            taken.update((entry.path, entry) for entry in self._own.entries)
+
+    def _take_others(self, taken: dict[str, AnyEntry]) -> dict[str, list[int]]:
+        """Takes what is everybody's; returns who has the private leaves."""
+        private: dict[str, list[int]] = {}
+        shards: dict[str, list[tuple[RankManifest, TensorEntry]]] = {}
+        manifests = [self._template]
+        manifests += [each for each in self._manifests.values() if each is not self._template]
+        alone = len(manifests) == 1
+        for manifest in manifests:
+            for entry in manifest.entries:
+                path = entry.path
+                if isinstance(entry, TensorEntry) and entry.offsets is not None:
+                    shards.setdefault(path, []).append((manifest, entry))
+                elif isinstance(entry, ContainerEntry):
+                    continue
+                elif entry.replicated or alone:
+                    if path not in taken:
+                        taken[path] = self._renumbered(entry, manifest)
+                elif "@" not in path:
+                    private.setdefault(path, []).append(manifest.rank)
+        for path, found in shards.items():
+            held = taken.get(path)
+            if held is None or _is_shard(held):  # type: ignore[arg-type]
+                taken[path] = self._joined(path, found)
+        return {path: sorted(ranks) for path, ranks in private.items()}
+
+    def _joined(self, path: str, found: Sequence[tuple[RankManifest, TensorEntry]]) -> ShardedEntry:
+        """Makes one entry of a path's shards, which begin with the own ones.
+
+        A box that other ranks stored with different values is nobody's: tensors of several
+        meshes have this path.
+        """
+        _, first = found[0]
+        boxes: dict[Box, tuple[RankManifest, TensorEntry] | None] = {}
+        for manifest, entry in found:
+            if not is_same_tensor(first, entry):
+                raise FormatError(
+                    key=path,
+                    detail=f"ranks {found[0][0].rank} and {manifest.rank} have shards of "
+                    "different tensors under this path",
+                )
+            assert entry.offsets is not None
+            box = Box(entry.offsets, entry.shape)
+            other = boxes.setdefault(box, (manifest, entry))
+            if other is None or other[0] is self._own:
+                continue
+            if other[1].data.crc32c != entry.data.crc32c:
+                boxes[box] = None
+        assert first.global_shape is not None
+        return ShardedEntry(
+            path=path,
+            dtype=first.dtype,
+            shape=first.global_shape,
+            type=first.type,
+            requires_grad=first.requires_grad,
+            shards=tuple(
+                [
+                    Shard(box, self._moved(held[1].data, held[0]))
+                    for box, held in boxes.items()
+                    if held is not None
+                ]
+            ),
+        )
+
+    def _take_alike(self, taken: dict[str, AnyEntry], private: Mapping[str, Sequence[int]]) -> None:
+        """Takes the private leaves that all ranks saved with equal content."""
+        count = len(self._manifests)
+        candidates = [path for path, ranks in private.items() if len(ranks) == count]
+        if not candidates:
+            return
+        by_path = [
+            {entry.path: entry for entry in manifest.entries}
+            for manifest in self._manifests.values()
+        ]
+        for path in candidates:
+            if path in taken:
+                continue
+            contents = (_content(path, entries) for entries in by_path)
+            first = next(contents)
+            if all(content == first for content in contents):
+                for entry in _closure(path, by_path[0]):
+                    taken.setdefault(entry.path, entry)
+
+    def _drop_broken_lists(self, taken: dict[str, AnyEntry], private: dict[str, list[int]]) -> None:
+        """Drops lists that this rank did not save and that lack an item: others would move up."""
+        own = {entry.path for entry in self._own.entries} if self._own is not None else set()
+        lists = {
+            entry.path
+            for manifest in self._manifests.values()
+            for entry in manifest.entries
+            if isinstance(entry, ContainerEntry)
+            and entry.type in ("list", "tuple")
+            and entry.path not in own
+        }
+        if not lists:
+            return
+        lacking = [path for path in private if path not in taken]
+        broken = {at for path in lacking for at in _ancestors(path) if at in lists}
+        if not broken:
+            return
+        for path in list(taken):
+            if any(at in broken for at in _ancestors(path.partition("@")[0])):
+                del taken[path]
+                if "@" not in path:
+                    private.setdefault(path, list(self._manifests))
+
+    def _add_containers(self, taken: dict[str, AnyEntry]) -> None:
+        """Adds the containers of what others saved, and rank 0's empty ones where it counts."""
+        needed = {at for path in taken for at in _ancestors(path)}
+        if self._own is None:
+            entries = self._template.entries
+            filled = {at for entry in entries for at in _ancestors(entry.path)}
+            needed.update(entry.path for entry in entries if entry.path not in filled)
+        for manifest in [self._template, *self._manifests.values()]:
+            for entry in manifest.entries:
+                if isinstance(entry, ContainerEntry) and entry.path in needed:
+                    taken.setdefault(entry.path, entry)
+
+    # Where it lies
+
+    def _moved(self, data: Stored, manifest: RankManifest) -> Stored:
+        """Returns the same bytes, with the object's number in the index."""
+        if manifest is self._template:
+            return data
+        record = manifest.objects[data.object]
+        number = self._objects.get(record.key)
+        if number is None:
+            number = self._objects[record.key] = len(self._records)
+            self._records.append(record)
+        return Stored(number, data.start, data.stop, data.crc32c)
+
+    def _renumbered(self, entry: Entry, manifest: RankManifest) -> Entry:
+        if manifest is self._template or not isinstance(entry, TensorEntry | BytesEntry):
+            return entry
+        return msgspec.structs.replace(entry, data=self._moved(entry.data, manifest))
+
+    # In which order
+
+    def _order(self, taken: Mapping[str, AnyEntry]) -> list[str]:
+        """Returns the paths in an order that suits every rank's, as far as there is one.
+
+        Ranks that divide a state store rising parts of it. So the paths of each rank go behind
+        those of the ranks before it, but before what stands behind them on both; own paths then
+        stand in their own order among each other.
+        """
+        following: dict[str | None, str | None] = {None: None}
+        before: dict[str | None, str | None] = {None: None}
+        for manifest in self._manifests.values():
+            paths = dict.fromkeys(e.path for e in manifest.entries if e.path in taken)
+            anchor: str | None = None
+            for path in reversed(paths):
+                if path not in following:
+                    last = before[anchor]
+                    following[last], following[path] = path, anchor
+                    before[anchor], before[path] = path, last
+                anchor = path
+        order: list[str] = []
+        at = following[None]
+        while at is not None:
+            order.append(at)
+            at = following[at]
+        if self._own is not None:
+            own = dict.fromkeys(entry.path for entry in self._own.entries)
+            in_turn = iter(own)
+            order = [next(in_turn) if path in own else path for path in order]
+        return order
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """Yields the paths of the containers above a path."""
+    at = path.rfind("/")
+    while at > 0:
+        yield path[:at]
+        at = path.rfind("/", 0, at)
+
+
+def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
+    """Returns a leaf's entry, and those that it refers to."""
+    found: list[Entry] = []
+    pending = [path]
+    while pending:
+        entry = entries[pending.pop()]
+        found.append(entry)
+        if isinstance(entry, ViewEntry):
+            pending.append(entry.of)
+        elif isinstance(entry, CompositeEntry):
+            pending.extend(f"{entry.path}@{part}" for part in entry.parts)
+    return found
+
+
+def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
+    """Returns what is equal exactly if two ranks' leaves are (up to CRC32C's collisions)."""
+    return [
+        (msgspec.structs.replace(entry, data=Stored(0, 0, 0, ())), _extent(entry.data))
+        if isinstance(entry, TensorEntry | BytesEntry)
+        else entry
+        for entry in _closure(path, entries)
+    ]
+
+
+def _extent(data: Stored) -> tuple[int, tuple[int, ...]]:
+    return data.stop - data.start, data.crc32c

@@ -1,0 +1,97 @@
+"""From stored boxes of a tensor into the boxes that this process holds.
+
+Decides which sink takes which stored bytes: the target's own memory where elements lie there as
+they were stored, else one that spreads them. It must not know entries' kinds, the app state or
+how bytes are fetched. What is read at all is planned by ``planning.restore.plan_boxes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from actorsnap.format.geometry import Box
+from actorsnap.format.manifest import BLOCK_BYTES, Stored
+from actorsnap.planning.index import Shard
+from actorsnap.planning.restore import plan_boxes
+from actorsnap.state.shards import Ranks
+from actorsnap.state.tensors import BoxSink, ByteSink, MemorySink, is_addressable
+
+__all__ = ["BoxTarget", "Wanted", "box_reads", "cut"]
+
+
+class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Stored bytes, and where they go.
+
+    Attributes:
+        stored: Of the index; whole checksum blocks of a leaf.
+        sink: Takes all of them.
+        holders: Who is likely to want just these bytes. None: every rank that restores. Some
+            ranks, rising: those of a mesh that hold the same box. Empty: this rank only.
+    """
+
+    stored: Stored
+    sink: ByteSink
+    holders: Ranks | None
+
+
+class BoxTarget(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A box to fill.
+
+    Attributes:
+        box: In global index space.
+        tensor: Its elements, of the box's sizes, on any device. They must not share memory.
+        holders: See ``Wanted``.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+    holders: Ranks | None
+
+
+def box_reads(
+    path: str, shards: Sequence[Shard], targets: Sequence[BoxTarget], itemsize: int
+) -> list[Wanted]:
+    """Returns what to read to fill the targets.
+
+    Args:
+        path: Of the tensor, for errors.
+        shards: Of the tensor.
+        targets: Boxes that do not overlap.
+        itemsize: Bytes of an element.
+
+    Raises:
+        FormatError: The shards do not have all elements, or overlap.
+    """
+    stored = [shard.box for shard in shards]
+    boxes = [target.box for target in targets]
+    wanted: list[Wanted] = []
+    for read in plan_boxes(path, stored, boxes, itemsize=itemsize):
+        shard = shards[read.stored]
+        found = [targets[number] for number in read.wanted]
+        nbytes = read.stop - read.start
+        tensor = found[0].tensor
+        sink: ByteSink
+        if read.at is not None and is_addressable(tensor):
+            sink = MemorySink(tensor.data_ptr() + read.at, nbytes, tensor)
+        else:
+            sink = BoxSink(shard.box, read.start, nbytes, [(t.box, t.tensor) for t in found])
+        holders = {target.holders for target in found}
+        wanted.append(
+            Wanted(
+                cut(shard.data, read.start, read.stop),
+                sink,
+                holders.pop() if len(holders) == 1 else (),
+            )
+        )
+    return wanted
+
+
+def cut(data: Stored, start: int, stop: int) -> Stored:
+    """Returns those blocks of stored bytes that begin at ``start`` and end at ``stop``."""
+    if stop - start == data.stop - data.start:
+        return data
+    blocks = data.crc32c[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
+    return Stored(data.object, data.start + start, data.start + stop, blocks)
