@@ -13,6 +13,7 @@ from actorsnap.errors import (
     NotASnapshot,
     ObjectExists,
     ObjectNotFound,
+    RestoreAborted,
     SnapshotAborted,
     SnapshotReplaced,
     StorageError,
@@ -24,7 +25,7 @@ from actorsnap.errors import (
 from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE as __version__
 from actorsnap.runtime.host import shutdown
-from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 from actorsnap.snapshot import PendingSnapshot, Snapshot
 from actorsnap.state.optim import prime_optimizer
@@ -44,8 +45,10 @@ __all__ = [
     "Phase",
     "Progress",
     "RNGState",
+    "RestorePlan",
     "RestoreReport",
     "Snapshot",
+    "RestoreAborted",
     "SnapshotAborted",
     "SnapshotReplaced",
     "StateDict",

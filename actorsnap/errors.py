@@ -18,7 +18,8 @@ package, so that every layer can raise from it.
     │   └── NotASnapshot(found)
     ├── IncompatibleState(missing, unexpected, mismatched)
     ├── SnapshotReplaced(url, is_deleted)
-    └── SnapshotAborted(reason, rank, stage, key, may_be_committed)
+    ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
+    └── RestoreAborted(reason, rank, stage, key)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "NotASnapshot",
     "ObjectExists",
     "ObjectNotFound",
+    "RestoreAborted",
     "SnapshotAborted",
     "SnapshotReplaced",
     "StorageError",
@@ -250,6 +252,16 @@ class SnapshotReplaced(ActorSnapError):
         )
 
 
+def _where(rank: int | None, stage: str, key: str | None) -> str:
+    return "".join(
+        [
+            f" on rank {rank}" if rank is not None else "",
+            f" in stage {stage!r}" if stage else "",
+            f" at {key!r}" if key else "",
+        ]
+    )
+
+
 class SnapshotAborted(ActorSnapError):
     """The attempt ended without commit. Older snapshots are untouched.
 
@@ -279,18 +291,40 @@ class SnapshotAborted(ActorSnapError):
         doubt = (
             ". The snapshot may be there nevertheless: look at the path before you delete or retry"
         )
-        where = "".join(
-            [
-                f" on rank {rank}" if rank is not None else "",
-                f" in stage {stage!r}" if stage else "",
-                f" at {key!r}" if key else "",
-            ]
-        )
         super().__init__(
-            f"snapshot aborted{where}: {reason}{doubt if may_be_committed else ''}",
+            f"snapshot aborted{_where(rank, stage, key)}: {reason}"
+            f"{doubt if may_be_committed else ''}",
             reason=reason,
             rank=rank,
             stage=stage,
             key=key,
             may_be_committed=may_be_committed,
+        )
+
+
+class RestoreAborted(ActorSnapError):
+    """A restore by several ranks failed on one of them, and so ends on all.
+
+    Tensors may have been overwritten in part if the stage is ``read`` or ``load``.
+
+    Attributes:
+        reason: What ended it.
+        rank: The rank where it began, or None.
+        stage: ``join``, ``compare``, ``read``, ``load`` or ``cancel``.
+        key: The top-level key concerned, or None.
+    """
+
+    def __init__(
+        self, *, reason: str, rank: int | None = None, stage: str = "", key: str | None = None
+    ) -> None:
+        self.reason = reason
+        self.rank = rank
+        self.stage = stage
+        self.key = key
+        super().__init__(
+            f"restore aborted{_where(rank, stage, key)}: {reason}",
+            reason=reason,
+            rank=rank,
+            stage=stage,
+            key=key,
         )

@@ -23,6 +23,10 @@ MIN_LOST_AFTER_S = 0.5
 _MAX_TIMEOUT_S = 24 * 3600
 
 
+_READ_MODES = ("auto", "direct", "shared")
+"""``planning.exchange.ReadMode``, which is above this module."""
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How snapshots are taken and restored. All sizes are bytes, all times seconds.
 
@@ -33,10 +37,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a
             pickle runs code of whoever wrote it.
-        timeout_s: A take that has not committed by then is aborted, on all ranks; reading or
-            deleting fails with ``StorageError``. At most a day.
-        lost_after_s: A rank that was heard in a save, and then not for so long, is lost: the
-            save is aborted on all other ranks.
+        timeout_s: A take that has not committed by then is aborted, on all ranks, and so is a
+            restore by several; reading or deleting fails with ``StorageError``. At most a day.
+        lost_after_s: A rank that was heard in a save or restore, and then not for so long, is
+            lost: that ends on all other ranks.
         memory_budget_bytes: Memory for staging copies. There is one budget per process,
             shared by all snapshots: a value given here applies to all from now on. At least
             2 MiB. None leaves it as it is; at first it is 60 % of the memory that is free when
@@ -45,6 +49,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         num_uploaders: Chunks hashed and written, or fetched, at once.
         max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
+        read_mode: How ranks restore what all of them want: ``"direct"``, each reads it;
+            ``"shared"``, each byte is read once and passed on over the process group, where
+            that has gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's holds for all.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
     """
@@ -59,6 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     num_uploaders: int = 8
     max_objects: int = 4
     min_object_bytes: int = 64 * _MIB
+    read_mode: str = "auto"
     max_gap_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
@@ -72,6 +80,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
+        if self.read_mode not in _READ_MODES:
+            modes = ", ".join(map(repr, _READ_MODES))
+            raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
 

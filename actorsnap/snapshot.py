@@ -13,7 +13,7 @@ from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.place import Source
-from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.upkeep import VerifyReport
 
@@ -174,8 +174,16 @@ class Snapshot:
         )
         return PendingSnapshot(job)
 
-    async def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
+    async def restore(
+        self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
+    ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
+
+        All ranks of a job call it together, on as many ranks as they like: it ends on all of
+        them in the same way. ``state_dict()`` and ``load_state_dict()`` are called in sorted
+        key order on every rank, also behind one that raised: they may be collective. Where
+        ``Options.read_mode`` has it, what all ranks want is read once and passed on over the
+        process group, which is not to be used by other threads or tasks meanwhile.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before
         the first byte is read. What has to match depends on the stateful:
@@ -192,6 +200,13 @@ class Snapshot:
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
         has one on the meta device, which a module or ``StateDict`` takes over as its own. A
         read-only array is replaced by a writable one.
+        What ranks divided among them is whole again in a plain tensor; a DTensor or ShardedTensor
+        takes just what this process holds of it, whatever mesh saved it, also a plain tensor's. It
+        is never replaced: its dtype and global shape must be those of the snapshot. An optimizer
+        of such parameters must have its state before (``prime_optimizer``).
+        What a rank saved that is neither sharded nor replicated is its own: the same rank gets it
+        back. A rank that did not save gets what all had saved alike; what it lacks besides is
+        missing, and a line among the mismatched says why.
         Tensors that share memory, but were saved as separate ones: a module's keeps it, else
         the first one; the others are replaced by tensors of their own, on the same device.
         A module's that would have to be replaced counts as mismatched; under ``strict=False``
@@ -200,9 +215,11 @@ class Snapshot:
         Args:
             app_state: Statefuls by key.
             strict: False restores what fits, leaves the rest as it is and reports it.
+            group: The process group of the ranks that restore; the default one where None.
+            store: See ``take``.
 
         Returns:
-            What was left out.
+            What was left out on this rank.
 
         Raises:
             UsageError: bad input.
@@ -211,14 +228,38 @@ class Snapshot:
                 all of it is named; nothing was changed, unless a module itself refused
                 (``is_untouched``).
             Exception: whatever a ``load_state_dict`` raises, with a note that names its key
-                and those that were loaded before.
+                and those that were loaded before. With many ranks it is the cause of a
+                ``RestoreAborted``.
+            RestoreAborted: another rank failed in a way that has no error here, was not heard
+                for ``Options.lost_after_s``, or had not come by ``Options.timeout_s``.
             FormatError, ChecksumMismatch: the snapshot is damaged; names the object. Tensors
                 may have been overwritten in part.
             StorageError: reading failed; the same holds.
             MemoryError: there is no room for a fresh tensor; names it. Nothing was changed.
         Cancellation: tensors may have been overwritten in part.
         """
-        return await run_async(restoring.restore(self._source, app_state, strict=strict))
+        return await run_async(
+            restoring.restore(self._source, app_state, strict=strict, group=group, store=store)
+        )
+
+    async def plan_restore(
+        self, app_state: AppState, *, group: Any = None, store: Any = None
+    ) -> RestorePlan:
+        """Says what ``restore`` would read, and what does not fit; changes nothing.
+
+        All ranks of a job call it together, as ``restore``.
+
+        Args:
+            app_state, group, store: See ``restore``.
+
+        Raises:
+            UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted:
+                see ``restore``.
+            Exception: whatever a ``state_dict`` raises, as in ``restore``.
+        """
+        return await run_async(
+            restoring.plan_restore(self._source, app_state, group=group, store=store)
+        )
 
     async def read_object(
         self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
@@ -226,9 +267,11 @@ class Snapshot:
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"0/model/layer.weight"`` as in ``get_manifest``, or without the rank. Not
-                a part of a leaf (``"0/model/sparse@indices"``).
-            out: A tensor or array of the same dtype and shape to read into, on any device.
+            path: ``"3/model/layer.weight"``: as rank 3 sees it; without a rank: as rank 0. A
+                sharded tensor is whole to each rank. Not a part of a leaf
+                (``"0/model/sparse@indices"``), nor one shard.
+            out: A tensor or array of the same dtype and shape to read into, on any device. Of a
+                DTensor, what this process holds is read.
             memory_budget_bytes: At least 1 MiB: bound of what is allocated besides the
                 result itself. The process grows by at most this plus 4 MiB, and by the
                 index, which is read once per ``Snapshot``. Not bounded: with ``out``, a sparse
@@ -241,7 +284,7 @@ class Snapshot:
             alone, with its own bytes.
 
         Raises:
-            UsageError: no such path; names those near it.
+            UsageError: no such path; names those near it, or the ranks that have it.
             IncompatibleState: ``out`` is of another kind, dtype or shape.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
@@ -252,6 +295,8 @@ class Snapshot:
     async def get_manifest(self) -> dict[str, Entry]:
         """Every entry, by ``"<rank>/<path>"``.
 
+        Of several shards that one rank stored of a tensor: by ``"<rank>/<path>@<offsets>"``.
+
         Raises:
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
@@ -260,8 +305,10 @@ class Snapshot:
     async def get_state_dict_for_key(self, key: str) -> Any:
         """The state dict saved under the top-level ``key``, with fresh CPU tensors.
 
+        As rank 0 sees it; sharded tensors are whole.
+
         Raises:
-            UsageError: no such key; names those there are.
+            UsageError: no such key; names those there are, or the ranks that have it.
             NotASnapshot, FormatError, StorageError: see ``restore``.
         """
         return await run_async(reading.get_state_dict_for_key(self._source, key))

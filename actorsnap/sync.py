@@ -17,7 +17,7 @@ from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.place import Source
-from actorsnap.runtime.restoring import RestoreReport
+from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.upkeep import VerifyReport
 
@@ -114,10 +114,22 @@ class Snapshot:
         )
         return PendingSnapshot(job)
 
-    def restore(self, app_state: AppState, *, strict: bool = True) -> RestoreReport:
+    def restore(
+        self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
+    ) -> RestoreReport:
         """See ``actorsnap.Snapshot.restore``."""
         return run_sync(
-            restoring.restore(self._source, app_state, strict=strict), name="Snapshot.restore"
+            restoring.restore(self._source, app_state, strict=strict, group=group, store=store),
+            name="Snapshot.restore",
+        )
+
+    def plan_restore(
+        self, app_state: AppState, *, group: Any = None, store: Any = None
+    ) -> RestorePlan:
+        """See ``actorsnap.Snapshot.plan_restore``."""
+        return run_sync(
+            restoring.plan_restore(self._source, app_state, group=group, store=store),
+            name="Snapshot.plan_restore",
         )
 
     def read_object(

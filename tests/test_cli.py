@@ -17,7 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli
+from actorsnap.format.geometry import Box
 from actorsnap.sync import Snapshot
+from tests.state.saved import Part, Saved
 
 ROOT = Path(__file__).parents[1]
 V1 = Path(__file__).parent / "golden" / "v1"
@@ -94,6 +96,20 @@ def test_ls_of_a_snapshot(saved: Path) -> None:
         "0/progress/blob\tbytes\t4.9 KiB",
     ]
     assert ended.err == ""
+
+
+def test_several_shards_of_one_rank(tmp_path: Path) -> None:
+    boxes = [Box((2 * n,), (2,)) for n in range(3)]
+    parts = [Part("m/w", torch.full((2,), float(n)), boxes[n], (6,)) for n in range(3)]
+    path = Saved([[parts[0], parts[2]], [parts[1]]]).write(tmp_path / "shards")
+    lines = run("ls", path).lines
+    assert [line.split()[0] for line in lines] == ["0/m/w@0", "0/m/w@4", "1/m/w"]
+    assert "at (4,) of (6,)" in lines[1]
+    shown = run("inspect", path).out
+    assert "w@4" in shown
+    assert "2 leaves, 16 B" in shown
+    assert run("verify", path, "--full").code == 0
+    assert "0., 0., 1., 1., 2., 2." in run("cat", path, "m/w").out
 
 
 def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from actorsnap import Options, UsageError
 from actorsnap.options import MIN_CHUNK_BYTES, chunk_within, from_env
+from actorsnap.planning.exchange import ReadMode
 
 MIB = 1 << 20
 
@@ -35,6 +36,13 @@ def test_misspelt_options_are_refused(name: str, meant: str) -> None:
 def test_budgets_that_do_not_work_are_refused(budget: object) -> None:
     with pytest.raises(UsageError, match="memory_budget_bytes"):
         Options(memory_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+def test_read_modes() -> None:
+    assert from_env({"ACTORSNAP_READ_MODE": "shared"}) == Options(read_mode="shared")
+    assert all(Options(read_mode=mode).read_mode == mode for mode in ReadMode)
+    with pytest.raises(UsageError, match="one of 'auto', 'direct', 'shared', not 'both'"):
+        Options(read_mode="both")
 
 
 @pytest.mark.parametrize(

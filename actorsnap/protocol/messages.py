@@ -1,4 +1,4 @@
-"""What ranks and the coordinator say to each other while a snapshot is taken.
+"""What ranks and the coordinator say to each other while a snapshot is taken or restored.
 
 Encoded as msgpack between processes, as arrays, because a job of thousands of ranks sends
 all of them through one place; passed as they are inside one process. Both ends are of the
@@ -19,6 +19,7 @@ from actorsnap.planning.save import Inventory, RankPlan, Sharded
 
 __all__ = [
     "Aborted",
+    "Arrived",
     "AskInventory",
     "AskItems",
     "AskSharded",
@@ -32,6 +33,7 @@ __all__ = [
     "Join",
     "Offer",
     "Opened",
+    "Proceed",
     "ShardedTensors",
     "Stage",
     "Staged",
@@ -44,7 +46,7 @@ __all__ = [
 
 
 class Stage(StrEnum):
-    """Where in a save something failed."""
+    """Where in a save or a restore something failed."""
 
     CAPTURE = "capture"
     JOIN = "join"
@@ -52,11 +54,14 @@ class Stage(StrEnum):
     STAGE = "stage"
     STORE = "store"
     COMMIT = "commit"
+    COMPARE = "compare"
+    READ = "read"
+    LOAD = "load"
     CANCEL = "cancel"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why an attempt ends without commit; the same on every rank.
+    """Why an attempt ends without commit, or a restore; the same on every rank.
 
     Attributes:
         reason: For people.
@@ -174,6 +179,18 @@ class Stored(_Message, frozen=True, tag="s"):
     crc32c: int
 
 
+class Arrived(_Message, frozen=True, tag="a"):
+    """The rank is done with what comes before a step of ``protocol.gathering``.
+
+    Attributes:
+        payload: What the step is decided from; msgpack.
+    """
+
+    rank: int
+    step: int
+    payload: bytes = b""
+
+
 class Failed(_Message, frozen=True, tag="f"):
     """The rank cannot go on."""
 
@@ -228,6 +245,19 @@ class Complete(_Message, frozen=True, tag="D"):
     """Every rank has written: complete the objects that you opened for others as well."""
 
 
+class Proceed(_Message, frozen=True, tag="P"):
+    """All ranks have arrived at ``step``.
+
+    Attributes:
+        payload: What was decided; msgpack.
+        stage: What comes next; None: that was the last step.
+    """
+
+    step: int
+    payload: bytes
+    stage: Stage | None
+
+
 class Committed(_Message, frozen=True, tag="C"):
     """The snapshot is visible and durable."""
 
@@ -239,8 +269,16 @@ class Aborted(_Message, frozen=True, tag="X"):
 
 
 ToCoordinator: TypeAlias = (
-    Join | Offer | Items | ShardedTensors | Opened | Staged | Written | Stored | Failed
+    Join | Offer | Items | ShardedTensors | Opened | Staged | Written | Stored | Arrived | Failed
 )
 FromCoordinator: TypeAlias = (
-    AskInventory | AskItems | AskSharded | Assign | Tokens | Complete | Committed | Aborted
+    AskInventory
+    | AskItems
+    | AskSharded
+    | Assign
+    | Tokens
+    | Complete
+    | Committed
+    | Proceed
+    | Aborted
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
@@ -25,17 +25,19 @@ from actorsnap.runtime.place import (
     Source,
 )
 from actorsnap.state.one import read_one
-from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
 from actorsnap.state.targets import mark_written
 from actorsnap.state.tree import escape
 
 __all__ = [
     "begins_anew",
     "fetch",
+    "fetch_wanted",
     "get_manifest",
     "get_state_dict_for_key",
     "load_index",
     "load_view",
+    "mark",
     "read_object",
 ]
 
@@ -152,11 +154,27 @@ async def fetch(
     index: Index,
     parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
-) -> int:
-    """Reads what the parts want; returns the number of bytes."""
-    requests = [Request(index, want.stored, want.sink) for part in parts for want in part.reads]
-    # Before the first byte: a restore that fails may have written some.
+) -> None:
+    """Reads what the parts want."""
+    mark(parts)
+    wanted = [want for part in parts for want in part.reads]
+    await fetch_wanted(host, source, index, wanted, memory_budget_bytes)
+
+
+def mark(parts: Iterable[KeyRestore]) -> None:
+    """Notes that memory is about to be written. A restore that fails may have written some."""
     mark_written(claim.target for part in parts for claim in part.claims)
+
+
+async def fetch_wanted(
+    host: Host,
+    source: Source,
+    index: Index,
+    wanted: Iterable[Wanted],
+    memory_budget_bytes: int | None = None,
+) -> None:
+    """Reads into marked memory."""
+    requests = [Request(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {
@@ -167,4 +185,3 @@ async def fetch(
     if requests:
         async with source.opened(host, "read", index.attempt) as (storage, _, _):
             await source.fetcher(host, storage, **changes).fetch(requests)
-    return sum(request.stored.stop - request.stored.start for request in requests)

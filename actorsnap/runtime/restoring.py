@@ -6,19 +6,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
 
-from actorsnap.errors import (
-    IncompatibleState,
-)
+from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted
 from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.planning.exchange import ReadMode, ReadPlan
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
-from actorsnap.runtime.host import Script
+from actorsnap.protocol.messages import Stage
+from actorsnap.protocol.negotiation import Compared as Told
+from actorsnap.protocol.negotiation import Negotiation, Ready, Totals, Weighed
+from actorsnap.runtime.exchange import Reading
+from actorsnap.runtime.gathering import Steps, go_through
+from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.inputs import (
     AppState,
     check_flag,
@@ -26,7 +31,8 @@ from actorsnap.runtime.inputs import (
 from actorsnap.runtime.place import (
     Source,
 )
-from actorsnap.runtime.reading import begins_anew, fetch, load_view
+from actorsnap.runtime.ranks import Team, find_team
+from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.state.claims import disputes
 from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.shards import is_distributed
@@ -44,11 +50,11 @@ from actorsnap.state.stateful import (
 from actorsnap.state.tree import escape, join, unescape
 
 __all__ = [
-    "Compared",
+    "RestorePlan",
     "RestoreReport",
-    "compare",
-    "load",
+    "plan_restore",
     "restore",
+    "restore_by",
 ]
 
 logger = logging.getLogger(__name__)
@@ -81,27 +87,181 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.missing or self.unexpected or self.mismatched)
 
 
+class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restore would do, over all ranks that take part.
+
+    Attributes:
+        mode: ``"direct"``, every rank reads what it wants, or ``"shared"``, what all want is read
+            once and passed on.
+        reason: Why.
+        bytes_needed: Bytes to put into the app states.
+        bytes_read: Bytes to read from the storage: checksum blocks are read as a whole.
+        num_requests: So many reads of the storage.
+        bytes_read_by_rank: By rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. What not all ranks have alike
+            is preceded by the rank.
+    """
+
+    mode: str
+    reason: str
+    bytes_needed: int
+    bytes_read: int
+    num_requests: int
+    bytes_read_by_rank: tuple[int, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read per byte needed; below 1 where bytes are shared."""
+        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
 @begins_anew
 def restore(
-    source: Source, app_state: AppState, *, strict: bool, rank: int = 0
+    source: Source, app_state: AppState, *, strict: bool, group: Any, store: Any
 ) -> Script[RestoreReport]:
     """Compares everything, then reads everything, then hands over key by key.
 
-    Args:
-        source: Of the snapshot.
-        app_state, strict: See ``Snapshot.restore``.
-        rank: Of this process in its group.
+    On all ranks of a group together, in the steps of ``protocol.negotiation``.
     """
+    team = find_team(group, store)
+    negotiation = Negotiation(mode=ReadMode(source.options.read_mode))
+
+    def body(steps: Steps) -> Script[RestoreReport]:
+        return restore_by(steps, source, app_state, strict=strict)
+
+    return (yield from go_through(team, source.options, negotiation.decide, body))
+
+
+def restore_by(
+    steps: Steps, source: Source, app_state: AppState, *, strict: bool
+) -> Script[RestoreReport]:
+    """One rank's part in a restore."""
     check_flag("strict", strict)
-    validate_app_state(app_state)
-    index = yield from load_view(source, rank)
-    compared = compare(index, app_state, rank=rank, allow_pickle=source.options.allow_pickle)
-    if strict:
-        compared.raise_differences()
+    compared, reading = yield from _compare(steps, source, app_state, "restore")
+    plan = yield from _agree(steps, compared, reading, is_strict=strict)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    parts = list(compared.parts.values())
-    nbytes: int = yield lambda host: fetch(host, source, index, parts)
-    return load(compared, loaders, strict=strict, nbytes=nbytes)
+    yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
+    states = {key: part.build() for key, part in compared.parts.items()}
+    yield from steps.arrive()
+    report = load(
+        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
+    )
+    yield from steps.arrive()
+    return report
+
+
+@begins_anew
+def plan_restore(
+    source: Source, app_state: AppState, *, group: Any, store: Any
+) -> Script[RestorePlan]:
+    """As ``restore`` up to the first byte."""
+    team = find_team(group, store)
+    negotiation = Negotiation(mode=ReadMode(source.options.read_mode), is_dry_run=True)
+
+    def body(steps: Steps) -> Script[RestorePlan]:
+        compared, reading = yield from _compare(steps, source, app_state, "plan_restore")
+        plan = yield from _agree(steps, compared, reading, is_strict=False)
+        weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
+        payload = yield from steps.arrive(msgspec.msgpack.encode(weighed))
+        totals = msgspec.msgpack.decode(payload, type=Totals)
+        return RestorePlan(
+            mode=str(plan.mode),
+            reason=plan.reason,
+            bytes_needed=sum(own.bytes_needed for own in totals.ranks),
+            bytes_read=sum(own.bytes_read for own in totals.ranks),
+            num_requests=sum(own.num_requests for own in totals.ranks),
+            bytes_read_by_rank=tuple(own.bytes_read for own in totals.ranks),
+            missing=totals.missing,
+            unexpected=totals.unexpected,
+            mismatched=totals.mismatched,
+        )
+
+    return (yield from go_through(team, source.options, negotiation.decide, body))
+
+
+def _compare(
+    steps: Steps, source: Source, app_state: AppState, call: str
+) -> Script[tuple[Compared, Reading]]:
+    """Reads the index; compares when all ranks have read the same."""
+    validate_app_state(app_state)
+    index = yield from load_view(source, steps.rank)
+    ready = Ready(call, source.place.url, index.attempt)
+    yield from steps.arrive(msgspec.msgpack.encode(ready))
+    states = state_dicts(app_state, steps.team)
+    compared = compare(
+        index, app_state, states, rank=steps.rank, allow_pickle=source.options.allow_pickle
+    )
+    return compared, Reading(source, index, compared.parts, steps.team)
+
+
+def _agree(steps: Steps, found: Compared, reading: Reading, *, is_strict: bool) -> Script[ReadPlan]:
+    """Tells the others what does not fit and what is wanted; returns how all read."""
+    message = Told(
+        reading.wants(Host.get()),
+        is_strict,
+        tuple(found.missing),
+        tuple(found.unexpected),
+        tuple(found.mismatched),
+    )
+    payload = yield from steps.arrive(msgspec.msgpack.encode(message))
+    return msgspec.msgpack.decode(payload, type=ReadPlan)
+
+
+class _Turns:
+    """Calls into statefuls, key by key. They may be collective: so where there are other ranks,
+    one that raises does not keep this rank from those of its other keys."""
+
+    def __init__(self, team: Team | None, stage: Stage) -> None:
+        self._team = team
+        self._stage = stage
+        self._error: ActorSnapError | None = None
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._team is None:
+                raise
+            logger.debug("rank %d, key %r", self._team.rank, key, exc_info=True)
+            if self._error is None:
+                self._error = self._named(error, key, self._team.rank)
+
+    def _named(self, error: Exception, key: str, rank: int) -> ActorSnapError:
+        if isinstance(error, ActorSnapError):
+            return error
+        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        named = RestoreAborted(reason="; ".join(said), rank=rank, stage=str(self._stage), key=key)
+        named.__cause__ = error
+        return named
+
+    def end(self) -> None:
+        """Raises the first error."""
+        if self._error is not None:
+            raise self._error
+
+
+def state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
+    """Calls every ``state_dict()``, in an order that all ranks have.
+
+    Generators come last, as other loads may draw numbers; they are not asked, for one that only
+    this process has is no reason to refuse the others.
+    """
+    turns = _Turns(team, Stage.COMPARE)
+    states: dict[str, Any] = {}
+    for key in sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key)):
+        stateful = app_state[key]
+        with turns.of(key):
+            states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
+    turns.end()
+    return states
 
 
 @dataclass(slots=True)
@@ -120,35 +280,32 @@ class Compared:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
 
-    def raise_differences(self) -> None:
-        """Raises IncompatibleState where anything does not fit."""
-        if self.missing or self.unexpected or self.mismatched:
-            raise IncompatibleState(
-                missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched
-            )
 
-
-def compare(index: Index, app_state: AppState, *, rank: int, allow_pickle: bool) -> Compared:
-    """Compares everything. Calls every ``state_dict()``; reads and changes nothing.
+def compare(
+    index: Index,
+    app_state: AppState,
+    states: Mapping[str, Any],
+    *,
+    rank: int,
+    allow_pickle: bool,
+) -> Compared:
+    """Compares everything; reads and changes nothing.
 
     Args:
         index: Of the snapshot, as ``rank`` sees it.
         app_state: Statefuls by key.
+        states: Their states, in the order in which they are loaded.
         rank: Of this process in its group.
         allow_pickle: See ``KeyRestore``.
 
     Raises:
         UsageError, FormatError, MemoryError: As ``KeyRestore``.
-        Exception: Whatever a ``state_dict`` raises.
     """
     by_key = entries_by_key(index.entries)
     elsewhere: dict[str, list[str]] = {}
     for path in index.elsewhere:
         elsewhere.setdefault(path.partition("/")[0], []).append(path)
-    # The global order of state_dict calls; generators last, as other loads may draw numbers.
-    keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
-    found = Compared(missing=[escape(key) for key in keys if key not in by_key])
-    states: dict[str, Any] = {}
+    found = Compared(missing=[escape(key) for key in states if key not in by_key])
 
     def open_key(key: str, *, is_fresh: bool = False, apart: Iterable[str] = ()) -> KeyRestore:
         return KeyRestore(
@@ -161,14 +318,12 @@ def compare(index: Index, app_state: AppState, *, rank: int, allow_pickle: bool)
             world_size=index.world_size,
         )
 
-    for key in keys:
+    for key in states:
         private = elsewhere.get(escape(key), [])
         if key not in by_key:
             found.mismatched += _explain_private(key, private, index, rank)
             continue
         stateful = app_state[key]
-        # A generator that only this process has is no reason to refuse the others.
-        states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
         if unprimed := _unprimed(key, stateful, by_key[key], states[key]):
             found.mismatched += unprimed
             continue
@@ -199,18 +354,22 @@ def compare(index: Index, app_state: AppState, *, rank: int, allow_pickle: bool)
 
 def load(
     compared: Compared,
+    states: Mapping[str, Any],
     loaders: Mapping[str, Callable[[Any], Any]],
     *,
     strict: bool,
     nbytes: int,
+    team: Team | None,
 ) -> RestoreReport:
     """Hands over what was read, key by key.
 
     Args:
-        compared: All of its parts have been read.
+        compared: What is to be restored.
+        states: What was read, by key.
         loaders: ``load_state_dict`` by key.
         strict: As the app state was compared.
-        nbytes: How many bytes were read.
+        nbytes: How many bytes were read into place.
+        team: See ``_Turns``.
 
     Raises:
         IncompatibleState: A module that adapts what it loads refuses it.
@@ -218,25 +377,27 @@ def load(
     """
     missing, unexpected = list(compared.missing), list(compared.unexpected)
     mismatched = list(compared.mismatched)
-    for number, (key, part) in enumerate(compared.parts.items()):
-        state = part.build()
-        try:
-            if key in compared.adapting:
-                left_out = _load_adapting(
-                    key, loaders[key], state, compared.adapting[key], strict=strict
+    turns = _Turns(team, Stage.LOAD)
+    for number, (key, state) in enumerate(states.items()):
+        with turns.of(key):
+            try:
+                if key in compared.adapting:
+                    left_out = _load_adapting(
+                        key, loaders[key], state, compared.adapting[key], strict=strict
+                    )
+                    missing.extend(left_out.missing)
+                    unexpected.extend(left_out.unexpected)
+                    mismatched.extend(left_out.mismatched)
+                else:
+                    loaders[key](state)
+            except Exception as error:
+                loaded = ", ".join(map(repr, list(states)[:number])) or "none"
+                error.add_note(
+                    f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
+                    f"keys that were loaded before: {loaded}"
                 )
-                missing.extend(left_out.missing)
-                unexpected.extend(left_out.unexpected)
-                mismatched.extend(left_out.mismatched)
-            else:
-                loaders[key](state)
-        except Exception as error:
-            loaded = ", ".join(map(repr, list(compared.parts)[:number])) or "none"
-            error.add_note(
-                f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
-                f"keys that were loaded before: {loaded}"
-            )
-            raise
+                raise
+    turns.end()
     return RestoreReport(
         missing=tuple(missing),
         unexpected=tuple(unexpected),

@@ -125,6 +125,8 @@ class KeyRestore:
         claims: Memory of the target that is written to.
         reads: What to read into what. Nothing of a target is written before these are
             filled. A stored range may appear twice.
+        surplus_bytes: Of ``reads``, those that belong to no box of the target, but to the same
+            checksum blocks.
 
     Raises:
         UsageError: Pickled leaves, and ``allow_pickle`` is False. All are named.
@@ -151,6 +153,7 @@ class KeyRestore:
         self.on_meta: list[str] = []
         self.claims: list[Claim] = []
         self.reads: list[Wanted] = []
+        self.surplus_bytes = 0
         self._private: Ranks | None = None if world_size == 1 else ()
         self._root = escape(key) if root is None else root
         self._matching = matching
@@ -478,7 +481,10 @@ class KeyRestore:
         for piece in found.pieces:
             self.claims += claim(path, piece.tensor, base, origin=piece.box.offsets)
         into = [BoxTarget(piece.box, piece.tensor, piece.holders or ()) for piece in found.pieces]
-        self.reads += box_reads(path, shards, into, DTYPES[dtype].itemsize)
+        reads = box_reads(path, shards, into, DTYPES[dtype].itemsize)
+        self.reads += reads
+        self.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)
+        self.surplus_bytes -= sum(target.tensor.nbytes for target in into)
 
     def _add_view_of_boxes(self, entry: ViewEntry, kind: str, target: Any) -> None:
         """Restores memory that is shared in the snapshot into a distributed target.

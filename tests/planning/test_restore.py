@@ -69,6 +69,15 @@ def test_a_gap_beyond_the_limit_is_not_read() -> None:
     assert read.gaps == (0, 20)
 
 
+def test_what_goes_in_place_is_not_copied_with_the_rest() -> None:
+    edge = Range("a", 0, MIB, in_place=False)
+    inner = Range("a", MIB, 3 * MIB)
+    behind = Range("a", 3 * MIB, 3 * MIB + 9, in_place=False)
+    small = Range("a", 3 * MIB + 9, 3 * MIB + 18)
+    reads = plan_reads([edge, inner, behind, small], chunk_bytes=8 * MIB, max_gap_bytes=0)
+    assert [[part.request for part in read.parts] for read in reads] == [[0], [1], [2, 3]]
+
+
 def test_objects_are_never_mixed() -> None:
     requests = [Range("a", 0, 10), Range("b", 10, 20)]
     assert [r.key for r in plan_reads(requests, chunk_bytes=MIB, max_gap_bytes=99)] == ["a", "b"]
@@ -154,6 +163,11 @@ def test_a_cut_of_the_first_dim_goes_in_place_but_for_the_edges() -> None:
         BoxRead(0, MIB, 2 * MIB, (0,), None),
         BoxRead(0, 10 * MIB, 11 * MIB, (0,), None),
     ]
+
+
+def test_blocks_between_rows_are_not_read() -> None:
+    reads = plan_boxes("x", [box((0, 3), (0, 3))], [box((0, 3), (0, 2))], itemsize=MIB)
+    assert [(read.start // MIB, read.stop // MIB) for read in reads] == [(0, 2), (3, 5), (6, 8)]
 
 
 def test_wanted_boxes_that_share_a_block_share_its_read() -> None:

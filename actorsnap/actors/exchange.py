@@ -1,0 +1,138 @@
+"""Reads what all ranks want once: each rank its pieces, which it passes on to all others.
+
+A round is a step of the gathering: pieces are passed on only after every rank has read its own,
+so no rank waits for one whose storage has failed. While a round is passed on, the pieces of the
+next one are read; while a piece is passed on, the one before is copied to where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from actorsnap.actors.errands import Errands
+from actorsnap.format.manifest import Stored
+from actorsnap.planning.restore import Part
+from actorsnap.state.reshard import cut
+from actorsnap.state.tensors import ByteSink
+from actorsnap.storage.base import RunBlocking
+
+__all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
+
+NUM_BUFFERS = 4
+"""Two for the rank's own pieces, of this round and the next; two for those of others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Common:
+    """A stored range that all ranks want, and where this one wants it."""
+
+    stored: Stored
+    sinks: Sequence[ByteSink]
+
+
+class ExchangeActor:
+    """One rank's part in a shared reading.
+
+    Args:
+        commons: What is wanted, in an order that all ranks have.
+        pieces: ``planning.exchange.cut`` of it, for all ranks.
+        rank: This one; of as many as there are pieces in a round.
+        memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
+        read: Reads stored ranges into memory, and verifies them.
+        broadcast: Passes on what lies in the memory of the given rank to that of all others.
+        arrive: Waits until all ranks have arrived.
+        run_blocking: Where pieces are copied; always waited for, for the memory is the caller's.
+        errands: For all that may hang.
+    """
+
+    def __init__(
+        self,
+        *,
+        commons: Sequence[Common],
+        pieces: Sequence[Sequence[Part]],
+        rank: int,
+        num_ranks: int,
+        memory: memoryview,
+        read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]],
+        broadcast: Callable[[memoryview, int], Awaitable[None]],
+        arrive: Callable[[], Awaitable[object]],
+        run_blocking: RunBlocking,
+        errands: Errands,
+    ) -> None:
+        self._commons = commons
+        self._rounds = [pieces[at : at + num_ranks] for at in range(0, len(pieces), num_ranks)]
+        self._rank = rank
+        size = len(memory) // NUM_BUFFERS
+        buffers = [memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
+        self._own, self._theirs = buffers[:2], buffers[2:]
+        self._read = read
+        self._broadcast = broadcast
+        self._arrive = arrive
+        self._run_blocking = run_blocking
+        self._errands = errands
+        self._error: Exception | None = None
+
+    async def run(self) -> None:
+        """Fills every sink.
+
+        Raises:
+            ChecksumMismatch, StorageError: what this rank's reading raises; never before it has
+                passed on what the others wait for.
+            Exception: what ``arrive`` or ``broadcast`` raises.
+        Cancellation: sinks hold any mixture. ``memory`` may be in use by errands.
+        """
+        if self._rounds:
+            await self._errands.run(self._read_own, 0)
+        for number in range(len(self._rounds)):
+            await self._arrive()
+            async with anyio.create_task_group() as tasks:
+                if number + 1 < len(self._rounds):
+                    tasks.start_soon(self._read_ahead, number + 1)
+                await self._pass_on(number)
+            if self._error is not None:
+                raise self._error
+
+    async def _read_ahead(self, number: int) -> None:
+        try:
+            await self._errands.run(self._read_own, number)
+        except Exception as error:
+            self._error = error
+
+    async def _read_own(self, number: int) -> None:
+        memory, at = self._own[number % 2], 0
+        wanted: list[tuple[Stored, memoryview]] = []
+        for part in self._rounds[number][self._rank]:
+            stored = self._commons[part.request].stored
+            nbytes = part.stop - part.start
+            wanted.append((cut(stored, part.start, part.stop), memory[at : at + nbytes]))
+            at += nbytes
+        await self._read(wanted)
+
+    async def _pass_on(self, number: int) -> None:
+        before: tuple[Sequence[Part], memoryview] | None = None
+        for source, parts in enumerate(self._rounds[number]):
+            nbytes = sum(part.stop - part.start for part in parts)
+            if not nbytes:
+                continue
+            is_own = source == self._rank
+            if not is_own:
+                self._theirs.reverse()  # the other one may still be copied from
+            memory = (self._own[number % 2] if is_own else self._theirs[0])[:nbytes]
+            async with anyio.create_task_group() as tasks:
+                if before is not None:
+                    tasks.start_soon(self._run_blocking, self._deliver, *before)
+                await self._errands.run(self._broadcast, memory, source)
+            before = parts, memory
+        if before is not None:
+            await self._run_blocking(self._deliver, *before)
+
+    def _deliver(self, parts: Sequence[Part], memory: memoryview) -> None:
+        at = 0
+        for part in parts:
+            end = at + part.stop - part.start
+            for sink in self._commons[part.request].sinks:
+                sink.copy_from(part.start, memory[at:end])
+            at = end

@@ -1,0 +1,167 @@
+"""What ranks bring to the steps of a restore, and what is decided from it.
+
+The steps (``protocol.gathering``):
+
+0. *Ready*: input is checked, commit object and manifests are read. All ranks must have read the
+   same attempt. Only then ``state_dict()`` is called, which may be collective.
+1. *Compared*: every rank knows what fits and what it wants. Decided: whether to go on, and how
+   to read (``planning.exchange``). Of a dry run, *weighed* comes next and last: it adds up what
+   each rank would read.
+2. In shared mode one step per round: each rank has read its piece, and all pass theirs on.
+3. *Read*: everything is in place. Only then ``load_state_dict()`` is called.
+4. *Loaded*: the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
+from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
+from actorsnap.protocol.gathering import Decision
+from actorsnap.protocol.messages import Stage
+
+__all__ = ["Compared", "Negotiation", "Ready", "Totals", "Weighed"]
+
+T = TypeVar("T")
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has read the index.
+
+    Attributes:
+        call: Which call it makes, for messages.
+        url: Of its snapshot.
+        attempt: That it has found there.
+    """
+
+    call: str
+    url: str
+    attempt: str
+
+
+class Compared(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has compared its app state with the snapshot.
+
+    Attributes:
+        is_strict: What does not fit is an error.
+        missing, unexpected, mismatched: As in ``IncompatibleState``; empty where nobody asks.
+    """
+
+    wants: Wants
+    is_strict: bool
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+
+class Weighed(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's reading by the plan costs: bytes that it needs in its app state, bytes it
+    reads from the storage, and by how many requests."""
+
+    bytes_needed: int
+    bytes_read: int
+    num_requests: int
+
+
+class Totals(msgspec.Struct, frozen=True, array_like=True):
+    """All ranks' ``Weighed``, in rank order, and the lines of all of them."""
+
+    ranks: tuple[Weighed, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+class Negotiation:
+    """Decides the steps of one restore; see ``protocol.gathering.Decide``.
+
+    Args:
+        mode: How to read; the coordinator's caller decides for all.
+        is_dry_run: Nothing is read.
+    """
+
+    def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
+        self._mode = mode
+        self._is_dry_run = is_dry_run
+        self._compared: tuple[Compared, ...] = ()
+        # The step at which everything is read.
+        self._read = 2
+
+    def decide(self, step: int, payloads: Sequence[bytes]) -> Decision:
+        """See the module's docstring.
+
+        Raises:
+            UsageError: the ranks make different calls.
+            SnapshotReplaced: they have read different attempts.
+            IncompatibleState: strict, and something does not fit on some rank.
+        """
+        if step == 0:
+            return self._on_ready(_decode(payloads, Ready))
+        if step == 1:
+            return self._on_compared(_decode(payloads, Compared))
+        if self._is_dry_run:
+            return self._on_weighed(_decode(payloads, Weighed))
+        if step < self._read:
+            return Decision(Stage.READ)
+        return Decision(Stage.LOAD if step == self._read else None)
+
+    def _on_ready(self, ranks: Sequence[Ready]) -> Decision:
+        first = ranks[0]
+        for rank, own in enumerate(ranks):
+            if own.call != first.call:
+                raise UsageError(
+                    f"rank {rank} calls {own.call} while rank 0 calls {first.call}: all ranks make "
+                    "the same calls in the same order"
+                )
+        for rank, own in enumerate(ranks):
+            if own.attempt != first.attempt:
+                if own.url != first.url:
+                    raise UsageError(
+                        f"the ranks restore different snapshots: rank {rank} {own.url}, rank 0 "
+                        f"{first.url}"
+                    )
+                raise SnapshotReplaced(url=own.url, is_deleted=False)
+        return Decision(Stage.COMPARE)
+
+    def _on_compared(self, ranks: Sequence[Compared]) -> Decision:
+        self._compared = tuple(ranks)
+        if not self._is_dry_run:
+            strict = [own if own.is_strict else Compared(own.wants, False) for own in ranks]
+            missing, unexpected, mismatched = _merged(strict)
+            if missing or unexpected or mismatched:
+                raise IncompatibleState(
+                    missing=missing, unexpected=unexpected, mismatched=mismatched
+                )
+        plan = plan_exchange([own.wants for own in ranks], self._mode)
+        self._read = 2 + plan.num_rounds
+        return Decision(Stage.READ, msgspec.msgpack.encode(plan))
+
+    def _on_weighed(self, ranks: Sequence[Weighed]) -> Decision:
+        totals = Totals(tuple(ranks), *_merged(self._compared))
+        return Decision(None, msgspec.msgpack.encode(totals))
+
+
+def _decode(payloads: Sequence[bytes], kind: type[T]) -> list[T]:
+    decoder = msgspec.msgpack.Decoder(kind)
+    return [decoder.decode(payload) for payload in payloads]
+
+
+def _merged(ranks: Sequence[Compared]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    return (
+        _merged_lines([own.missing for own in ranks]),
+        _merged_lines([own.unexpected for own in ranks]),
+        _merged_lines([own.mismatched for own in ranks]),
+    )
+
+
+def _merged_lines(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The lines of all ranks, and whose they are where not all have them."""
+    common = set(ranks[0]).intersection(*ranks[1:])
+    lines = [line for line in ranks[0] if line in common]
+    for rank, own in enumerate(ranks):
+        lines += [f"rank {rank}: {line}" for line in own if line not in common]
+    return tuple(lines)

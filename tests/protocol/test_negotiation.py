@@ -1,0 +1,84 @@
+"""What is decided in the steps of a restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
+from actorsnap.planning.exchange import ReadMode, ReadPlan, Want, Wants
+from actorsnap.protocol.gathering import Decision
+from actorsnap.protocol.messages import Stage
+from actorsnap.protocol.negotiation import Compared, Negotiation, Ready, Totals, Weighed
+
+MIB = 1 << 20
+WANTS = Wants((Want("model", b"d", 9 * MIB),), 0, 2 * MIB, "")
+
+
+def decide(negotiation: Negotiation, step: int, *ranks: Any) -> Decision:
+    return negotiation.decide(step, [msgspec.msgpack.encode(own) for own in ranks])
+
+
+def ready(attempt: str = "a", url: str = "/s", call: str = "restore") -> Ready:
+    return Ready(call, url, attempt)
+
+
+def test_the_steps_of_a_shared_restore() -> None:
+    negotiation = Negotiation(mode=ReadMode.SHARED)
+    assert decide(negotiation, 0, ready(), ready()) == Decision(Stage.COMPARE)
+    decision = decide(negotiation, 1, *[Compared(WANTS, True)] * 2)
+    plan = msgspec.msgpack.decode(decision.payload, type=ReadPlan)
+    assert (plan.mode, plan.num_rounds) == (ReadMode.SHARED, 5)
+    stages = [negotiation.decide(2 + step, [b"", b""]).stage for step in range(7)]
+    assert stages == [Stage.READ] * 5 + [Stage.LOAD, None]
+
+
+def test_the_steps_of_a_direct_restore() -> None:
+    negotiation = Negotiation(mode=ReadMode.AUTO)
+    decide(negotiation, 1, *[Compared(WANTS, True)] * 2)
+    stages = [negotiation.decide(2 + step, [b"", b""]).stage for step in range(2)]
+    assert stages == [Stage.LOAD, None]
+
+
+def test_ranks_that_do_different_things() -> None:
+    with pytest.raises(SnapshotReplaced):
+        decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready("b"))
+    with pytest.raises(UsageError, match="rank 1 /t, rank 0 /s"):
+        decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready("b", "/t"))
+    with pytest.raises(UsageError, match="rank 1 calls plan_restore while rank 0 calls restore"):
+        decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready(call="plan_restore"))
+    # Two mounts of one file system.
+    decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready(url="/t"))
+
+
+def test_what_does_not_fit_is_named_with_its_rank() -> None:
+    with pytest.raises(IncompatibleState) as caught:
+        decide(
+            Negotiation(mode=ReadMode.AUTO),
+            1,
+            Compared(WANTS, True, missing=("m/a", "m/b")),
+            Compared(WANTS, True, missing=("m/b", "m/c"), mismatched=("m/d: other",)),
+            Compared(WANTS, True, missing=("m/b",)),
+            Compared(WANTS, True, missing=("m/b",)),
+        )
+    assert caught.value.missing == ("m/b", "rank 0: m/a", "rank 1: m/c")
+    assert caught.value.mismatched == ("rank 1: m/d: other",)
+
+
+def test_who_is_not_strict_does_not_fail() -> None:
+    decision = decide(
+        Negotiation(mode=ReadMode.AUTO), 1, *[Compared(WANTS, False, unexpected=("m/a",))] * 2
+    )
+    assert decision.stage is Stage.READ
+
+
+def test_a_dry_run_adds_up() -> None:
+    negotiation = Negotiation(mode=ReadMode.AUTO, is_dry_run=True)
+    decide(negotiation, 1, *[Compared(WANTS, True, missing=("m/a",))] * 2)
+    weighed = (Weighed(10, 12, 3), Weighed(10, 10, 1))
+    decision = decide(negotiation, 2, *weighed)
+    assert decision.stage is None
+    totals = msgspec.msgpack.decode(decision.payload, type=Totals)
+    assert totals == Totals(weighed, ("m/a",), (), ())

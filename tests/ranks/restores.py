@@ -1,0 +1,284 @@
+"""What ranks and directors do in ``test_restores.py`` (see ``tests.worlds``)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap.errors import StorageError
+from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.storage.base import Storage
+from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+from actorsnap.sync import Snapshot
+from tests.api.faults import faulty, faulty_url
+from tests.ranks.models import STATES, full
+from tests.worlds import Rank, World
+
+__all__ = ["direct_play", "direct_restore"]
+
+LOST_AFTER_S = 2.0
+SAVE = Options(fsync=False, chunk_bytes=2 << 20)
+MIB = 1 << 20
+
+
+def options(mode: str) -> Options:
+    return Options(
+        read_mode=mode, chunk_bytes=2 * MIB, timeout_s=15.0, lost_after_s=LOST_AFTER_S, fsync=False
+    )
+
+
+class Watched(Wrapper):
+    """Counts the bytes of data that are read.
+
+    Args:
+        before: Called before each read with its number, and before each ``get`` with the key.
+        after: Called after each ``get`` with the key.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        before: Callable[[int | str], None] = lambda what: None,
+        after: Callable[[str], None] = lambda key: None,
+    ) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self.before = before
+        self.after = after
+        self.bytes_read = 0
+        self.num_reads = 0
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        self.num_reads += 1
+        self.before(self.num_reads)
+        await super().read_into(key, offset, views)
+        self.bytes_read += sum(len(view) for view in views)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.before(key)
+        found = await super().get(key, start, stop)
+        self.after(key)
+        return found
+
+    async def aclose(self) -> None:
+        """All openings share it."""
+
+
+class Watch:
+    """All that this process reads through ``faulty://``."""
+
+    def __init__(self, **hooks: Any) -> None:
+        self.storages: list[Watched] = []
+        self.hooks = hooks
+
+    def __call__(self, inner: Storage) -> Storage:
+        self.storages.append(Watched(inner, **self.hooks))
+        return self.storages[-1]
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(storage.bytes_read for storage in self.storages)
+
+
+def outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """How a call ended, and how long it took."""
+    began = time.monotonic()
+    said: dict[str, Any] = {"error": "", "text": "", "cause": "NoneType"}
+    try:
+        work()
+    except Exception as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+        said["cause"] = type(error.__cause__).__name__
+        if isinstance(error, ActorSnapError):
+            said["fields"] = msgspec.to_builtins(error.fields)
+    return {**said, "took_s": time.monotonic() - began}
+
+
+# States of real trainers
+
+
+def spoil(value: Any) -> None:
+    """Overwrites every tensor of a state dict."""
+    if isinstance(value, dict):
+        for item in value.values():
+            spoil(item)
+    elif isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            getattr(value, "_local_tensor", value).fill_(-3)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def restore(me: Rank, kind: str, path: str, mode: str) -> dict[str, Any]:
+    """Saves, plans, spoils everything, restores; says what was read."""
+    me.join_gloo()
+    state = STATES[kind]()
+    expected = {key: full(value.state_dict()) for key, value in state.items()}
+    Snapshot.take(path, state, options=SAVE)
+    for value in state.values():
+        spoil(value.state_dict())
+    watch = Watch()
+    with faulty(watch):
+        snapshot = Snapshot(faulty_url(path), options=options(mode))
+        plan = snapshot.plan_restore(state)
+        assert watch.bytes_read == 0
+        report = snapshot.restore(state)
+    found = {key: full(value.state_dict()) for key, value in state.items()}
+    dist.destroy_process_group()
+    return {
+        "equal": {key: equal(found[key], expected[key]) for key in found},
+        "is_complete": report.is_complete,
+        "nbytes": report.nbytes,
+        "bytes_read": watch.bytes_read,
+        "plan": msgspec.to_builtins(plan),
+        "read_amplification": plan.read_amplification,
+    }
+
+
+def direct_restore(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, restore, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# Trouble
+
+
+class Collective:
+    """A stateful whose methods need all ranks; raises or dies in the one called ``trouble``."""
+
+    def __init__(self, fill: float, trouble: str = "") -> None:
+        self.x = torch.full((5,), fill)
+        self.trouble = trouble
+        self.calls: list[str] = []
+
+    def _meet(self, name: str) -> None:
+        self.calls.append(name)
+        if self.trouble == f"kill {name}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        if self.trouble == f"raise {name}":
+            raise ValueError("boom")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._meet("state_dict")
+        return {"x": self.x}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._meet("load_state_dict")
+        self.x = state["x"]
+
+
+SIZES = (7 * MIB, 300, 5 * MIB + 12, 100)
+"""Of the tensors, in bytes: with pieces of 2 MiB they make more than one round of 3 ranks."""
+
+
+def states(fill: float, trouble: str = "") -> dict[str, Any]:
+    model = {f"w{n}": torch.full((size // 4,), fill + n) for n, size in enumerate(SIZES)}
+    return {
+        "a": Collective(fill, trouble),
+        "b": Collective(fill),
+        "model": StateDict(model),
+    }
+
+
+def replace(path: str, flag: Path, rank: int) -> Callable[[str], None]:
+    """Puts another commit object in place between the reads of rank 0 and rank 1."""
+
+    def before(key: str | int) -> None:
+        if key == COMMIT_KEY and rank == 1 and not (flag / "done").exists():
+            while not (flag / "read").exists():
+                time.sleep(0.01)
+            (flag / "done").touch()
+            os.replace(flag / "commit", Path(path) / COMMIT_KEY)
+
+    def after(key: str) -> None:
+        if key == COMMIT_KEY and rank == 0:
+            (flag / "read").touch()
+
+    return before if rank == 1 else after
+
+
+def hooks(me: Rank, path: str, trouble: str, is_victim: bool) -> dict[str, Any]:
+    def read(what: int | str) -> None:
+        if what == 2 and trouble == "storage":
+            raise StorageError(op="read", key="k", backend="b")
+        if what == 2 and trouble == "kill read":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == COMMIT_KEY and trouble == "index":
+            raise StorageError(op="get", key="k", backend="b")
+
+    if trouble == "replaced":
+        when = "before" if me.rank == 1 else "after"
+        return {when: replace(path, Path(path + "-flags"), me.rank)}
+    return {"before": read} if is_victim else {}
+
+
+def play(me: Rank, path: str, mode: str, trouble: str, whom: int) -> dict[str, Any]:
+    """Saves, then restores, with trouble on one rank; then restores once more."""
+    me.join_gloo()
+    everything = ["a/**", "b/**", "model/**"]
+    Snapshot.take(path, states(1.0), replicated=everything, options=SAVE)
+    if trouble == "replaced":
+        Snapshot.take(path + "-next", states(11.0), replicated=everything, options=SAVE)
+        if me.rank == 0:
+            os.mkdir(path + "-flags")
+            shutil.copy(f"{path}-next/{COMMIT_KEY}", f"{path}-flags/commit")
+            (attempt,) = (p for p in Path(path + "-next").iterdir() if p.is_dir())
+            shutil.copytree(attempt, Path(path) / attempt.name)
+        dist.barrier()
+    is_victim = me.rank == whom
+    target = states(0.0, trouble if is_victim else "")
+    if is_victim and trouble == "mismatch":
+        target["model"]["w1"] = torch.zeros(3)
+    if is_victim and trouble == "input":
+        target["b"] = object()
+    watch = Watch(**hooks(me, path, trouble, is_victim))
+    with faulty(watch):
+        snapshot = Snapshot(faulty_url(path), options=options(mode))
+        said = outcome(lambda: snapshot.restore(target))
+    said["calls"] = [*target["a"].calls, *getattr(target["b"], "calls", ())]
+    said["model"] = [t.unique().tolist() for t in target["model"].values()]
+    said["x"] = target["a"].x[0].item()
+    me.say(said)
+    me.hear()
+    again = states(0.0)
+    said["again"] = outcome(lambda: Snapshot(path, options=options(mode)).restore(again))["text"]
+    said["model again"] = [t.unique().tolist() for t in again["model"].values()]
+    return said
+
+
+def direct_play(num_ranks: int, trouble: str, whom: int, **arguments: Any) -> list[Any]:
+    """What each rank says; without the one that is killed."""
+    world = World(num_ranks, play, trouble=trouble, whom=whom, **arguments)
+    try:
+        others = [
+            rank
+            for number, rank in enumerate(world.ranks)
+            if number != whom or not trouble.startswith("kill")
+        ]
+        said = [rank.hear() for rank in others]
+        assert not any("value" in one for one in said), said
+        if trouble.startswith("kill"):
+            return said
+        for rank in others:
+            rank.tell()
+        return [rank.result() for rank in others]
+    finally:
+        world.end()

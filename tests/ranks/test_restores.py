@@ -1,0 +1,140 @@
+"""Restores by several real ranks: what is read, by whom, and one outcome whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.restores import LOST_AFTER_S
+from tests.worlds import Director
+
+FILLED = [[1.0], [2.0], [3.0], [4.0]]
+
+
+@pytest.fixture(scope="module")
+def director() -> Iterator[Director]:
+    with Director("tests.ranks.restores") as director:
+        yield director
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "mode"),
+    [
+        (2, "ddp", "direct"),
+        (2, "ddp", "shared"),
+        (4, "ddp", "shared"),
+        (4, "hsdp", "shared"),
+        (2, "fsdp2", "auto"),
+        (2, "pipeline", "shared"),
+    ],
+)
+def test_what_was_saved_is_restored(
+    director: Director, tmp_path: Path, num_ranks: int, kind: str, mode: str
+) -> None:
+    found = director.play(
+        "direct_restore", num_ranks=num_ranks, kind=kind, path=str(tmp_path / "s"), mode=mode
+    )
+    plan = found[0]["plan"]
+    for said in found:
+        assert all(said["equal"].values()), said["equal"]
+        assert said["is_complete"]
+        assert said["plan"] == plan
+    assert [said["bytes_read"] for said in found] == list(plan["bytes_read_by_rank"])
+    assert sum(said["nbytes"] for said in found) == plan["bytes_needed"]
+    if kind == "ddp":
+        state = found[0]["nbytes"]
+        times = 1 if mode == "shared" else num_ranks
+        assert plan["mode"] == mode
+        assert plan["bytes_read"] / (times * state) == pytest.approx(1.0, abs=0.02)
+        assert found[0]["read_amplification"] == pytest.approx(times / num_ranks, abs=0.02)
+    else:
+        assert plan["bytes_read"] / plan["bytes_needed"] == pytest.approx(1.0, abs=0.02)
+
+
+def play(director: Director, path: Path, trouble: str, whom: int = 1, **more: Any) -> list[Any]:
+    arguments = {"num_ranks": 2, "mode": "shared", **more}
+    said: list[Any] = director.play(
+        "direct_play", path=str(path / "s"), trouble=trouble, whom=whom, **arguments
+    )
+    return said
+
+
+def test_rounds_of_pieces(director: Director, tmp_path: Path) -> None:
+    """Pieces of 2 MiB: more rounds than one, and tensors that are cut."""
+    for said in play(director, tmp_path, "", whom=-1, num_ranks=3):
+        assert said["error"] == ""
+        assert said["model"] == FILLED
+        assert said["model again"] == FILLED
+
+
+@pytest.mark.parametrize("mode", ["direct", "shared"])
+@pytest.mark.parametrize("whom", [0, 1])
+@pytest.mark.parametrize("trouble", ["storage", "index"])
+def test_a_storage_error_on_one_rank(
+    director: Director, tmp_path: Path, trouble: str, whom: int, mode: str
+) -> None:
+    found = play(director, tmp_path, trouble, whom, mode=mode)
+    for said in found:
+        assert said["error"] == "StorageError"
+        assert said["text"] == found[0]["text"]
+        assert said["took_s"] < 8
+        calls = 0 if trouble == "index" else 2
+        assert said["calls"] == ["state_dict"] * calls
+        assert said["again"] == ""
+        assert said["model again"] == FILLED
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_who_raises_keeps_no_rank_waiting(director: Director, tmp_path: Path, name: str) -> None:
+    found = play(director, tmp_path, f"raise {name}")
+    stage = "compare" if name == "state_dict" else "load"
+    for rank, said in enumerate(found):
+        assert said["error"] == "RestoreAborted"
+        assert f"restore aborted on rank 1 in stage '{stage}' at 'a': ValueError" in said["text"]
+        assert said["cause"] == ("ValueError" if rank == 1 else "NoneType")
+        assert said["calls"].count(name) == 2
+        assert said["again"] == ""
+
+
+def test_a_mismatch_on_one_rank(director: Director, tmp_path: Path) -> None:
+    for rank, said in enumerate(play(director, tmp_path, "mismatch")):
+        assert said["error"] == "IncompatibleState"
+        (line,) = said["fields"]["mismatched"]
+        assert line.startswith("rank 1: model/w1: ")
+        assert said["fields"]["is_untouched"]
+        assert said["model"] == [[0.0], [0.0 if rank == 1 else 1.0], [2.0], [3.0]]
+        assert said["calls"] == ["state_dict"] * 2
+        assert said["again"] == ""
+
+
+def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
+    found = play(director, tmp_path, "input", whom=0)
+    assert {said["error"] for said in found} == {"UsageError"}
+    assert found[0]["text"] == found[1]["text"]
+    assert [said["calls"] for said in found] == [[], []]
+    assert [said["again"] for said in found] == ["", ""]
+
+
+@pytest.mark.parametrize("whom", [0, 2])
+@pytest.mark.parametrize("trouble", ["kill state_dict", "kill read", "kill load_state_dict"])
+def test_a_rank_is_killed(director: Director, tmp_path: Path, trouble: str, whom: int) -> None:
+    """The others' collectives break down with gloo, or they are told by rank 0."""
+    found = play(director, tmp_path, trouble, whom, num_ranks=3)
+    assert len(found) == 2
+    for said in found:
+        assert said["error"] == "RestoreAborted"
+        assert said["took_s"] < LOST_AFTER_S + 8
+        if trouble == "kill read":
+            assert said["fields"]["rank"] == whom
+
+
+def test_replaced_between_ranks(director: Director, tmp_path: Path) -> None:
+    for said in play(director, tmp_path, "replaced"):
+        assert said["error"] == ""
+        assert said["model"] == [[11.0], [12.0], [13.0], [14.0]]
+        assert said["x"] == 11.0
+        # Nobody was asked for a state before all had read the same.
+        assert said["calls"] == ["state_dict", "load_state_dict"] * 2
