@@ -20,7 +20,7 @@ test-all: lint
 	$(BIN)/python -m pytest
 
 bench: $(BENCH_READY)
-	$(BIN)/python -m bench.local $(BENCH_ARGS)
+	$(BIN)/python -m bench $(BENCH_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
