@@ -48,7 +48,8 @@ from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrappers import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from actorsnap.testing import ThrottledStorage
-from bench.local import NOISY, OURS, Contest, Need, Setting, emit, folder, note, ratio
+from bench.limits import RawFiles
+from bench.local import NOISY, OURS, RAW, Contest, Need, Setting, emit, folder, note, ratio
 from bench.peers import Dcp, DcpTuned
 from bench.state import llama
 from bench.world import Here, Span, World, span_s
@@ -255,6 +256,13 @@ def restore(here: Here, url: str, options: Options) -> Restored:
     return Restored(span, Meter.bytes_read[True], Meter.bytes_read[False])
 
 
+def raw_save(here: Here, path: Path) -> Span:
+    """What one process can write at all (``bench.limits``)."""
+    state = {name: tensor.detach() for name, tensor in here.held["module"].state_dict().items()}
+    raw = RawFiles(state)
+    return here.timed(lambda: raw.save(state, path))
+
+
 def torch_save(here: Here, path: Path) -> Span:
     def save() -> None:
         if here.rank == 0:
@@ -365,6 +373,11 @@ def row_ddp(setting: Setting) -> None:
                 two.call(torch_load, path)
                 return elapsed
 
+        def limit() -> float:
+            with folder(setting.tmpfs) as path:
+                return span_s(one.call(raw_save, path))
+
+        contest.add(RAW, limit)
         contest.add("one process", taken(one, setting.tmpfs))
         contest.add(OURS, taken(two, setting.tmpfs))
         contest.add("torch.save by rank 0", peer)
@@ -376,6 +389,7 @@ def row_ddp(setting: Setting) -> None:
         ratios={
             "x one process": ratio(medians.get("one process"), ours),
             "x torch.save": ratio(medians.get("torch.save by rank 0"), ours),
+            "of raw": ratio(medians.get(RAW), ours),
         },
         needs={"x one process": Need(1.0), "x torch.save": Need(3.0)},
         missing=contest.missing,
