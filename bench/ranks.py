@@ -664,12 +664,16 @@ def add_planners(contest: Contest, world: World, root: Path) -> None:
         with folder(root) as path:
             return span_s(world.call(take_tiny, str(path / "snapshot"), name))
 
+    def again() -> float:
+        ours("m")  # what is remembered is the save before
+        return ours("m")
+
     def theirs(*, caches: bool) -> float:
         return span_s(world.call(dcp_plan, caches=caches))
 
     # A name that was not there before: nothing of the structure is remembered.
     contest.add(OURS, lambda: ours(f"m{next(numbers)}"))
-    contest.add(f"{OURS} again", lambda: ours("m"))
+    contest.add(f"{OURS} again", again)
     contest.add("dcp", lambda: theirs(caches=False))
     contest.add("dcp cached", lambda: theirs(caches=True))
     contest.add(f"{OURS} alone", lambda: span_s(world.call(plan_alone)))
