@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from actorsnap.errors import FormatError
+from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.worlds import Director
 
@@ -63,3 +65,16 @@ def test_what_ranks_hold_is_what_is_stored(
                 else:
                     stored = found.tensors[name]
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=name)
+
+
+def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Path) -> None:
+    """Each rank's own ones are stored, and only who saved them can have them."""
+    path = str(tmp_path / "s")
+    director.play("direct_take", num_ranks=4, kind="experts", path=path, folder=str(tmp_path))
+    snapshot = Snapshot(path)
+    assert snapshot.verify("full").ok
+    expected = torch.load(tmp_path / "expected0.pt")
+    found = snapshot.get_state_dict_for_key("shared")
+    assert torch.equal(found["w.weight"], expected["shared"]["w.weight"])
+    with pytest.raises(FormatError, match="several ranks stored different ones under this name"):
+        snapshot.get_state_dict_for_key("own")
