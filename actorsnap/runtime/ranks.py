@@ -20,6 +20,8 @@ from actorsnap.transport.store import StorePort, StoreSave
 
 __all__ = ["Team", "find_team"]
 
+_AGAIN_S = 10.0
+
 
 class Team:
     """One process among those that save together.
@@ -34,7 +36,7 @@ class Team:
         remembered: The rank's plan of the save before, by its digest. On the loop only.
     """
 
-    def __init__(self, group: Group, *, first_number: int = 0) -> None:
+    def __init__(self, group: Group, *, before: Team | None = None) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks = group.ranks
@@ -44,6 +46,10 @@ class Team:
         self._pid = os.getpid()
         self.memory = Memory()
         self.remembered: tuple[bytes, RankPlan] | None = None
+        # Where the store went away it has most likely not come back, and nobody starts up.
+        again: dict[str, Any] = {}
+        if before is not None:
+            again = {"first_number": before.port.next_number, "connect_s": _AGAIN_S}
         self.port: StorePort[Any, Any] = StorePort(
             group.store,
             namespace=group.name,
@@ -52,7 +58,7 @@ class Team:
             up=ToCoordinator,
             down=FromCoordinator,
             call_soon=self._host.call_soon,
-            first_number=first_number,
+            **again,
         )
 
     @property
@@ -99,5 +105,5 @@ def find_team(group: Any, store: Any) -> Team | None:
         elif team.is_stale:
             # The others may not have noticed, and count on.
             team.port.close(0.0)
-            team = _teams[key] = Team(found, first_number=team.port.next_number)
+            team = _teams[key] = Team(found, before=team)
         return team

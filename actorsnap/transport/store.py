@@ -74,7 +74,6 @@ In = TypeVar("In")
 _COORDINATOR = 0
 """The rank whose process coordinates."""
 
-_CONNECT_S = 60.0
 _MAX_LOOK_S = 1.0
 _MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
@@ -146,8 +145,9 @@ class _End(Generic[In]):
         now = self._port._look(2 * self._look_s)
         if self._asked_s is None:
             self._asked_s = now
-        if not self._port.is_connected and now - self._asked_s > _CONNECT_S:
-            self.put(Broken(reason=f"the job's store does not answer for {_CONNECT_S:g} s"))
+        connect_s = self._port.connect_s
+        if not self._port.is_connected and now - self._asked_s > connect_s:
+            self.put(Broken(reason=f"the job's store does not answer for {connect_s:g} s"))
         silent = [
             (rank, now - heard)
             for rank, heard in self._heard.items()
@@ -261,6 +261,7 @@ class StorePort(Generic[Up, Down]):
         clock: Tells seconds; for silence only.
         first_number: Of the first save; another than 0 if an earlier port of the same group in
             this process had begun so many.
+        connect_s: So long the store may take to answer.
     """
 
     def __init__(
@@ -276,6 +277,7 @@ class StorePort(Generic[Up, Down]):
         beat_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         first_number: int = 0,
+        connect_s: float = 60.0,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -284,6 +286,7 @@ class StorePort(Generic[Up, Down]):
         self._call_soon = call_soon
         self._beat_s = beat_s
         self._clock = clock
+        self.connect_s = connect_s
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None

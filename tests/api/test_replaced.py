@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from actorsnap import Options, Snapshot, SnapshotReplaced
@@ -26,12 +27,16 @@ class Meddler(Wrapper):
         self.capabilities = without_blocking_io(inner.capabilities)
         self._word = word
         self._changes = changes
+        self._lock = anyio.Lock()
 
     async def _meddle(self, key: str) -> None:
         if self._word in key:
-            for change in self._changes:
-                await change()
-                return
+            # Of two reads at once the second one meddles later, also if the first has failed.
+            with anyio.CancelScope(shield=True):
+                async with self._lock:
+                    for change in self._changes:
+                        await change()
+                        return
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         await self._meddle(key)

@@ -121,8 +121,9 @@ def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_loses_the_store", num_ranks=3, path=str(tmp_path / "s"))
     for rank in said:
         assert rank["error"] == "SnapshotAborted"
-        assert "the job's store does not work any more" in rank["text"]
-        assert rank["seconds"] < 10
+        # Who notices at once, between the saves, tries to connect again.
+        assert "the job's store does not" in rank["text"]
+        assert rank["seconds"] < 20
     check_whole(tmp_path / "s", 3)
 
 
