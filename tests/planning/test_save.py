@@ -397,6 +397,36 @@ def test_groups_with_the_same_lowest_rank_never_name_the_same_object() -> None:
     assert len(keys) == 2 * len(scopes) + 3
 
 
+def test_what_several_scopes_list_is_stored_whole_by_each_holder() -> None:
+    """Two meshes of two ranks have a tensor of one name, perhaps with other values, and load
+    that differs: cuts of both would cross."""
+    norm, table = shard("m/norm", (0,), (4 * MIB,), (4 * MIB,)), make("m/table", 4 * MIB)
+    other = shard("m/other", (0,), (MIB,), (MIB,))
+    first: dict[Ranks, list[Item]] = {None: [table], (0, 1): [norm, other]}
+    world = World(
+        [
+            {(): [make("own/x", 3 * MIB)], **first},
+            first,
+            {None: [table], (2, 3): [norm]},
+            {None: [table], (2, 3): [norm]},
+        ]
+    )
+    for items, plans in zip(world.items, world.objects, strict=True):
+        at = items.index(norm)
+        found = [
+            (box, end - start)
+            for plan in plans
+            for item, box, start, end in zip(
+                plan.items, plan.boxes, plan.starts, plan.ends, strict=True
+            )
+            if item == at
+        ]
+        assert found == [(None, norm.nbytes)]
+    keys = [plan.key for plans in world.objects for plan in plans if plan.opens]
+    assert len(set(keys)) == len(keys)
+    assert sum(world.loads) == norm.nbytes * 4 + table.nbytes + other.nbytes + 3 * MIB * 4
+
+
 def test_what_ranks_see_differently_is_named_all_at_once() -> None:
     one = [make("m/a", 2, 3), make("m/b", 4), make("m/c", 5)]
     other = [make("m/a", 2, 4), make("m/b", 4, dtype="bfloat16"), make("m/c", 5)]

@@ -92,6 +92,23 @@ def hsdp() -> dict[str, Any]:
     return _trained(module, _own())
 
 
+def stages() -> dict[str, Any]:
+    """Two pipeline stages, each HSDP, whose names are alike; and loads that differ."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = (2, 2, dist.get_world_size() // 4)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("stage", "copies", "shards"))
+    torch.manual_seed(dist.get_rank() // (dist.get_world_size() // 2))
+    module = nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, DIM))
+    fully_shard(module, mesh=mesh["copies", "shards"])
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+    own = StateDict({"more": torch.randn(1 << 20 if dist.get_rank() == 0 else 8)})
+    return {"model": module, "optim": optimizer, "own": own}
+
+
 def tensor_parallel() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -159,6 +176,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
         zero,
         fsdp2,
         hsdp,
+        stages,
         tensor_parallel,
         fsdp2_and_tp,
         sharded_tensor,
