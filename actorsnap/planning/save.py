@@ -18,11 +18,12 @@ It must not know how bytes travel, nor what the ranks say to each other.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, TypeAlias
 
@@ -51,6 +52,7 @@ __all__ = [
     "item_digest",
     "plan_digest",
     "plan_save",
+    "ranks_digest",
     "take_stock",
 ]
 
@@ -100,14 +102,20 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of which several ranks hold parts; ``shape`` is the whole one's.
+    """A tensor of which several ranks hold parts, as each of them says it.
 
-    Whoever has it says the same of it.
+    Attributes:
+        path, dtype: Of the tensor.
+        shape: Of the whole one.
+        ranks: Digest of those who hold parts, also empty ones; by ``ranks_digest``.
+        num_ranks: How many they are.
     """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
+    ranks: bytes
+    num_ranks: int
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
@@ -142,6 +150,12 @@ def inventory_digest(inventory: Inventory) -> bytes:
     return _digest(inventory)
 
 
+@functools.lru_cache
+def ranks_digest(ranks: tuple[int, ...]) -> bytes:
+    """Returns 8 bytes that stand for some ranks: a thousand tensors may lie on as many."""
+    return _digest(ranks)[:8]
+
+
 def plan_digest(plan: RankPlan) -> bytes:
     """Returns 16 bytes that stand for a rank's plan."""
     return _digest(plan)
@@ -160,7 +174,7 @@ def take_stock(
         items: All that the rank holds.
         scopes: Per scope, the indices of its items. What is in none is private.
         globs: What the caller has called replicated.
-        sharded: The tensors of which it holds a part, also an empty one.
+        sharded: The tensors of which it holds a part, also an empty one. No others.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
@@ -177,26 +191,37 @@ def take_stock(
 
 
 def check_sharded(
-    lists: Sequence[tuple[int, Sequence[Sharded]]],
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> None:
-    """Sees that ranks agree about the tensors that they hold parts of.
+    """Sees that ranks agree about the tensors that they hold parts of, and all have them.
 
     Args:
-        lists: What differs from rank to rank, and the lowest rank that says so.
+        lists: What differs from rank to rank, and the ranks that say so, rising.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor. Names all.
+        UsageError: Ranks disagree about the dtype or shape of a tensor, or some lack one that
+            they hold a part of: that part would be lost. Names all.
     """
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
-    for rank, tensors in lists:
+    disputed: set[str] = set()
+    having: dict[Sharded, list[Sequence[int]]] = {}
+    for ranks, tensors in lists:
         for tensor in tensors:
-            first, by = seen.setdefault(tensor.path, (tensor, rank))
-            if first != tensor:
+            first, by = seen.setdefault(tensor.path, (tensor, ranks[0]))
+            having.setdefault(tensor, []).append(ranks)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                disputed.add(tensor.path)
                 complaints.append(
                     f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
-                    f"{tensor.dtype} {tensor.shape} on rank {rank}"
+                    f"{tensor.dtype} {tensor.shape} on rank {ranks[0]}"
                 )
+    for tensor, found in having.items():
+        if tensor.path not in disputed and sum(map(len, found)) < tensor.num_ranks:
+            complaints.append(
+                f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
+                f"{_named(sorted(chain.from_iterable(found)))} only"
+            )
     _refuse(
         complaints,
         "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "

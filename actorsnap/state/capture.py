@@ -31,7 +31,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ItemBox
-from actorsnap.planning.save import Sharded
+from actorsnap.planning.save import Sharded, ranks_digest
 from actorsnap.state import objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
@@ -132,7 +132,7 @@ class Captured:
         keys: Top-level keys, in the app state's order.
         parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
         globs: What the caller has called replicated, sorted.
-        sharded: The tensors of which several ranks hold parts.
+        sharded: The tensors of which several ranks hold parts, this one among them.
     """
 
     keys: tuple[str, ...] = ()
@@ -489,10 +489,14 @@ class _Collector:
                 "x.full_tensor()"
             )
             return
-        self.sharded.append(Sharded(path, found.dtype, found.global_shape))
+        if self._rank in found.ranks:
+            self._say(path, found.dtype, found.global_shape, found.ranks)
         for piece in found.pieces:
             holders = () if piece.holders is None else self._members(piece.holders)
             self._add_piece(path, found, piece.box, piece.tensor, holders)
+
+    def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+        self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
 
     def _add_piece(
         self,
@@ -560,7 +564,8 @@ class _Collector:
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
-            self.sharded.append(Sharded(path, name, shape))
+            among = [self._rank] if replica.is_led else [self._ranks[i] for i in members]
+            self._say(path, name, shape, tuple(among))
             holders = () if replica.is_led else members
             self._add_piece(path, whole, Box.whole(shape), value, holders)
         return True

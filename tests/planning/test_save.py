@@ -19,10 +19,13 @@ from actorsnap.planning.save import (
     Inventory,
     SavePlan,
     Scope,
+    Sharded,
+    check_sharded,
     inventory_digest,
     item_digest,
     plan_digest,
     plan_save,
+    ranks_digest,
 )
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -460,6 +463,19 @@ def test_ranks_that_do_not_list_a_scope_which_names_them_are_named() -> None:
         World([{(0, 1, 7): items}, {}])
     with pytest.raises(UsageError, match=r"says rank 1, which is none of them"):
         World([{(0,): items}, {(0,): items}])
+
+
+def test_a_part_that_nobody_stores_is_named() -> None:
+    pair = [Sharded("m/a", "float32", (8,), ranks_digest((0, 2)), 2)]
+    other = [Sharded("m/a", "float32", (8,), ranks_digest((1, 3)), 2)]
+    check_sharded([([0, 2], pair), ([1, 3], other)])
+    with pytest.raises(
+        UsageError, match=r"'m/a' lies on 2 ranks, but is in the app state of rank 1 only"
+    ):
+        check_sharded([([0, 2], pair), ([1], other)])
+    apart = [Sharded("m/a", "int8", (8,), ranks_digest((1, 3)), 2)]
+    with pytest.raises(UsageError, match=r"float32 \(8,\) on rank 0, int8 \(8,\) on rank 1$"):
+        check_sharded([([0, 2], pair), ([1], apart)])
 
 
 def test_many_complaints_are_counted() -> None:
