@@ -21,7 +21,7 @@ test-all: lint
 	$(BIN)/python -m pytest
 
 bench: $(BENCH_READY)
-	$(BIN)/python -m bench.local $(BENCH_ARGS)
+	$(BIN)/python -m bench $(BENCH_ARGS)
 
 # What of docs/protocol.md is generated from the source.
 docs: $(READY)

@@ -196,7 +196,8 @@ class Save:
                     to_do.extend((rank, event) for event in stored(command, keys))
                 case JoinObjects():
                     for token in command.tokens:
-                        to_do.append((rank, ChunkStored(keys.index(token.key))))
+                        number = keys.index(token.opened(ATTEMPT)[0])
+                        to_do.append((rank, ChunkStored(number)))
                 case CompleteObject():
                     to_do.append((rank, ObjectCompleted(command.object)))
                 case ReleaseObject():
@@ -229,7 +230,7 @@ def stored(command: StartStoring, keys: list[str]) -> list[ParticipantEvent]:
             if part.opens:
                 events.append(ChunkStored(len(keys)))
                 if part.is_shared:
-                    opened.append(Token(key, key.encode()))
+                    opened.append(Token.of(command.attempt, key, key.encode()))
             keys.append(key)
             work.append(ObjectWork(1, part.opens, part.is_shared))
     events += [StagingEnded(), ChunkStored(len(work))]

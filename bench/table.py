@@ -1,6 +1,6 @@
-"""Turns the JSON lines of ``bench/local.py`` into the table of bench/README.md.
+"""Turns the JSON lines of ``python -m bench`` into the tables of bench/README.md.
 
-``python -m bench.local | tee rows.jsonl; python -m bench.table rows.jsonl``
+``python -m bench | tee rows.jsonl; python -m bench.table rows.jsonl``
 """
 
 from __future__ import annotations

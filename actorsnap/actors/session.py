@@ -22,7 +22,7 @@ from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.actors.uploader import ChecksumLedger, UploaderActor
+from actorsnap.actors.uploader import ChecksumLedger, UploaderActor, checksums_of
 from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
@@ -35,7 +35,7 @@ from actorsnap.format.manifest import (
     encode_rank_manifest,
 )
 from actorsnap.planning.packing import ObjectPlan, RankPlan, pack, write_order
-from actorsnap.planning.save import take_stock
+from actorsnap.planning.save import copies_digest, take_stock
 from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.participant import (
     AnnounceStaged,
@@ -217,8 +217,11 @@ class ParticipantActor:
         return await self._run_blocking(self._take_stock, self._captured)
 
     def _take_stock(self, captured: Captured) -> Begun:
+        checksums: list[int] = []
         for index, leaf in enumerate(self._leaves):
-            if leaf.scope != ():
+            if leaf.is_copied:
+                checksums += checksums_of(leaf.source)
+            if leaf.is_copied or leaf.scope != ():
                 self._scopes.setdefault(leaf.scope, []).append(index)
         inventory, lists = take_stock(
             [leaf.item for leaf in self._leaves],
@@ -226,7 +229,8 @@ class ParticipantActor:
             globs=captured.globs,
             sharded=captured.sharded,
         )
-        return Begun(inventory, lists, self._remembered, captured.sharded)
+        copies = copies_digest(checksums) if () in self._scopes else b""
+        return Begun(inventory, lists, self._remembered, captured.sharded, copies)
 
     async def _receive_messages(self) -> None:
         while True:
@@ -409,7 +413,7 @@ class ParticipantActor:
                 self._writers[number] = writer
                 self._opened[number].set()
                 if plan.is_shared:
-                    tokens.append(Token(plan.key, writer.token))
+                    tokens.append(Token.of(self._attempt, plan.key, writer.token))
         if tokens:
             await self._post(ObjectsOpened(tuple(tokens)))
         await may_store.wait()
@@ -418,14 +422,14 @@ class ParticipantActor:
         begin.set()
 
     async def _join(self, tokens: Sequence[Token]) -> None:
-        for token in tokens:
-            number = self._number_of[token.key]
+        for key, token in [each.opened(self._attempt) for each in tokens]:
+            number = self._number_of[key]
             try:
-                self._writers[number] = await self._storage.join_writer(token.token)
+                self._writers[number] = await self._storage.join_writer(token)
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
-                    key=token.key,
+                    key=key,
                     backend=self._storage.url,
                     detail="another rank has created this object, and this rank does not see it: "
                     "save to a path on storage that all ranks share",

@@ -18,9 +18,10 @@ from actorsnap.actors.trace import ProgressBoard
 from actorsnap.format.checksum import block_checksums, crc32c
 from actorsnap.format.manifest import BLOCK_BYTES, Stored
 from actorsnap.planning.packing import ObjectPlan
+from actorsnap.state.tensors import ByteSource
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
-__all__ = ["ChecksumLedger", "UploaderActor"]
+__all__ = ["ChecksumLedger", "UploaderActor", "checksums_of"]
 
 _BATCH_BYTES = BLOCK_BYTES
 _BATCH_VIEWS = 512
@@ -153,4 +154,19 @@ def _hash_and_write(
                 batch, batch_bytes = [], 0
     if batch:
         writer.write_at_blocking(at, batch)
+    return checksums
+
+
+def checksums_of(source: ByteSource) -> list[int]:
+    """The checksums of a leaf's blocks, as they would be stored."""
+    checksums: list[int] = []
+    buffer = memoryview(bytearray(0 if source.is_addressable else BLOCK_BYTES))
+    for start in range(0, source.nbytes, BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, source.nbytes)
+        if source.is_addressable:
+            block = source.view(start, stop)
+        else:
+            block = buffer[: stop - start]
+            source.copy_into(start, block)
+        checksums.append(crc32c(block))
     return checksums

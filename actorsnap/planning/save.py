@@ -48,6 +48,8 @@ __all__ = [
     "Scope",
     "Sharded",
     "check_sharded",
+    "copied",
+    "copies_digest",
     "inventory_digest",
     "item_digest",
     "plan_digest",
@@ -62,6 +64,9 @@ _MAX_ROW_BYTES = 1 << 20
 _MIN_RANGE_BYTES = 256 << 10
 """A rank is not asked to take part in a group for less: opening an object costs more."""
 
+_DIGEST_BYTES = 12
+"""Every rank sends two in each save. None of them is an adversary's."""
+
 _SLACK = 64
 """A cut moves to an edge that is within this fraction of the ranges on its sides: 1/64 on both
 ends of a range leaves the busiest rank within 1.05 of the mean."""
@@ -71,11 +76,12 @@ _MAX_LINES = 50
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with others: all with equal values.
+    """Items that a rank holds together with others: all with equal values. Or may hold so.
 
     Attributes:
         ranks: Who holds them, rising; each of them lists this scope, though perhaps not the
             same items. None: all ranks of the job, and one that lists no such scope has none.
+            Empty: nobody knows; whoever lists the same items, with the same bytes, holds them.
         digest: Of the item list, by ``item_digest``.
         nbytes: Of the items.
     """
@@ -137,16 +143,25 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def _digest(value: Any) -> bytes:
-    return blake2b(_encoder.encode(value), digest_size=16).digest()
+    return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
+
+
+def copies_digest(checksums: Sequence[int]) -> bytes:
+    """Returns 12 bytes that stand for the contents of a scope that nobody knows the holders of.
+
+    Args:
+        checksums: Of all blocks of its items.
+    """
+    return _digest(checksums)
 
 
 def item_digest(items: Sequence[Item]) -> bytes:
-    """Returns 16 bytes that stand for a list of items; the same in every process."""
+    """Returns 12 bytes that stand for a list of items; the same in every process."""
     return _digest(items)
 
 
 def inventory_digest(inventory: Inventory) -> bytes:
-    """Returns 16 bytes that stand for an inventory."""
+    """Returns 12 bytes that stand for an inventory."""
     return _digest(inventory)
 
 
@@ -157,7 +172,7 @@ def ranks_digest(ranks: tuple[int, ...]) -> bytes:
 
 
 def plan_digest(plan: RankPlan) -> bytes:
-    """Returns 16 bytes that stand for a rank's plan."""
+    """Returns 12 bytes that stand for a rank's plan."""
     return _digest(plan)
 
 
@@ -188,6 +203,31 @@ def take_stock(
         lists[digest] = held
     digest = _digest(sharded) if sharded else b""
     return Inventory(private_bytes, tuple(found), tuple(globs), digest), lists
+
+
+def copied(inventories: Sequence[Inventory], copies: Sequence[bytes]) -> dict[bytes, int]:
+    """Returns the scopes without ranks that several ranks hold: digests, and one that has each."""
+    return {digest: min(ranks) for digest, ranks in _copies(inventories, copies).items()}
+
+
+def _copies(
+    inventories: Sequence[Inventory], copies: Sequence[bytes]
+) -> dict[bytes, dict[int, int]]:
+    """Returns who holds the same items without knowing it, with the scope's place in the inventory.
+
+    Not if the contents of any of them differ: then these are other tensors of the same names,
+    and each rank must get its own one back.
+    """
+    found: dict[bytes, dict[int, int]] = {}
+    for rank, inventory in enumerate(inventories):
+        for index, scope in enumerate(inventory.scopes):
+            if scope.ranks == ():
+                found.setdefault(scope.digest, {})[rank] = index
+    return {
+        digest: ranks
+        for digest, ranks in found.items()
+        if len({copies[rank] for rank in ranks}) == 1 and len(ranks) > 1
+    }
 
 
 def check_sharded(
@@ -241,13 +281,16 @@ def plan_save(
     inventories: Sequence[Inventory],
     lists: Mapping[bytes, Sequence[Item]],
     rules: PackingRules,
+    copies: Sequence[bytes] = (),
 ) -> SavePlan:
     """Shares out what several ranks hold. Deterministic.
 
     Args:
         inventories: Per rank.
-        lists: The items of every scope, by digest. A path and offsets stand in a list once.
+        lists: The items of every scope, by digest. A path and offsets stand in a list once. Of
+            scopes without ranks only those that ``copied`` names.
         rules: Sizes; every rank must pack with the same.
+        copies: Per rank, ``copies_digest`` of its scope without ranks, if any has one.
 
     Raises:
         UsageError: Ranks disagree about the dtype or shape of what they share, or about who
@@ -258,7 +301,19 @@ def plan_save(
     firsts = [0] * len(inventories)
     shares: list[list[Share]] = [[] for _ in inventories]
     joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
-    for group in _groups(inventories, lists):
+    own: list[tuple[int, ...]] = [()] * len(inventories)
+    groups = _groups(inventories, lists)
+    shared = _copies(inventories, copies)
+    for digest, indices in shared.items():
+        places = {rank: (index, None) for rank, index in indices.items()}
+        groups.append(_Group(tuple(places), lists[digest], places))
+    for rank, inventory in enumerate(inventories):
+        for index, listed in enumerate(inventory.scopes):
+            if listed.ranks == () and listed.digest not in shared:
+                own[rank] = (index,)
+                loads[rank] += listed.nbytes
+    groups.sort(key=lambda group: (len(group.holders), group.holders))
+    for group in groups:
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
         line = _Line(group.items, objects)
@@ -276,7 +331,12 @@ def plan_save(
             if others:
                 joiners[opener].append(tuple(others))
         firsts[lowest] += len(objects)
-    plans = tuple([RankPlan(tuple(own), first) for own, first in zip(shares, firsts, strict=True)])
+    plans = tuple(
+        [
+            RankPlan(tuple(held), first, alone)
+            for held, first, alone in zip(shares, firsts, own, strict=True)
+        ]
+    )
     return SavePlan(
         ranks=plans,
         digests=tuple([plan_digest(plan) for plan in plans]),
@@ -309,7 +369,7 @@ class _Group:
 def _groups(
     inventories: Sequence[Inventory], lists: Mapping[bytes, Sequence[Item]]
 ) -> list[_Group]:
-    """Finds the groups; those with few holders first."""
+    """Finds the groups."""
     # By scope and digest: which rank lists it as its how many-th scope.
     scopes: dict[tuple[int, ...] | None, dict[bytes, dict[int, int]]] = {}
     for rank, inventory in enumerate(inventories):
@@ -322,6 +382,8 @@ def _groups(
     complaints = _differing_globs(inventories)
     repeated = _repeated(scopes, lists)
     for ranks, by_digest in scopes.items():
+        if ranks == ():
+            continue  # see _copies
         apart: Set[_Place] = frozenset()
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
@@ -337,7 +399,6 @@ def _groups(
         "the ranks disagree about what they share. Pass the same app state and the same "
         "replicated= on all of them; what differs from rank to rank must not be called replicated:",
     )
-    groups.sort(key=lambda group: (len(group.holders), group.holders))
     return groups
 
 
@@ -350,7 +411,7 @@ def _repeated(
     Nobody knows whether their values are equal: of copies of a norm they are, on the meshes of
     several pipeline stages they are not, if an optimizer numbers its parameters.
     """
-    partial = [digests for ranks, digests in scopes.items() if ranks is not None]
+    partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
         return frozenset()
     seen: set[_Place] = set()

@@ -32,7 +32,7 @@ from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, SavePlan, Sharded, check_sharded, plan_save
+from actorsnap.planning.save import Inventory, SavePlan, Sharded, check_sharded, copied, plan_save
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -177,20 +177,34 @@ class Memory:
             found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
-    def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
+    def missing_copies(
+        self, structures: Sequence[bytes], copies: Sequence[bytes]
+    ) -> dict[bytes, int]:
+        """The lists to ask for of what turned out to be held by several: digests, and who
+        answers, each rank once."""
+        found = copied([self.inventories[digest] for digest in structures], copies)
+        return {digest: rank for digest, rank in found.items() if digest not in self.lists}
+
+    def plan(
+        self, structures: tuple[bytes, ...], copies: tuple[bytes, ...], rules: PackingRules
+    ) -> SavePlan:
         """The plan for ranks with these inventories; forgets what is not in it.
 
         Raises:
             UsageError: the inventories contradict each other.
         """
-        if self._plan is None or self._made_from != (structures, rules):
+        # Contents change from save to save, but mostly not whose are equal.
+        firsts: dict[bytes, int] = {}
+        alike = tuple([firsts.setdefault(digest, rank) for rank, digest in enumerate(copies)])
+        made_from = (structures, alike, rules)
+        if self._plan is None or self._made_from != made_from:
             self._plan = plan_save(
-                [self.inventories[digest] for digest in structures], self.lists, rules
+                [self.inventories[digest] for digest in structures], self.lists, rules, copies
             )
-            self._made_from = (structures, rules)
+            self._made_from = made_from
         self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
         used = {scope.digest for found in self.inventories.values() for scope in found.scopes}
-        self.lists = {digest: self.lists[digest] for digest in used}
+        self.lists = {digest: held for digest, held in self.lists.items() if digest in used}
         return self._plan
 
 
@@ -298,6 +312,8 @@ class CoordinatorMachine:
         self._memory.inventories[structure] = event.inventory
         wanted: list[bytes] = []
         for scope in event.inventory.scopes:
+            if scope.ranks == ():
+                continue  # who else has it is not known yet
             if scope.digest not in self._memory.lists and scope.digest not in self._asked:
                 self._asked[scope.digest] = event.rank
                 wanted.append(scope.digest)
@@ -334,12 +350,17 @@ class CoordinatorMachine:
         if self._asked or self._asked_sharded or len(self._joined) < self.world_size:
             return []
         structures = self._structures
+        copies = tuple(self._joined[rank].copies for rank in range(self.world_size))
+        wanted = self._memory.missing_copies(structures, copies)
+        if wanted:
+            self._asked |= wanted
+            return [SendToRank(rank, AskItems((digest,))) for digest, rank in wanted.items()]
         said = self._memory.sharded(structures)
         if len(said) > 1 and said != self._memory.agreed:
             self._asked_sharded = {digest: ranks[0] for digest, ranks in said.items() if digest}
             return [SendToRank(rank, AskSharded()) for rank in self._asked_sharded.values()]
         try:
-            plan = self._plan = self._memory.plan(structures, self.rules)
+            plan = self._plan = self._memory.plan(structures, copies, self.rules)
         except UsageError as error:
             return self._abort(Failure.of(error, stage=Stage.PLAN))
         self.state = _S.STORING

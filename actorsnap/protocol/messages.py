@@ -115,12 +115,14 @@ class Join(_Message, frozen=True, tag="j"):
     Attributes:
         structure: Digest of its inventory.
         plan: Digest of the plan that it remembers from the save before; empty if none.
+        copies: Digest of the contents of what others may hold as well; empty if nothing.
     """
 
     rank: int
     release: str
     structure: bytes
     plan: bytes = b""
+    copies: bytes = b""
 
 
 class Offer(_Message, frozen=True, tag="o"):
@@ -145,10 +147,25 @@ class ShardedTensors(_Message, frozen=True, tag="h"):
 
 
 class Token(_Message, frozen=True):
-    """What ``Storage.join_writer`` needs of the object ``key``."""
+    """What ``Storage.join_writer`` needs of an object.
+
+    Attributes:
+        key: Without the attempt's folder.
+        token: Empty where it is the whole key.
+    """
 
     key: str
-    token: bytes
+    token: bytes = b""
+
+    @classmethod
+    def of(cls, attempt: str, key: str, token: bytes) -> Token:
+        """The token of the object ``key``."""
+        return cls(key.removeprefix(f"{attempt}/"), b"" if token == key.encode() else token)
+
+    def opened(self, attempt: str) -> tuple[str, bytes]:
+        """The key and the token that ``of`` was given."""
+        key = f"{attempt}/{self.key}"
+        return key, self.token or key.encode()
 
 
 class Opened(_Message, frozen=True, tag="p"):

@@ -110,12 +110,14 @@ class Begun(msgspec.Struct, frozen=True):
         lists: The items of each scope, by digest.
         remembered: The plan of the save before, by its digest, or None.
         sharded: The tensors that it holds parts of.
+        copies: See ``Join``.
     """
 
     inventory: Inventory
     lists: Mapping[bytes, tuple[Item, ...]]
     remembered: tuple[bytes, RankPlan] | None = None
     sharded: tuple[Sharded, ...] = ()
+    copies: bytes = b""
 
 
 class ObjectWork(msgspec.Struct, frozen=True):
@@ -346,7 +348,8 @@ class ParticipantMachine:
         self.state = _S.JOINING
         self._begun = event
         remembered = event.remembered[0] if event.remembered else b""
-        return [Send(Join(self.rank, self.release, inventory_digest(event.inventory), remembered))]
+        structure = inventory_digest(event.inventory)
+        return [Send(Join(self.rank, self.release, structure, remembered, event.copies))]
 
     def _on_ask_inventory(self, event: AskInventory) -> list[ParticipantCommand]:
         assert self._begun is not None

@@ -84,6 +84,7 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         requires_grad: As the tensor.
         holders: Ranks of the group that hold it with the same value, if some do and not all.
         is_led: All ranks hold it, but the value that counts is this rank's.
+        is_copied: Ranks that it is not known of may hold the same: those of other meshes.
     """
 
     item: Item
@@ -93,6 +94,7 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     requires_grad: bool = False
     holders: tuple[int, ...] = ()
     is_led: bool = False
+    is_copied: bool = False
 
     @property
     def scope(self) -> tuple[int, ...] | None:
@@ -493,7 +495,8 @@ class _Collector:
             self._say(path, found.dtype, found.global_shape, found.ranks)
         for piece in found.pieces:
             holders = () if piece.holders is None else self._members(piece.holders)
-            self._add_piece(path, found, piece.box, piece.tensor, holders)
+            leaf = self._add_piece(path, found, piece.box, piece.tensor, holders)
+            leaf.is_copied = not holders and len(found.ranks) < len(self._ranks)
 
     def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
         self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
@@ -505,7 +508,7 @@ class _Collector:
         box: Box,
         tensor: torch.Tensor,
         holders: tuple[int, ...],
-    ) -> None:
+    ) -> Leaf:
         item = Item(
             path,
             whole.dtype,
@@ -515,9 +518,11 @@ class _Collector:
             offsets=box.offsets,
             global_shape=whole.global_shape,
         )
-        self._parts.append(
-            Leaf(item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders)
+        leaf = Leaf(
+            item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders
         )
+        self._parts.append(leaf)
+        return leaf
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
         if not tensor.is_cpu:

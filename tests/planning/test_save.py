@@ -21,6 +21,7 @@ from actorsnap.planning.save import (
     Scope,
     Sharded,
     check_sharded,
+    copied,
     inventory_digest,
     item_digest,
     plan_digest,
@@ -496,7 +497,57 @@ def test_digests_tell_lists_and_inventories_apart_and_are_stable() -> None:
     items = [make("m/a", 2, 3), make("m/b", 4)]
     assert item_digest(items) == item_digest(tuple(items))
     assert item_digest(items) != item_digest(items[::-1])
-    assert item_digest([make("m/a", 1)]).hex() == "903e2fa904daf626b371a9af63728c5c"
+    assert item_digest([make("m/a", 1)]).hex() == "87292dc8a55d2bb9e8e42e34"
     one = Inventory(0, (Scope((0, 1), b"x", 1),))
     assert inventory_digest(one) == inventory_digest(Inventory(0, (Scope((0, 1), b"x", 1),)))
     assert inventory_digest(one) != inventory_digest(Inventory(1, one.scopes))
+
+
+@pytest.mark.parametrize(
+    ("copies", "written"),
+    [
+        ([b"x", b"x", b"y", b"y"], 1 + 1),
+        ([b"x", b"z", b"y", b"y"], 2 + 1),  # other tensors of the same names: all are kept
+        ([b"x", b"x", b"y", b"z"], 1 + 2),
+        ([b"1", b"2", b"3", b"4"], 2 + 2),
+    ],
+)
+def test_what_meshes_do_not_say_is_written_once_if_it_is_equal(
+    copies: list[bytes], written: int
+) -> None:
+    """Ranks 0 and 1 list the same shards, 2 and 3 others; each has something private, too."""
+    held = [[shard("m/norm", (row, 0), (512, 512), (1024, 512))] for row in (0, 0, 512, 512)]
+    private = make("own/x", 4096)
+    lists = {item_digest(items): tuple(items) for items in held}
+    inventories = [
+        Inventory(private.nbytes, (Scope((), item_digest(items), items[0].nbytes),))
+        for items in held
+    ]
+    asked = copied(inventories, copies)
+    assert sorted(asked.values()) == [rank for rank in (0, 2) if copies[rank] == copies[rank + 1]]
+    plan = plan_save(inventories, {digest: lists[digest] for digest in asked}, RULES, copies)
+    objects = [
+        pack(
+            [*items, private],
+            attempt=ATTEMPT,
+            rank=rank,
+            rules=RULES,
+            scopes=[range(1)],
+            plan=plan.ranks[rank],
+        )
+        for rank, items in enumerate(held)
+    ]
+    for rank, plans in enumerate(objects):
+        assert sum(1 in planned.items for planned in plans) == 1, "private"
+        is_alone = copies[rank] != copies[rank ^ 1]
+        assert plan.ranks[rank].own == ((0,) if is_alone else ())
+    nbytes = sum(
+        end - start
+        for plans in objects
+        for planned in plans
+        for item, start, end in zip(planned.items, planned.starts, planned.ends, strict=True)
+        if item == 0
+    )
+    assert nbytes == written * held[0][0].nbytes
+    keys = [planned.key for plans in objects for planned in plans if planned.opens]
+    assert len(set(keys)) == len(keys)

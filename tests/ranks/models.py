@@ -143,6 +143,24 @@ def fsdp2_and_tp() -> dict[str, Any]:
     return {"model": module, "extra": StateDict(_own())}
 
 
+def experts() -> dict[str, Any]:
+    """Each column of the mesh shards experts of its own, all under one name."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
+    shared, own = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+    torch.manual_seed(mesh.get_local_rank("ep"))
+    nn.init.normal_(own.weight)
+    torch.manual_seed(5)
+    nn.init.normal_(shared.weight)
+    nn.init.zeros_(shared.bias)
+    nn.init.zeros_(own.bias)
+    for layer in (shared, own):
+        fully_shard(layer, mesh=mesh["dp"])
+    return {"own": nn.ModuleDict({"w": own}), "shared": nn.ModuleDict({"w": shared})}
+
+
 def sharded_tensor() -> dict[str, Any]:
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -179,6 +197,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
         stages,
         tensor_parallel,
         fsdp2_and_tp,
+        experts,
         sharded_tensor,
         pipeline,
     )

@@ -31,6 +31,8 @@ def director() -> Iterator[Director]:
         (2, "fsdp2", "auto"),
         (2, "zero", "direct"),
         (2, "pipeline", "shared"),
+        (4, "fsdp2_and_tp", "auto"),
+        (4, "experts", "auto"),
     ],
 )
 def test_what_was_saved_is_restored(

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from actorsnap.errors import FormatError
+from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.worlds import ROOT, Director
 
@@ -63,7 +65,7 @@ def test_what_ranks_hold_is_what_is_stored(
     assert said == [{"path": path, "metadata": {"by": 0}, "again": path + "-again"}] * num_ranks
     for where in (path, path + "-again"):
         found = assemble(Path(where))
-        assert (found.num_duplicates > 0) == (kind == "fsdp2_and_tp")
+        assert found.num_duplicates == 0
         for rank in range(num_ranks):
             expected = torch.load(tmp_path / f"expected{rank}.pt")
             for leaf, value in _flat(expected, "").items():
@@ -96,3 +98,16 @@ def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) ->
     assert [process.returncode for process in ranks] == [0, 0], said
     assert not any("aborted" in each for each in said), said
     assert sorted(assemble(path).private) == [(0, "own/x"), (1, "own/x")]
+
+
+def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Path) -> None:
+    """Each rank's own ones are stored, and only who saved them can have them."""
+    path = str(tmp_path / "s")
+    director.play("direct_take", num_ranks=4, kind="experts", path=path, folder=str(tmp_path))
+    snapshot = Snapshot(path)
+    assert snapshot.verify("full").ok
+    expected = torch.load(tmp_path / "expected0.pt")
+    found = snapshot.get_state_dict_for_key("shared")
+    assert torch.equal(found["w.weight"], expected["shared"]["w.weight"])
+    with pytest.raises(FormatError, match="several ranks stored different ones under this name"):
+        snapshot.get_state_dict_for_key("own")
