@@ -28,6 +28,7 @@ def director() -> Iterator[Director]:
         (4, "ddp", "shared"),
         (4, "hsdp", "shared"),
         (4, "stages", "direct"),
+        (4, "halves", "direct"),
         (2, "fsdp2", "auto"),
         (2, "zero", "direct"),
         (2, "pipeline", "shared"),
