@@ -10,20 +10,22 @@ in order, those with the fewest holders first, because they have the least choic
 up its holders' loads like water (``_fill``). The bytes of a group stand in the order in which
 ``packing.arrange`` lays them out, and are cut into one range per writer, in rank order
 (``_Line``). A cut falls on an object's or an item's edge if one is near, else between rows.
-Cuts that had to move make loads uneven; the larger groups that follow make up for it.
+Cuts that had to move make loads uneven; the larger groups that follow make up for it. A box of
+one path that several scopes of some ranks list is not divided: each holder writes all of it.
 
 It must not know how bytes travel, nor what the ranks say to each other.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -52,6 +54,7 @@ __all__ = [
     "item_digest",
     "plan_digest",
     "plan_save",
+    "ranks_digest",
     "take_stock",
 ]
 
@@ -105,14 +108,20 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of which several ranks hold parts; ``shape`` is the whole one's.
+    """A tensor of which several ranks hold parts, as each of them says it.
 
-    Whoever has it says the same of it.
+    Attributes:
+        path, dtype: Of the tensor.
+        shape: Of the whole one.
+        ranks: Digest of those who hold parts, also empty ones; by ``ranks_digest``.
+        num_ranks: How many they are.
     """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
+    ranks: bytes
+    num_ranks: int
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
@@ -156,6 +165,12 @@ def inventory_digest(inventory: Inventory) -> bytes:
     return _digest(inventory)
 
 
+@functools.lru_cache
+def ranks_digest(ranks: tuple[int, ...]) -> bytes:
+    """Returns 8 bytes that stand for some ranks: a thousand tensors may lie on as many."""
+    return _digest(ranks)[:8]
+
+
 def plan_digest(plan: RankPlan) -> bytes:
     """Returns 12 bytes that stand for a rank's plan."""
     return _digest(plan)
@@ -174,7 +189,7 @@ def take_stock(
         items: All that the rank holds.
         scopes: Per scope, the indices of its items. What is in none is private.
         globs: What the caller has called replicated.
-        sharded: The tensors of which it holds a part, also an empty one.
+        sharded: The tensors of which it holds a part, also an empty one. No others.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
@@ -216,26 +231,37 @@ def _copies(
 
 
 def check_sharded(
-    lists: Sequence[tuple[int, Sequence[Sharded]]],
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> None:
-    """Sees that ranks agree about the tensors that they hold parts of.
+    """Sees that ranks agree about the tensors that they hold parts of, and all have them.
 
     Args:
-        lists: What differs from rank to rank, and the lowest rank that says so.
+        lists: What differs from rank to rank, and the ranks that say so, rising.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor. Names all.
+        UsageError: Ranks disagree about the dtype or shape of a tensor, or some lack one that
+            they hold a part of: that part would be lost. Names all.
     """
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
-    for rank, tensors in lists:
+    disputed: set[str] = set()
+    having: dict[Sharded, list[Sequence[int]]] = {}
+    for ranks, tensors in lists:
         for tensor in tensors:
-            first, by = seen.setdefault(tensor.path, (tensor, rank))
-            if first != tensor:
+            first, by = seen.setdefault(tensor.path, (tensor, ranks[0]))
+            having.setdefault(tensor, []).append(ranks)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                disputed.add(tensor.path)
                 complaints.append(
                     f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
-                    f"{tensor.dtype} {tensor.shape} on rank {rank}"
+                    f"{tensor.dtype} {tensor.shape} on rank {ranks[0]}"
                 )
+    for tensor, found in having.items():
+        if tensor.path not in disputed and sum(map(len, found)) < tensor.num_ranks:
+            complaints.append(
+                f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
+                f"{_named(sorted(chain.from_iterable(found)))} only"
+            )
     _refuse(
         complaints,
         "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "
@@ -320,6 +346,9 @@ def plan_save(
 
 # Groups
 
+_Place: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""Path and offsets of an item."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -328,7 +357,8 @@ class _Group:
     Attributes:
         holders: Rising.
         items: In the order in which each holder packs them.
-        places: Per holder, the index of the scope in its inventory, and ``Share.items``.
+        places: Per rank, all holders among them, the index of the scope in its inventory, and
+            ``Share.items``.
     """
 
     holders: tuple[int, ...]
@@ -350,13 +380,16 @@ def _groups(
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
     complaints = _differing_globs(inventories)
+    repeated = _repeated(scopes, lists)
     for ranks, by_digest in scopes.items():
         if ranks == ():
             continue  # see _copies
+        apart: Set[_Place] = frozenset()
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
-        if len(by_digest) > 1:
-            groups += _resolve(by_digest, lists, complaints)
+            apart = repeated
+        if len(by_digest) > 1 or apart:
+            groups += _resolve(by_digest, lists, apart, complaints)
             continue
         for digest, indices in by_digest.items():
             places = {rank: (index, None) for rank, index in indices.items()}
@@ -367,6 +400,27 @@ def _groups(
         "replicated= on all of them; what differs from rank to rank must not be called replicated:",
     )
     return groups
+
+
+def _repeated(
+    scopes: Mapping[tuple[int, ...] | None, Iterable[bytes]],
+    lists: Mapping[bytes, Sequence[Item]],
+) -> Set[_Place]:
+    """Finds what stands in several scopes of some ranks each.
+
+    Nobody knows whether their values are equal: of copies of a norm they are, on the meshes of
+    several pipeline stages they are not, if an optimizer numbers its parameters.
+    """
+    partial = [digests for ranks, digests in scopes.items() if ranks]
+    if len(partial) < 2:
+        return frozenset()
+    seen: set[_Place] = set()
+    found: set[_Place] = set()
+    for digests in partial:
+        places = {(item.path, item.offsets) for digest in digests for item in lists[digest]}
+        found |= seen & places
+        seen |= places
+    return found
 
 
 def _differing_globs(inventories: Sequence[Inventory]) -> list[str]:
@@ -411,23 +465,26 @@ def _named(ranks: Sequence[int]) -> str:
 def _resolve(
     by_digest: Mapping[bytes, Mapping[int, int]],
     lists: Mapping[bytes, Sequence[Item]],
+    apart: Set[_Place],
     complaints: list[str],
 ) -> list[_Group]:
     """Groups of a scope whose ranks list different items: by who has an item.
 
+    What is ``apart`` is not divided: else cuts of several scopes would cross, and no rank could
+    tell which pieces belong to its own. Each holder is a group of its own, and stores all of it.
     An item that stands in a list with another dtype or shape is added to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
     # By path and offsets, by all that must be equal: number of the list, and the index in it.
-    found: dict[object, dict[object, list[tuple[int, int]]]] = {}
+    found: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
     for number, (items, _) in enumerate(listed):
         for index, item in enumerate(items):
             value = (item.dtype, item.shape, item.nbytes, item.itemsize, item.global_shape)
             at = found.setdefault((item.path, item.offsets), {}).setdefault(value, [])
             at.append((number, index))
-    # By the numbers of the lists that have them: indices in each of those lists.
-    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for variants in found.values():
+    # By the numbers of the lists that have them, and whether apart: indices in those lists.
+    members: dict[tuple[tuple[int, ...], bool], list[tuple[int, ...]]] = {}
+    for place, variants in found.items():
         if len(variants) > 1:
             complaints.append(_disagreement(listed, variants.values()))
             continue
@@ -435,20 +492,25 @@ def _resolve(
             numbers, indices = zip(*at, strict=True)
             if len(set(numbers)) < len(numbers):
                 raise ValueError(f"{listed[numbers[0]][0][indices[0]].path!r} is listed twice")
-            members.setdefault(numbers, []).append(indices)
+            members.setdefault((numbers, place in apart), []).append(indices)
     groups = []
-    for numbers, rows in members.items():
-        items = [
-            _whole_if_any([listed[n][0][i] for n, i in zip(numbers, row, strict=True)])
-            for row in rows
-        ]
+    for (numbers, is_apart), rows in members.items():
+        items = sorted(
+            [
+                _whole_if_any([listed[n][0][i] for n, i in zip(numbers, row, strict=True)])
+                for row in rows
+            ],
+            key=canonical,
+        )
         places = {
             rank: (scope, runs)
             for number, column in zip(numbers, zip(*rows, strict=True), strict=True)
             for runs in [_runs(column)]
             for rank, scope in listed[number][1].items()
         }
-        groups.append(_Group(tuple(sorted(places)), sorted(items, key=canonical), places))
+        holders = tuple(sorted(places))
+        together = [(rank,) for rank in holders] if is_apart else [holders]
+        groups += [_Group(ranks, items, places) for ranks in together]
     return groups
 
 

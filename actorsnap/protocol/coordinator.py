@@ -151,13 +151,13 @@ class Memory:
     Attributes:
         inventories: By digest.
         lists: Item lists, by digest.
-        agreed: Digests of the sharded tensors about which ranks were seen to agree.
+        agreed: What ``sharded`` returned when ranks were last seen to agree.
     """
 
     def __init__(self) -> None:
         self.inventories: dict[bytes, Inventory] = {}
         self.lists: dict[bytes, tuple[Item, ...]] = {}
-        self.agreed: frozenset[bytes] = frozenset()
+        self.agreed: dict[bytes, list[int]] = {}
         self._made_from: object = None
         self._plan: SavePlan | None = None
 
@@ -169,13 +169,12 @@ class Memory:
         other._plan, other._made_from = self._plan, self._made_from
         return other
 
-    def sharded(self, structures: Sequence[bytes]) -> dict[bytes, int]:
-        """What ranks with these inventories say of sharded tensors: digests, and the lowest
-        rank that says each."""
-        found: dict[bytes, int] = {}
+    def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
+        """What ranks with these inventories say of sharded tensors: digests, an empty one
+        where there are none, and the ranks that say each, rising."""
+        found: dict[bytes, list[int]] = {}
         for rank, structure in enumerate(structures):
-            if digest := self.inventories[structure].sharded:
-                found.setdefault(digest, rank)
+            found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
     def missing_copies(
@@ -246,7 +245,7 @@ class CoordinatorMachine:
         # Digests that are asked for, and the rank that will answer.
         self._asked: dict[bytes, int] = {}
         self._asked_sharded: dict[bytes, int] = {}
-        self._sharded: list[tuple[int, tuple[Sharded, ...]]] = []
+        self._sharded: list[tuple[list[int], tuple[Sharded, ...]]] = []
         self._plan: SavePlan | None = None
         self._writing: set[int] = set()
         self._staged: set[int] = set()
@@ -333,13 +332,14 @@ class CoordinatorMachine:
         digest = self._memory.inventories[self._joined[event.rank].structure].sharded
         if self._asked_sharded.pop(digest, None) is None:
             return []
-        self._sharded.append((event.rank, event.tensors))
+        said = self._memory.sharded(self._structures)
+        self._sharded.append((said[digest], event.tensors))
         if not self._asked_sharded:
             try:
-                check_sharded(sorted(self._sharded, key=lambda found: found[0]))
+                check_sharded(sorted(self._sharded, key=lambda found: found[0][0]))
             except UsageError as error:
                 return self._abort(Failure.of(error, stage=Stage.PLAN))
-            self._memory.agreed = frozenset(self._memory.sharded(self._structures))
+            self._memory.agreed = said
         return self._assign_if_known()
 
     @property
@@ -356,9 +356,9 @@ class CoordinatorMachine:
             self._asked |= wanted
             return [SendToRank(rank, AskItems((digest,))) for digest, rank in wanted.items()]
         said = self._memory.sharded(structures)
-        if len(said) > 1 and said.keys() != self._memory.agreed:
-            self._asked_sharded = said
-            return [SendToRank(rank, AskSharded()) for rank in said.values()]
+        if len(said) > 1 and said != self._memory.agreed:
+            self._asked_sharded = {digest: ranks[0] for digest, ranks in said.items() if digest}
+            return [SendToRank(rank, AskSharded()) for rank in self._asked_sharded.values()]
         try:
             plan = self._plan = self._memory.plan(structures, copies, self.rules)
         except UsageError as error:

@@ -229,7 +229,7 @@ class AskItems(_Message, frozen=True, tag="L"):
 
 
 class AskSharded(_Message, frozen=True, tag="H"):
-    """Send the tensors that you hold parts of: others say something else."""
+    """Send the tensors that you hold parts of: others say something else, or nothing."""
 
 
 class Assign(_Message, frozen=True, tag="A"):

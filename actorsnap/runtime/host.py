@@ -27,6 +27,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
+# Registers its exit hook, which is to run behind the one of this module: ranks finish their saves
+# before they leave.
+import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError

@@ -124,7 +124,8 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[SaveJ
         failure = _failure_of(error, team.rank)
         return _failing(call, failure, error, membership, options)
     except BaseException as error:
-        failure = Failure(reason=repr(error), stage=Stage.CANCEL, rank=team.rank)
+        reason = "the caller was interrupted"
+        failure = Failure(reason=reason, stage=Stage.CANCEL, rank=team.rank)
         job = _failing(call, failure, error, membership, options)
         job.start()
         raise

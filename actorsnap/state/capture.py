@@ -31,7 +31,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ItemBox
-from actorsnap.planning.save import Sharded
+from actorsnap.planning.save import Sharded, ranks_digest
 from actorsnap.state import objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
@@ -84,7 +84,8 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         requires_grad: As the tensor.
         holders: Ranks of the group that hold it with the same value, if some do and not all.
         is_led: All ranks hold it, but the value that counts is this rank's.
-        is_copied: Ranks that it is not known of may hold the same: those of other meshes.
+        is_copied: Ranks that it is not known of may hold the same: those of other meshes, or
+            of a group that one rank leads.
     """
 
     item: Item
@@ -134,7 +135,7 @@ class Captured:
         keys: Top-level keys, in the app state's order.
         parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
         globs: What the caller has called replicated, sorted.
-        sharded: The tensors of which several ranks hold parts.
+        sharded: The tensors of which several ranks hold parts, this one among them.
     """
 
     keys: tuple[str, ...] = ()
@@ -491,11 +492,15 @@ class _Collector:
                 "x.full_tensor()"
             )
             return
-        self.sharded.append(Sharded(path, found.dtype, found.global_shape))
+        if self._rank in found.ranks:
+            self._say(path, found.dtype, found.global_shape, found.ranks)
         for piece in found.pieces:
             holders = () if piece.holders is None else self._members(piece.holders)
             leaf = self._add_piece(path, found, piece.box, piece.tensor, holders)
             leaf.is_copied = not holders and len(found.ranks) < len(self._ranks)
+
+    def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+        self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
 
     def _add_piece(
         self,
@@ -552,22 +557,25 @@ class _Collector:
             self._refused.append(f"{path!r} {why}")
             return True
         members = self._members(replica.ranks)
-        if replica.is_led and self._ranks[members[0]] != self._rank:
-            return True  # the first rank stores it
         name, itemsize = DTYPE_NAMES[value.dtype]
         shape = tuple(value.shape)
         if self._covers_all(replica):
+            if self._ranks[members[0]] != self._rank:
+                return True  # the first rank stores it
             item = Item(path, name, shape, value.nbytes, itemsize, replicated=True)
             source, kind = self._source(value), tensor_type(value)
             self._parts.append(Leaf(item, source, kind, name, value.requires_grad, is_led=True))
         else:
-            # As one piece, so that any other rank can restore it, too.
+            # As one piece, so that any other rank can restore it, too. Who leads one group cannot
+            # speak for another one, in which the same name may be another buffer.
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
-            self.sharded.append(Sharded(path, name, shape))
+            among = [self._rank] if replica.is_led else [self._ranks[i] for i in members]
+            self._say(path, name, shape, tuple(among))
             holders = () if replica.is_led else members
-            self._add_piece(path, whole, Box.whole(shape), value, holders)
+            leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
+            leaf.is_copied = replica.is_led
         return True
 
     def wait_for_devices(self) -> None:

@@ -19,11 +19,14 @@ from actorsnap.planning.save import (
     Inventory,
     SavePlan,
     Scope,
+    Sharded,
+    check_sharded,
     copied,
     inventory_digest,
     item_digest,
     plan_digest,
     plan_save,
+    ranks_digest,
 )
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -398,6 +401,36 @@ def test_groups_with_the_same_lowest_rank_never_name_the_same_object() -> None:
     assert len(keys) == 2 * len(scopes) + 3
 
 
+def test_what_several_scopes_list_is_stored_whole_by_each_holder() -> None:
+    """Two meshes of two ranks have a tensor of one name, perhaps with other values, and load
+    that differs: cuts of both would cross."""
+    norm, table = shard("m/norm", (0,), (4 * MIB,), (4 * MIB,)), make("m/table", 4 * MIB)
+    other = shard("m/other", (0,), (MIB,), (MIB,))
+    first: dict[Ranks, list[Item]] = {None: [table], (0, 1): [norm, other]}
+    world = World(
+        [
+            {(): [make("own/x", 3 * MIB)], **first},
+            first,
+            {None: [table], (2, 3): [norm]},
+            {None: [table], (2, 3): [norm]},
+        ]
+    )
+    for items, plans in zip(world.items, world.objects, strict=True):
+        at = items.index(norm)
+        found = [
+            (box, end - start)
+            for plan in plans
+            for item, box, start, end in zip(
+                plan.items, plan.boxes, plan.starts, plan.ends, strict=True
+            )
+            if item == at
+        ]
+        assert found == [(None, norm.nbytes)]
+    keys = [plan.key for plans in world.objects for plan in plans if plan.opens]
+    assert len(set(keys)) == len(keys)
+    assert sum(world.loads) == norm.nbytes * 4 + table.nbytes + other.nbytes + 3 * MIB * 4
+
+
 def test_what_ranks_see_differently_is_named_all_at_once() -> None:
     one = [make("m/a", 2, 3), make("m/b", 4), make("m/c", 5)]
     other = [make("m/a", 2, 4), make("m/b", 4, dtype="bfloat16"), make("m/c", 5)]
@@ -431,6 +464,19 @@ def test_ranks_that_do_not_list_a_scope_which_names_them_are_named() -> None:
         World([{(0, 1, 7): items}, {}])
     with pytest.raises(UsageError, match=r"says rank 1, which is none of them"):
         World([{(0,): items}, {(0,): items}])
+
+
+def test_a_part_that_nobody_stores_is_named() -> None:
+    pair = [Sharded("m/a", "float32", (8,), ranks_digest((0, 2)), 2)]
+    other = [Sharded("m/a", "float32", (8,), ranks_digest((1, 3)), 2)]
+    check_sharded([([0, 2], pair), ([1, 3], other)])
+    with pytest.raises(
+        UsageError, match=r"'m/a' lies on 2 ranks, but is in the app state of rank 1 only"
+    ):
+        check_sharded([([0, 2], pair), ([1], other)])
+    apart = [Sharded("m/a", "int8", (8,), ranks_digest((1, 3)), 2)]
+    with pytest.raises(UsageError, match=r"float32 \(8,\) on rank 0, int8 \(8,\) on rank 1$"):
+        check_sharded([([0, 2], pair), ([1], apart)])
 
 
 def test_many_complaints_are_counted() -> None:

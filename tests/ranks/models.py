@@ -92,6 +92,39 @@ def hsdp() -> dict[str, Any]:
     return _trained(module, _own())
 
 
+def stages() -> dict[str, Any]:
+    """Two pipeline stages, each HSDP, whose names are alike; and loads that differ."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = (2, 2, dist.get_world_size() // 4)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("stage", "copies", "shards"))
+    torch.manual_seed(dist.get_rank() // (dist.get_world_size() // 2))
+    module = nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, DIM))
+    fully_shard(module, mesh=mesh["copies", "shards"])
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+    own = StateDict({"more": torch.randn(1 << 20 if dist.get_rank() == 0 else 8)})
+    return {"model": module, "optim": optimizer, "own": own}
+
+
+def halves() -> dict[str, Any]:
+    """A model that the job divides by hand: two groups of DistributedDataParallel, whose names
+    are alike, with buffers that differ on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(mesh.get_local_rank("tp"))
+    module = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048))
+    ddp = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    ddp(torch.randn(4, 512) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+    own = StateDict({"more": torch.randn(1 << 20 if dist.get_rank() == 0 else 8)})
+    return {"model": ddp, "optim": optimizer, "own": own}
+
+
 def tensor_parallel() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -177,6 +210,8 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
         zero,
         fsdp2,
         hsdp,
+        stages,
+        halves,
         tensor_parallel,
         fsdp2_and_tp,
         experts,

@@ -27,6 +27,8 @@ def director() -> Iterator[Director]:
         (2, "ddp", "shared"),
         (4, "ddp", "shared"),
         (4, "hsdp", "shared"),
+        (4, "stages", "direct"),
+        (4, "halves", "direct"),
         (2, "fsdp2", "auto"),
         (2, "zero", "direct"),
         (2, "pipeline", "shared"),

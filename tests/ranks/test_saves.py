@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,15 @@ import torch
 from actorsnap.errors import FormatError
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
-from tests.worlds import Director
+from tests.worlds import ROOT, Director
+
+LEAVES = """
+import sys, torch
+from actorsnap import StateDict
+from actorsnap.sync import Snapshot
+state = {"own": StateDict(x=torch.ones(10_000_000))}
+pending = Snapshot.async_take(sys.argv[1], state)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +77,27 @@ def test_what_ranks_hold_is_what_is_stored(
                 else:
                     stored = found.tensors[name]
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=name)
+
+
+def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(path)],
+            cwd=ROOT,
+            env={**os.environ, **job, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert not any("aborted" in each for each in said), said
+    assert sorted(assemble(path).private) == [(0, "own/x"), (1, "own/x")]
 
 
 def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Path) -> None:

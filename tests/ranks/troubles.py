@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from actorsnap import ActorSnapError, Options, StateDict
 from actorsnap.protocol.coordinator import CoordinatorMachine
@@ -174,6 +176,10 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
                 app["b"] = _Raising()
         case "globs" if odd:
             more["replicated"] = ["model/w0"]
+        case "part":
+            mesh = init_device_mesh("cpu", (me.world,))
+            whole = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
+            app["sharded"] = StateDict({"x": torch.ones(12) if odd else whole})
         case "shape" if odd:
             app["model"]["w1"] = torch.zeros(5)
         case "keys":
