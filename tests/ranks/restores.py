@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import torch
 import torch.distributed as dist
@@ -19,8 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.runtime.broadcast import Broadcaster
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrappers import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
@@ -28,7 +34,7 @@ from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, full
 from tests.worlds import Rank, World
 
-__all__ = ["direct_play", "direct_restore", "direct_stages"]
+__all__ = ["direct_cancelled", "direct_play", "direct_restore", "direct_stages"]
 
 LOST_AFTER_S = 3.0
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
@@ -221,6 +227,48 @@ def stages(me: Rank, path: str, strict: bool) -> dict[str, Any]:
 
 def direct_stages(**arguments: Any) -> list[Any]:
     world = World(4, stages, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# Cancellation
+
+
+def cancelled(me: Rank, path: str) -> dict[str, Any]:
+    """Rank 1 is cancelled between two broadcasts of a round; then tensors are sent."""
+    me.join_gloo()
+    Snapshot.take(path, states(1.0), replicated=["a/**", "b/**", "model/**"], options=SAVE)
+    has_sent = threading.Event()
+    broadcast = Broadcaster.__call__
+
+    async def slow(self: Broadcaster, memory: memoryview, source: int) -> None:
+        await broadcast(self, memory, source)
+        has_sent.set()
+        await anyio.sleep(0.2)
+
+    async def run() -> None:
+        whole = asyncio.create_task(
+            AsyncSnapshot(path, options=options("shared")).restore(states(0.0))
+        )
+        if me.rank == 1:
+            await asyncio.to_thread(has_sent.wait, 10)
+            whole.cancel()
+        with suppress(asyncio.CancelledError):
+            await whole
+
+    if me.rank == 1:
+        Broadcaster.__call__ = slow  # type: ignore[method-assign]
+    said = outcome(lambda: asyncio.run(run()))
+    sent = [torch.full((3,), float(n) if me.rank == 0 else -1.0) for n in range(3)]
+    for tensor in sent:
+        dist.broadcast(tensor, 0)
+    return {**said, "sent": [tensor.tolist() for tensor in sent]}
+
+
+def direct_cancelled(**arguments: Any) -> list[Any]:
+    world = World(2, cancelled, **arguments)
     try:
         return world.results()
     finally:

@@ -80,6 +80,17 @@ def test_stages_are_cut_anew(director: Director, tmp_path: Path, strict: bool) -
                 assert said[name]["values"] == (kept if strict else restored)
 
 
+def test_a_rank_cancelled_in_a_round_still_sends_the_rest_of_it(
+    director: Director, tmp_path: Path
+) -> None:
+    """Else what it left out would meet what the job sends next."""
+    first, second = director.play("direct_cancelled", path=str(tmp_path / "s"))
+    assert first["error"] == "RestoreAborted"
+    assert second["error"] == ""
+    for said in (first, second):
+        assert said["sent"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
 def play(director: Director, path: Path, trouble: str, whom: int = 1, **more: Any) -> list[Any]:
     arguments = {"num_ranks": 2, "mode": "shared", **more}
     said: list[Any] = director.play(
