@@ -192,6 +192,9 @@ class Snapshot:
           Its extra state is handed over as it was saved. If leaves differ and the module
           adapts what it loads (it has hooks, or loading code of its own), everything is read
           fresh and its ``load_state_dict`` decides.
+          What is sharded or replicated may have its place on another rank (pipelines).
+        - A ``ModelState`` is compared as its module is, and its optimizers' tensors have to fit;
+          what was saved for parameters that have no optimizer state now is left out.
         - A ``StateDict`` takes the structure of the snapshot. Its further dict keys are
           missing, and a tensor that differs from the saved one in dtype or shape is
           mismatched; lists are taken over with the length that was saved.

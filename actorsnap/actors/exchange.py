@@ -7,7 +7,7 @@ next one are read; while a piece is passed on, the one before is copied to where
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -23,6 +23,9 @@ __all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
 
 NUM_BUFFERS = 4
 """Two for the rank's own pieces, of this round and the next; two for those of others."""
+
+_ROUND_S = 2.0
+"""So long a round goes on that nobody wants any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,15 +115,25 @@ class ExchangeActor:
         await self._read(wanted)
 
     async def _pass_on(self, number: int) -> None:
+        turns = iter(enumerate(self._rounds[number]))
+        try:
+            await self._deliver_all(number, turns)
+        except anyio.get_cancelled_exc_class():
+            # The others may make all broadcasts of the round. One that this rank left out would
+            # meet what the job sends over the process group next.
+            with anyio.move_on_after(_ROUND_S, shield=True):
+                for source, parts in turns:
+                    memory = self._memory(number, source, parts)
+                    if memory:
+                        await self._errands.run(self._broadcast, memory, source)
+            raise
+
+    async def _deliver_all(self, number: int, turns: Iterator[tuple[int, Sequence[Part]]]) -> None:
         before: tuple[Sequence[Part], memoryview] | None = None
-        for source, parts in enumerate(self._rounds[number]):
-            nbytes = sum(part.stop - part.start for part in parts)
-            if not nbytes:
+        for source, parts in turns:
+            memory = self._memory(number, source, parts)
+            if not memory:
                 continue
-            is_own = source == self._rank
-            if not is_own:
-                self._theirs.reverse()  # the other one may still be copied from
-            memory = (self._own[number % 2] if is_own else self._theirs[0])[:nbytes]
             async with anyio.create_task_group() as tasks:
                 if before is not None:
                     tasks.start_soon(self._run_blocking, self._deliver, *before)
@@ -128,6 +141,13 @@ class ExchangeActor:
             before = parts, memory
         if before is not None:
             await self._run_blocking(self._deliver, *before)
+
+    def _memory(self, number: int, source: int, parts: Sequence[Part]) -> memoryview:
+        nbytes = sum(part.stop - part.start for part in parts)
+        if source == self._rank:
+            return self._own[number % 2][:nbytes]
+        self._theirs.reverse()  # the other one may still be copied from
+        return self._theirs[0][:nbytes]
 
     def _deliver(self, parts: Sequence[Part], memory: memoryview) -> None:
         at = 0

@@ -48,12 +48,15 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         missing, unexpected, mismatched: As in ``IncompatibleState``; empty where that is no error.
+        unplaced: By each key of the rank's app state, what is unexpected unless another rank with
+            that key has a place for it; likewise.
     """
 
     wants: Wants
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    unplaced: dict[str, tuple[str, ...]] = {}
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True):
@@ -153,9 +156,22 @@ _Lines: TypeAlias = tuple[str, ...]
 def _merged(ranks: Sequence[Comparison]) -> tuple[_Lines, _Lines, _Lines]:
     return (
         _merged_lines([own.missing for own in ranks]),
-        _merged_lines([own.unexpected for own in ranks]),
+        _merged_lines(_unexpected(ranks)),
         _merged_lines([own.mismatched for own in ranks]),
     )
+
+
+def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
+    """What is unexpected on each rank, with what no rank has a place for."""
+    nowhere: dict[str, set[str]] = {}
+    for own in ranks:
+        for key, paths in own.unplaced.items():
+            nowhere.setdefault(key, set(paths)).intersection_update(paths)
+    return [
+        own.unexpected
+        + tuple(path for key in own.unplaced for path in own.unplaced[key] if path in nowhere[key])
+        for own in ranks
+    ]
 
 
 def _merged_lines(ranks: Sequence[_Lines]) -> _Lines:

@@ -265,6 +265,8 @@ class Compared:
         parts: What can be restored, by key, in the order in which it is loaded.
         adapting: What the module of a key has, where it decides itself what it can take.
         missing, unexpected, mismatched: See ``RestoreReport``.
+        unplaced: By key, what is unexpected here, but may have its place on another rank: layers of
+            other stages of a pipeline.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -272,11 +274,16 @@ class Compared:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def message(self, wants: Wants) -> Comparison:
         """What to tell the others."""
         return Comparison(
-            wants, tuple(self.missing), tuple(self.unexpected), tuple(self.mismatched)
+            wants,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            tuple(self.mismatched),
+            self.unplaced,
         )
 
 
@@ -329,19 +336,21 @@ def compare(
         part = open_key(key)
         private = [path for path in private if part.has_target(path)]
         found.mismatched += _explain_private(key, private, index, rank)
-        if private and matching_of(stateful) not in (Matching.LEAVES, Matching.KEYS):
+        if private and matching_of(stateful) in (Matching.GROUPS, Matching.NOTHING):
             continue  # it would get a state with holes
         stuck = _stuck_on_meta(key, stateful, part)
         found.mismatched += stuck
         if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.mismatched):
             found.mismatched += part.mismatched
             continue  # it takes all or nothing
-        if (part.missing or part.unexpected or part.mismatched) and adapts(stateful):
+        differs = part.missing or part.unexpected or part.unplaced or part.mismatched
+        if differs and adapts(stateful):
             found.adapting[key] = part
             # Fresh: what is adapted may go to another place than the one that has its name.
             part = open_key(key, is_fresh=True)
         found.missing += part.missing
         found.unexpected += part.unexpected
+        found.unplaced[key] = tuple(part.unplaced)
         found.mismatched += part.mismatched
         found.parts[key] = part
     shared, apart = _settle(app_state, found.parts)
@@ -375,6 +384,8 @@ def load(
         Exception: Whatever a ``load_state_dict`` raises, with a note that names its key.
     """
     missing, unexpected = list(compared.missing), list(compared.unexpected)
+    if not strict:  # else other ranks have a place for them
+        unexpected += [path for paths in compared.unplaced.values() for path in paths]
     mismatched = list(compared.mismatched)
     turns = _Turns(team, Stage.LOAD)
     for number, (key, state) in enumerate(states.items()):
@@ -508,7 +519,7 @@ def _load_adapting(
         # torch tells no more than that, but has loaded all that does fit.
         return RestoreReport(
             missing=tuple(compared.missing),
-            unexpected=tuple(compared.unexpected),
+            unexpected=(*compared.unexpected, *compared.unplaced),
             mismatched=tuple(complaints),
         )
     return RestoreReport(

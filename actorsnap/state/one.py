@@ -68,7 +68,9 @@ def read_one(
         matching=Matching.LEAVES,
         root=root,
     )
-    if out is not None and (restore.missing or restore.unexpected or restore.mismatched):
+    if out is not None and (
+        restore.missing or restore.unexpected or restore.unplaced or restore.mismatched
+    ):
         lines = restore.mismatched or [
             f"{root}: a container in the snapshot, {targets.describe(out)} as out"
         ]

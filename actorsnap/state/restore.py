@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ __all__ = ["KeyRestore", "Wanted", "entries_by_key"]
 
 _ABSENT: Any = object()
 _UNKNOWN_BYTES = 1 << 63  # of a base that comes later: then its views are checked again
+_Leaf: TypeAlias = BytesEntry | CompositeEntry | ShardedEntry | TensorEntry | ValueEntry | ViewEntry
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -118,6 +119,7 @@ class KeyRestore:
     Attributes:
         missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
         unexpected: Paths of leaves that the snapshot has and the target has no place for.
+        unplaced: As ``unexpected``, of what is everybody's: another rank may have the place.
         mismatched: A line per tensor that the target's one cannot take; a distributed one that
             does not fit is never replaced. Or, of an optimizer, why it cannot take anything.
         on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place,
@@ -149,6 +151,7 @@ class KeyRestore:
     ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.unplaced: list[str] = []
         self.mismatched: list[str] = []
         self.on_meta: list[str] = []
         self.claims: list[Claim] = []
@@ -166,6 +169,8 @@ class KeyRestore:
         self._copies: list[Callable[[], None]] = []
         self._target = target
         self._targets: dict[str, object] = {}
+        # Below it, leaves have just the target's places; some names are opaque, with all in them.
+        self._places: str | None = None
         self._opaque: set[str] = set()
         if target is not None:
             self._targets = {
@@ -173,10 +178,12 @@ class KeyRestore:
                 for path, value in zip(*flatten(self._root, target), strict=True)
                 if type(value) is not Container
             }
-            if matching is Matching.LEAVES and isinstance(target, dict):
-                self._opaque = {
-                    f"{self._root}/{escape(name)}" for name in target if _is_extra_state(name)
-                }
+            if matching is Matching.LEAVES:
+                self._places = self._root
+                self._add_opaque(target)
+            elif matching is Matching.MODEL and isinstance(target, dict):
+                self._places = f"{self._root}/model"
+                self._add_opaque(target["model"])
         for path in apart:
             lender: Any = self._targets[path]
             try:
@@ -275,17 +282,44 @@ class KeyRestore:
 
     def _has_place(self, path: str) -> bool:
         """Whether a leaf has to match just the target's leaf at its path."""
-        if self._matching is not Matching.LEAVES or self._target is None:
+        places = self._places
+        if places is None or not (path == places or path.startswith(places + "/")):
             return False
-        return not self._opaque or "/".join(path.split("/", 2)[:2]) not in self._opaque
+        if not self._opaque:
+            return True
+        below = len(places) + 1
+        return path[:below] + path[below:].partition("/")[0] not in self._opaque
 
-    def _find(self, path: str) -> tuple[bool, object]:
+    def _add_opaque(self, state: object) -> None:
+        if isinstance(state, dict):
+            names = (escape(name) for name in state if _is_extra_state(name))
+            self._opaque.update(f"{self._places}/{name}" for name in names)
+
+    def _find(self, entry: _Leaf) -> tuple[bool, object]:
         """Returns whether a stored leaf is wanted, and the target's leaf, or _ABSENT."""
+        path = entry.path
         target = self._targets.get(path, _ABSENT)
         if target is _ABSENT and self._has_place(path):
-            self.unexpected.append(path)
+            is_private = self._private is not None and not (
+                isinstance(entry, ShardedEntry) or entry.replicated
+            )
+            (self.unexpected if is_private else self.unplaced).append(path)
             return False, _ABSENT
-        return True, target
+        return not self._is_passed_over(path), target
+
+    def _is_passed_over(self, path: str) -> bool:
+        """Whether a ``ModelState`` has no use for what optimizers had saved: it has none now, or
+        these parameters are frozen, or of other stages."""
+        below = f"{self._root}/optim/"
+        if self._matching is not Matching.MODEL or not path.startswith(below):
+            return False
+        target: Any = self._target
+        name = path.removeprefix(below).partition("/")[0]
+        held = target.get("optim")
+        if held is None:
+            return True
+        is_flat = "param_groups" not in held and name not in ("state", "param_groups")
+        return is_flat and unescape(name) not in held
 
     def has_target(self, path: str) -> bool:
         """Whether the target has a leaf at ``path``; of no target that is not known: True."""
@@ -311,13 +345,14 @@ class KeyRestore:
         if found is None:
             if isinstance(target, torch.Tensor) and target.is_meta:
                 self.on_meta.append(path)
-                if self._matching is Matching.NOTHING:
+                if self._matching in (Matching.MODEL, Matching.NOTHING):
                     # Nobody knows whether it would copy into that tensor, or replace it.
                     self._values[path] = target
                     return False, target
             return True, target
         is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
-        if self._has_place(path) or (self._matching is Matching.KEYS and is_same_kind):
+        is_kept = self._matching in (Matching.KEYS, Matching.MODEL)
+        if self._has_place(path) or (is_kept and is_same_kind):
             self._mismatch(path, target, found)
             return False, target
         del self._targets[path]
@@ -326,7 +361,7 @@ class KeyRestore:
     def _add_value(self, entry: ValueEntry) -> None:
         path = entry.path
         value = objects.decode_inline(entry.value, path)
-        is_wanted, target = self._find(path)
+        is_wanted, target = self._find(entry)
         if isinstance(target, torch.Tensor | np.ndarray) and self._has_place(path):
             stored = type(value).__qualname__
             self._mismatch(
@@ -342,7 +377,7 @@ class KeyRestore:
         dtype = check_tensor(entry)
         if path in self._viewed:
             self._dense[path] = entry
-        is_wanted, target = self._find(path)
+        is_wanted, target = self._find(entry)
         if not is_wanted:
             return
         shape = entry.shape
@@ -417,7 +452,7 @@ class KeyRestore:
     def _add_sharded(self, entry: ShardedEntry) -> None:
         path, shape, shards = entry.path, entry.shape, entry.shards
         dtype = check_sharded(entry)
-        is_wanted, target = self._find(path)
+        is_wanted, target = self._find(entry)
         if not is_wanted:
             return
         kind = "numpy array" if dtype is None else "tensor"
@@ -516,7 +551,7 @@ class KeyRestore:
     def _add_view(self, entry: ViewEntry) -> None:
         check_view(entry, _UNKNOWN_BYTES)
         self._views.append(entry)
-        is_wanted, target = self._find(entry.path)
+        is_wanted, target = self._find(entry)
         kind = "numpy array" if entry.type in NUMPY_KINDS else "tensor"
         if is_wanted and is_distributed(target):
             self._add_view_of_boxes(entry, kind, target)
@@ -546,7 +581,7 @@ class KeyRestore:
         nbytes = check_stored(path, entry.data)
         if kind not in ("bytes", "bytearray", "str", "json", "pickle", "numpy"):
             fail(path, f"unknown type of bytes {kind!r}")
-        is_wanted, target = self._find(path)
+        is_wanted, target = self._find(entry)
         if not is_wanted:
             return
         if self._has_place(path) and (
@@ -594,7 +629,7 @@ class KeyRestore:
             fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
             fail(path, f"unknown dtype {entry.dtype!r:.80}, or a negative size {entry.shape}")
-        is_wanted, target = self._find(path)
+        is_wanted, target = self._find(entry)
         kind = f"{layout} tensor" if layout.startswith("sparse") else "tensor"
         if is_wanted and self._fit(path, target, kind, entry.dtype, entry.shape)[0]:
             self._composites.append(entry)
@@ -692,18 +727,37 @@ class KeyRestore:
     def _keep_missing(self) -> None:
         """Notes what only the target has; keeps further keys of its dicts, with their values."""
         skeleton = self._skeleton
-        if self._matching is Matching.LEAVES:
+        if self._places is not None:
             self.missing = [
                 path
                 for path in self._targets
                 if not skeleton.is_leaf(path) and self._has_place(path)
             ]
             self.missing += sorted(path for path in self._opaque if path not in skeleton)
-        elif self._matching is Matching.KEYS:
+        if self._matching in (Matching.KEYS, Matching.MODEL):
             for path, value in skeleton.further_keys(self._target):
+                if self._may_lack(path):
+                    continue
                 self.missing.append(path)
                 skeleton.add_leaf(path)
                 self._values[path] = value
+
+    def _may_lack(self, path: str) -> bool:
+        """Whether it is no matter that a ``ModelState``'s snapshot does not have a dict key.
+
+        The model's leaves are compared already. Of optimizers there may be nothing, or the
+        hyperparameters may be kept in the other way (``flatten``), which torch can read.
+        """
+        if self._matching is not Matching.MODEL:
+            return False
+        optim = f"{self._root}/optim"
+        sections = f"{optim}/state", f"{optim}/param_groups"
+        is_other_form = path in sections or sections[1] in self._skeleton
+        return (
+            self._has_place(path)
+            or path == optim
+            or (path.rpartition("/")[0] == optim and is_other_form)
+        )
 
     def _compare_groups(self, entries: Sequence[AnyEntry]) -> None:
         """Notes where an optimizer's parameter groups are first not as they were saved."""

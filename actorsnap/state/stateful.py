@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from actorsnap.errors import UsageError
+from actorsnap.state.optim import ModelState
 
 __all__ = [
     "Matching",
@@ -186,6 +187,8 @@ class Matching(StrEnum):
     KEYS = "keys"
     """The saved structure is taken over, but a dict key that was not saved is missing, and a
     tensor that another was saved for has to fit."""
+    MODEL = "model"
+    """Of a ``ModelState``: the model's leaves as ``LEAVES``; optimizers' as ``KEYS``."""
     GROUPS = "groups"
     """As ``NOTHING``, but torch refuses an optimizer's state with other parameter groups."""
     NOTHING = "nothing"
@@ -205,6 +208,8 @@ def matching_of(stateful: Stateful) -> Matching:
         is_torchs = load is torch.optim.Optimizer.load_state_dict
         if is_torchs and not stateful._optimizer_load_state_dict_pre_hooks:
             return Matching.GROUPS
+    if isinstance(stateful, ModelState) and not adapts(stateful.model):
+        return Matching.MODEL
     return Matching.KEYS if isinstance(stateful, StateDict) else Matching.NOTHING
 
 
@@ -214,12 +219,18 @@ def adapts(stateful: Stateful) -> bool:
         return False
     load = getattr(stateful.load_state_dict, "__func__", None)
     return load is not torch.nn.Module.load_state_dict or any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
+        not all(map(_is_fully_shards, module._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_fully_shards, module._load_state_dict_post_hooks.values()))
         # torch's own layers do more only with what torch before 1.0 saved.
         or not module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         for module in stateful.modules()
     )
+
+
+def _is_fully_shards(hook: Any) -> bool:
+    """Whether a hook is ``fully_shard``'s, which adapts parameters to the load, not the state."""
+    module: str = getattr(hook, "__module__", None) or ""
+    return module.startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def can_assign(stateful: Stateful) -> bool:
@@ -235,6 +246,8 @@ def loader(stateful: Stateful, *, strict: bool) -> Callable[[Any], Any]:
     A module with something on meta that takes ``assign`` gets what was restored as its own.
     """
     load: Callable[..., Any] = stateful.load_state_dict
+    if isinstance(stateful, ModelState):
+        return partial(load, strict=strict)
     if not isinstance(stateful, torch.nn.Module):
         return load
     if _takes(load, "strict"):

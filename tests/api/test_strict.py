@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from actorsnap import IncompatibleState, RestoreReport, StateDict
+from actorsnap import IncompatibleState, RestoreReport, StateDict, prime_optimizer
+from actorsnap.state import ModelState
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 
@@ -513,3 +514,93 @@ def test_what_load_state_dict_raises_gets_a_note(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         snapshot.restore({"b": Failing(x=1)})
     assert "none" in caught.value.__notes__[0]
+
+
+# ModelState
+
+
+def model_state(
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_layers: int = 2,
+    is_frozen: bool = False,
+    has_optimizer: bool = True,
+    flatten: bool = True,
+) -> ModelState:
+    """All parameters are 2, and averages 3."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)]).to(dtype)
+    model[0].requires_grad_(not is_frozen)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prime_optimizer(optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2)
+            for value in optimizer.state.get(parameter, {}).values():
+                value.fill_(3)
+    return ModelState(model, optimizer if has_optimizer else (), flatten=flatten)
+
+
+def tensors_of(state: ModelState) -> set[float]:
+    states = [value for held in state.optimizers for value in held.state.values()]
+    found = [*state.model.parameters(), *[t for one in states for t in one.values()]]
+    return {number for t in found for number in t.detach().unique().tolist()}
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "target", "named"),
+    [
+        (
+            {},
+            {"dtype": torch.bfloat16},
+            "s/model/0.weight: dtype float32 in the snapshot, bfloat16",
+        ),
+        ({}, {"num_layers": 3}, "s/model/2.weight"),
+        ({"num_layers": 3}, {}, "s/model/2.weight"),
+        ({"is_frozen": True}, {}, "s/optim/state"),
+    ],
+)
+def test_a_model_state_that_does_not_fit_is_left_alone(
+    tmp_path: Path, saved: dict[str, Any], target: dict[str, Any], named: str, flatten: bool
+) -> None:
+    Snapshot.take(tmp_path / "s", {"s": model_state(**saved, flatten=flatten)})
+    state = model_state(**target, flatten=flatten)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.fill_(7)
+    before = tensors_of(state)
+    snapshot = Snapshot(tmp_path / "s")
+    assert not snapshot.plan_restore({"s": state}).is_complete
+    with pytest.raises(IncompatibleState, match=named):
+        snapshot.restore({"s": state})
+    assert tensors_of(state) == before == {3.0, 7.0}
+    report = snapshot.restore({"s": state}, strict=False)
+    assert named in "\n".join([*report.missing, *report.unexpected, *report.mismatched])
+    has_all = "dtype" not in target and "num_layers" not in target
+    assert (7.0 in tensors_of(state)) is not has_all
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ({}, {"has_optimizer": False}),
+        ({"has_optimizer": False}, {}),
+        ({}, {"is_frozen": True}),
+        ({}, {"flatten": False}),
+        ({"flatten": False}, {}),
+    ],
+)
+def test_optimizers_of_a_model_state_may_differ(
+    tmp_path: Path, saved: dict[str, Any], target: dict[str, Any]
+) -> None:
+    Snapshot.take(tmp_path / "s", {"s": model_state(**saved)})
+    state = model_state(**target)
+    nbytes = sum(t.nbytes for t in state.model.parameters())
+    moments = [t for o in state.optimizers for held in o.state.values() for t in held.values()]
+    for tensor in (*state.model.parameters(), *moments):
+        tensor.detach().fill_(7)
+    report = Snapshot(tmp_path / "s").restore({"s": state})
+    assert report.is_complete
+    if not state.optimizers:
+        assert report.nbytes == nbytes
+    assert (7.0 in tensors_of(state)) is ("has_optimizer" in saved)

@@ -75,3 +75,18 @@ def test_a_dry_run_adds_up() -> None:
     assert decision.stage is None
     totals = msgspec.msgpack.decode(decision.payload, type=Totals)
     assert totals == Totals(weighed, ("m/a",), (), ())
+
+
+def test_what_has_a_place_on_no_rank_is_unexpected() -> None:
+    def unplaced(**paths: tuple[str, ...]) -> Comparison:
+        return Comparison(WANTS, unplaced=paths)
+
+    stages = unplaced(m=("m/1",)), unplaced(m=("m/0",)), unplaced(other=())
+    negotiation = Negotiation(mode=ReadMode.AUTO)
+    assert decide(negotiation, 1, *stages).stage is Stage.READ
+    with pytest.raises(IncompatibleState) as caught:
+        decide(negotiation, 1, unplaced(m=("m/1", "m/2")), unplaced(m=("m/0", "m/2")))
+    assert caught.value.unexpected == ("m/2",)
+    with pytest.raises(IncompatibleState) as caught:
+        decide(negotiation, 1, unplaced(m=("m/2",)), unplaced(other=()))
+    assert caught.value.unexpected == ("rank 0: m/2",)

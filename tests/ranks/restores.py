@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.runtime.broadcast import Broadcaster
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrappers import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
@@ -24,7 +34,7 @@ from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, full
 from tests.worlds import Rank, World
 
-__all__ = ["direct_play", "direct_restore"]
+__all__ = ["direct_cancelled", "direct_play", "direct_restore", "direct_stages"]
 
 LOST_AFTER_S = 3.0
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
@@ -152,6 +162,113 @@ def restore(me: Rank, kind: str, path: str, mode: str) -> dict[str, Any]:
 
 def direct_restore(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, restore, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# Stages
+
+
+def _stages(num_stages: int, num_layers: int = 4) -> nn.ModuleDict:
+    """This rank's stage of a pipeline, sharded over the ranks that have it."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_stages, world // num_stages), mesh_dim_names=("pp", "dp"))
+    stage = dist.get_rank() * num_stages // world
+    layers = {
+        str(n): nn.Linear(3, 5) for n in range(num_layers) if min(n, 3) * num_stages // 4 == stage
+    }
+    for layer in layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+    return nn.ModuleDict(layers)
+
+
+def _fill(module: nn.Module, offset: float) -> None:
+    for name, parameter in module.named_parameters():
+        _fill_one(parameter, float(name[0]) + offset)
+
+
+def _fill_one(parameter: Any, value: float) -> None:
+    with torch.no_grad():
+        parameter.to_local().fill_(value)
+
+
+def _values(module: nn.Module) -> dict[str, list[float]]:
+    """What this rank has of each layer; of weights."""
+    weights = {n[0]: p for n, p in module.named_parameters() if n.endswith("weight")}
+    return {name: p.to_local().unique().tolist() for name, p in weights.items()}  # type: ignore[attr-defined]
+
+
+def stages(me: Rank, path: str, strict: bool) -> dict[str, Any]:
+    """Saves two stages, restores one, four, and some with too few or too many layers."""
+    me.join_gloo()
+    saved = _stages(2)
+    _fill(saved, 1.0)
+    Snapshot.take(path, {"m": saved}, options=SAVE)
+    said: dict[str, Any] = {}
+    for name, num_stages, num_layers in (
+        ("one", 1, 4),
+        ("two", 2, 4),
+        ("four", 4, 4),
+        ("fewer", 1, 3),
+        ("more", 1, 5),
+    ):
+        target = _stages(num_stages, num_layers)
+        _fill(target, -9.0)
+        state = {"m": target}
+        plan = Snapshot(path).plan_restore(state)
+        restore = functools.partial(Snapshot(path, options=options("auto")).restore, state)
+        said[name] = outcome(functools.partial(restore, strict=strict))
+        said[name] |= {"values": _values(target), "planned": [*plan.missing, *plan.unexpected]}
+    dist.barrier()
+    return said
+
+
+def direct_stages(**arguments: Any) -> list[Any]:
+    world = World(4, stages, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# Cancellation
+
+
+def cancelled(me: Rank, path: str) -> dict[str, Any]:
+    """Rank 1 is cancelled between two broadcasts of a round; then tensors are sent."""
+    me.join_gloo()
+    Snapshot.take(path, states(1.0), replicated=["a/**", "b/**", "model/**"], options=SAVE)
+    has_sent = threading.Event()
+    broadcast = Broadcaster.__call__
+
+    async def slow(self: Broadcaster, memory: memoryview, source: int) -> None:
+        await broadcast(self, memory, source)
+        has_sent.set()
+        await anyio.sleep(0.2)
+
+    async def run() -> None:
+        whole = asyncio.create_task(
+            AsyncSnapshot(path, options=options("shared")).restore(states(0.0))
+        )
+        if me.rank == 1:
+            await asyncio.to_thread(has_sent.wait, 10)
+            whole.cancel()
+        with suppress(asyncio.CancelledError):
+            await whole
+
+    if me.rank == 1:
+        Broadcaster.__call__ = slow  # type: ignore[method-assign]
+    said = outcome(lambda: asyncio.run(run()))
+    sent = [torch.full((3,), float(n) if me.rank == 0 else -1.0) for n in range(3)]
+    for tensor in sent:
+        dist.broadcast(tensor, 0)
+    return {**said, "sent": [tensor.tolist() for tensor in sent]}
+
+
+def direct_cancelled(**arguments: Any) -> list[Any]:
+    world = World(2, cancelled, **arguments)
     try:
         return world.results()
     finally:

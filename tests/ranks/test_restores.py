@@ -59,6 +59,42 @@ def test_what_was_saved_is_restored(
         assert plan["bytes_read"] / plan["bytes_needed"] == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_stages_are_cut_anew(director: Director, tmp_path: Path, strict: bool) -> None:
+    """Layers of other stages are not unexpected; what has a place on no rank is."""
+    found = director.play("direct_stages", path=str(tmp_path / "s"), strict=strict)
+    for rank, said in enumerate(found):
+        for name in ("one", "two", "four"):
+            assert said[name]["error"] == ""
+            assert said[name]["planned"] == []
+        whole = {str(n): [n + 1.0] for n in range(4)}
+        if rank < 3:  # five rows on four ranks: the last one has none
+            assert said["one"]["values"] == whole
+        assert said["four"]["values"] == {str(rank): [rank + 1.0]}
+        lines = {
+            "fewer": ["m/3.weight", "m/3.bias"],
+            "more": ["m/4.weight", "m/4.bias"],
+        }
+        for name, paths in lines.items():
+            assert said[name]["planned"] == paths
+            assert said[name]["error"] == ("IncompatibleState" if strict else "")
+            kept = {n: [float(n) - 9.0] for n in said[name]["values"]}
+            restored = {n: whole.get(n, kept[n]) for n in kept}
+            if rank < 3:
+                assert said[name]["values"] == (kept if strict else restored)
+
+
+def test_a_rank_cancelled_in_a_round_still_sends_the_rest_of_it(
+    director: Director, tmp_path: Path
+) -> None:
+    """Else what it left out would meet what the job sends next."""
+    first, second = director.play("direct_cancelled", path=str(tmp_path / "s"))
+    assert first["error"] == "RestoreAborted"
+    assert second["error"] == ""
+    for said in (first, second):
+        assert said["sent"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
 def play(director: Director, path: Path, trouble: str, whom: int = 1, **more: Any) -> list[Any]:
     arguments = {"num_ranks": 2, "mode": "shared", **more}
     said: list[Any] = director.play(

@@ -72,7 +72,7 @@ def test_every_difference_is_found_before_anything_is_read() -> None:
     before = {key: value for key, value in target.items()}
     restore = opened(memory, target, matching=Matching.LEAVES)
     assert restore.missing == ["s/only here"]
-    assert restore.unexpected == ["s/only stored"]
+    assert restore.unplaced == ["s/only stored"]
     lines = dict(line.split(": ", 1) for line in restore.mismatched)
     assert lines["s/dtype"] == "dtype float32 in the snapshot, bfloat16 in the app state"
     assert lines["s/shape"] == "shape (2, 3) in the snapshot, (3, 2) in the app state"
@@ -115,7 +115,7 @@ def test_every_difference_is_found_before_anything_is_read() -> None:
 def test_unexpected_leaves_can_be_left_out() -> None:
     memory = store({"a": torch.ones(1), "b": {"c": torch.ones(1), "d": [1, 2]}, "e": [], "f": (1,)})
     restore = opened(memory, {"a": torch.zeros(1)}, matching=Matching.LEAVES)
-    assert restore.unexpected == ["s/b/c", "s/b/d/0", "s/b/d/1", "s/f/0"]
+    assert restore.unplaced == ["s/b/c", "s/b/d/0", "s/b/d/1", "s/f/0"]
     assert len(restore.reads) == 1
     memory.fill(restore.reads)
     assert restore.build() == {"a": torch.ones(1), "e": []}
@@ -129,7 +129,7 @@ def test_without_a_target_nothing_is_missing() -> None:
 def test_an_empty_target() -> None:
     memory = store({"a": 1})
     restore = opened(memory, {}, matching=Matching.LEAVES)
-    assert restore.unexpected == ["s/a"]
+    assert restore.unplaced == ["s/a"]
     assert restore.build() == {}
     assert memory.restore("s", {}) == {"a": 1}
 
