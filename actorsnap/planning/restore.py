@@ -55,7 +55,8 @@ def plan_boxes(
 
     Args:
         path: Of the tensor, for errors.
-        stored: Disjoint boxes in the tensor's index space, each with bytes of its own in C order.
+        stored: Boxes in the tensor's index space, each with bytes of its own in C order; disjoint,
+            but for those that wanted ones are equal to.
         wanted: Boxes in the same space.
         itemsize: Bytes of an element.
 
@@ -63,9 +64,15 @@ def plan_boxes(
         FormatError: Elements that are wanted are in no stored box, or in several.
     """
     finder = _Finder(stored)
+    # Mostly it is the same mesh; and where meshes of other ranks have other tensors of this name,
+    # the box that is the same is the right one.
+    same = {box: index for index, box in enumerate(stored)}
     shares: dict[int, list[tuple[int, Box]]] = {}
     for number, box in enumerate(wanted):
         if box.is_empty:
+            continue
+        if box in same:
+            shares.setdefault(same[box], []).append((number, box))
             continue
         found: list[Box] = []
         for index in finder.near(box):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import UsageError
+from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import (
     Arranged,
     Item,
@@ -48,10 +50,10 @@ __all__ = [
     "Scope",
     "Sharded",
     "check_sharded",
-    "copied",
     "copies_digest",
     "inventory_digest",
     "item_digest",
+    "lists_for_copies",
     "plan_digest",
     "plan_save",
     "ranks_digest",
@@ -205,29 +207,61 @@ def take_stock(
     return Inventory(private_bytes, tuple(found), tuple(globs), digest), lists
 
 
-def copied(inventories: Sequence[Inventory], copies: Sequence[bytes]) -> dict[bytes, int]:
-    """Returns the scopes without ranks that several ranks hold: digests, and one that has each."""
-    return {digest: min(ranks) for digest, ranks in _copies(inventories, copies).items()}
+def lists_for_copies(inventories: Sequence[Inventory], copies: Sequence[bytes]) -> dict[bytes, int]:
+    """Returns the scopes without ranks whose lists ``plan_save`` needs, and a rank that has each:
+    none, unless some of them may be copies.
 
-
-def _copies(
-    inventories: Sequence[Inventory], copies: Sequence[bytes]
-) -> dict[bytes, dict[int, int]]:
-    """Returns who holds the same items without knowing it, with the scope's place in the inventory.
-
-    Not if the contents of any of them differ: then these are other tensors of the same names,
-    and each rank must get its own one back.
+    Args:
+        copies: See ``plan_save``.
     """
+    open_scopes = _open_scopes(inventories)
+    if not any(_may_be_copies(ranks, copies) for ranks in open_scopes.values()):
+        return {}
+    return {digest: min(ranks) for digest, ranks in open_scopes.items()}
+
+
+def _open_scopes(inventories: Sequence[Inventory]) -> dict[bytes, dict[int, int]]:
+    """Returns who has a scope without ranks, and its place in the rank's inventory."""
     found: dict[bytes, dict[int, int]] = {}
     for rank, inventory in enumerate(inventories):
         for index, scope in enumerate(inventory.scopes):
             if scope.ranks == ():
                 found.setdefault(scope.digest, {})[rank] = index
+    return found
+
+
+def _may_be_copies(ranks: Iterable[int], copies: Sequence[bytes]) -> bool:
+    contents = [copies[rank] for rank in ranks]
+    return len(contents) > 1 and len(set(contents)) == 1
+
+
+def _copies(
+    inventories: Sequence[Inventory],
+    lists: Mapping[bytes, Sequence[Item]],
+    copies: Sequence[bytes],
+) -> dict[bytes, dict[int, int]]:
+    """Returns the scopes without ranks that several ranks hold with equal contents.
+
+    Not if the contents of any of them differ, or if anything in them stands in another list:
+    then these may be other tensors of the same names, and each rank must get its own one back.
+    """
+    open_scopes = _open_scopes(inventories)
+    found = {d: ranks for d, ranks in open_scopes.items() if _may_be_copies(ranks, copies)}
+    if not found:
+        return {}
+    partial = {s.digest for inventory in inventories for s in inventory.scopes if s.ranks}
+    times = Counter(
+        place for digest in {*open_scopes, *partial} for place in _places(lists[digest])
+    )
     return {
         digest: ranks
         for digest, ranks in found.items()
-        if len({copies[rank] for rank in ranks}) == 1 and len(ranks) > 1
+        if all(times[place] == 1 for place in _places(lists[digest]))
     }
+
+
+def _places(items: Iterable[Item]) -> set[_Place]:
+    return {(item.path, item.offsets) for item in items}
 
 
 def check_sharded(
@@ -260,7 +294,7 @@ def check_sharded(
         if tensor.path not in disputed and sum(map(len, found)) < tensor.num_ranks:
             complaints.append(
                 f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
-                f"{_named(sorted(chain.from_iterable(found)))} only"
+                f"{named_ranks(sorted(chain.from_iterable(found)))} only"
             )
     _refuse(
         complaints,
@@ -288,7 +322,7 @@ def plan_save(
     Args:
         inventories: Per rank.
         lists: The items of every scope, by digest. A path and offsets stand in a list once. Of
-            scopes without ranks only those that ``copied`` names.
+            scopes without ranks only those that ``lists_for_copies`` names.
         rules: Sizes; every rank must pack with the same.
         copies: Per rank, ``copies_digest`` of its scope without ranks, if any has one.
 
@@ -303,7 +337,7 @@ def plan_save(
     joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
     own: list[tuple[int, ...]] = [()] * len(inventories)
     groups = _groups(inventories, lists)
-    shared = _copies(inventories, copies)
+    shared = _copies(inventories, lists, copies)
     for digest, indices in shared.items():
         places = {rank: (index, None) for rank, index in indices.items()}
         groups.append(_Group(tuple(places), lists[digest], places))
@@ -417,7 +451,7 @@ def _repeated(
     seen: set[_Place] = set()
     found: set[_Place] = set()
     for digests in partial:
-        places = {(item.path, item.offsets) for digest in digests for item in lists[digest]}
+        places = {place for digest in digests for place in _places(lists[digest])}
         found |= seen & places
         seen |= places
     return found
@@ -446,20 +480,15 @@ def _absent(
         example = lists[digest][0].path if lists[digest] else ""
         if absent:
             complaints.append(
-                f"{example!r} is shared by {_named(ranks)}, says {_named(sorted(found))}, but "
-                f"{_named(absent)} shares nothing with them"
+                f"{example!r} is shared by {named_ranks(ranks)}, says "
+                f"{named_ranks(sorted(found))}, but {named_ranks(absent)} shares nothing with them"
             )
         if strangers:
             complaints.append(
-                f"{example!r} is shared by {_named(ranks)}, says {_named(strangers)}, which "
-                "is none of them"
+                f"{example!r} is shared by {named_ranks(ranks)}, says {named_ranks(strangers)}, "
+                "which is none of them"
             )
     return complaints
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _resolve(

@@ -32,7 +32,14 @@ from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, SavePlan, Sharded, check_sharded, copied, plan_save
+from actorsnap.planning.save import (
+    Inventory,
+    SavePlan,
+    Sharded,
+    check_sharded,
+    lists_for_copies,
+    plan_save,
+)
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -182,7 +189,7 @@ class Memory:
     ) -> dict[bytes, int]:
         """The lists to ask for of what turned out to be held by several: digests, and who
         answers, each rank once."""
-        found = copied([self.inventories[digest] for digest in structures], copies)
+        found = lists_for_copies([self.inventories[digest] for digest in structures], copies)
         return {digest: rank for digest, rank in found.items() if digest not in self.lists}
 
     def plan(

@@ -518,6 +518,8 @@ class _Collector:
             tensor.itemsize,
             offsets=box.offsets,
             global_shape=whole.global_shape,
+            # Other meshes may have boxes of this name: uncut, equal ones can be told.
+            is_whole=len(whole.ranks) < len(self._ranks),
         )
         leaf = Leaf(
             item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders

@@ -21,9 +21,9 @@ from actorsnap.planning.save import (
     Scope,
     Sharded,
     check_sharded,
-    copied,
     inventory_digest,
     item_digest,
+    lists_for_copies,
     plan_digest,
     plan_save,
     ranks_digest,
@@ -523,8 +523,8 @@ def test_what_meshes_do_not_say_is_written_once_if_it_is_equal(
         Inventory(private.nbytes, (Scope((), item_digest(items), items[0].nbytes),))
         for items in held
     ]
-    asked = copied(inventories, copies)
-    assert sorted(asked.values()) == [rank for rank in (0, 2) if copies[rank] == copies[rank + 1]]
+    asked = lists_for_copies(inventories, copies)
+    assert sorted(asked.values()) == ([] if copies[0] == b"1" else [0, 2])
     plan = plan_save(inventories, {digest: lists[digest] for digest in asked}, RULES, copies)
     objects = [
         pack(
@@ -551,3 +551,15 @@ def test_what_meshes_do_not_say_is_written_once_if_it_is_equal(
     assert nbytes == written * held[0][0].nbytes
     keys = [planned.key for plans in objects for planned in plans if planned.opens]
     assert len(set(keys)) == len(keys)
+
+
+def test_copies_are_no_copies_where_their_place_stands_in_another_list() -> None:
+    """Two stages of the same names: ranks 0 and 1 hold one norm, 2 and 3 another one."""
+    norm = shard("m/norm", (0, 0), (512, 512), (1024, 512))
+    held = [[norm], [norm], [norm, shard("m/x", (0,), (8,), (16,))]]
+    held.append(held[2])
+    inventories = [Inventory(0, (Scope((), item_digest(items), 1 << 20),)) for items in held]
+    lists = {item_digest(items): tuple(items) for items in held}
+    plan = plan_save(inventories, lists, RULES, [b"x", b"x", b"y", b"y"])
+    assert [own.own for own in plan.ranks] == [(0,)] * 4
+    assert not any(own.shares for own in plan.ranks)

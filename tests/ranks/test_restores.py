@@ -121,7 +121,7 @@ def test_a_storage_error_on_one_rank(
     for said in found:
         assert said["error"] == "StorageError"
         assert said["text"] == found[0]["text"]
-        assert said["took_s"] < 8
+        assert said["took_s"] < 12
         calls = 0 if trouble == "index" else 2
         assert said["calls"] == ["state_dict"] * calls
         assert said["again"] == ""
@@ -163,7 +163,7 @@ def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
 def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, whom: int) -> None:
     for said in play(director, tmp_path, "takes", whom):
         assert "make the same calls in the same order" in said["text"]
-        assert said["took_s"] < 8
+        assert said["took_s"] < 12
         assert said["again"] == ""
 
 

@@ -205,7 +205,7 @@ def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
         assert first["error"] == "SnapshotAborted"
         assert "still waiting for rank(s) 1" in first["text"]
         assert first["rank"] == 1
-        assert first["seconds"] < 8
+        assert first["seconds"] < 14
 
 
 def test_two_saves_at_once_and_one_that_repeats(director: Director, tmp_path: Path) -> None:
