@@ -146,7 +146,8 @@ class ExchangeActor:
         nbytes = sum(part.stop - part.start for part in parts)
         if source == self._rank:
             return self._own[number % 2][:nbytes]
-        self._theirs.reverse()  # the other one may still be copied from
+        if nbytes:
+            self._theirs.reverse()  # the other one may still be copied from
         return self._theirs[0][:nbytes]
 
     def _deliver(self, parts: Sequence[Part], memory: memoryview) -> None:

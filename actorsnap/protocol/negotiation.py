@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         missing, unexpected, mismatched: As in ``IncompatibleState``; empty where that is no error.
-        unplaced: By each key of the rank's app state, what is unexpected unless another rank with
+        unplaced: By each escaped key of the rank's app state, what is unexpected unless another rank with
             that key has a place for it; likewise.
     """
 

@@ -231,7 +231,9 @@ class _Turns:
         if isinstance(error, ActorSnapError):
             return error
         said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-        named = RestoreAborted(reason="; ".join(said), rank=rank, stage=str(self._stage), key=key)
+        named = RestoreAborted(
+            reason="; ".join(said), rank=rank, stage=str(self._stage), key=escape(key)
+        )
         named.__cause__ = error
         return named
 
@@ -265,7 +267,7 @@ class Compared:
         parts: What can be restored, by key, in the order in which it is loaded.
         adapting: What the module of a key has, where it decides itself what it can take.
         missing, unexpected, mismatched: See ``RestoreReport``.
-        unplaced: By key, what is unexpected here, but may have its place on another rank: layers of
+        unplaced: By escaped key, what is unexpected here, but may have its place on another rank: layers of
             other stages of a pipeline.
     """
 
@@ -350,7 +352,7 @@ def compare(
             part = open_key(key, is_fresh=True)
         found.missing += part.missing
         found.unexpected += part.unexpected
-        found.unplaced[key] = tuple(part.unplaced)
+        found.unplaced[escape(key)] = tuple(part.unplaced)
         found.mismatched += part.mismatched
         found.parts[key] = part
     shared, apart = _settle(app_state, found.parts)
