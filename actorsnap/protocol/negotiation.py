@@ -48,8 +48,8 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         missing, unexpected, mismatched: As in ``IncompatibleState``; empty where that is no error.
-        unplaced: By each escaped key of the rank's app state, what is unexpected unless another rank with
-            that key has a place for it; likewise.
+        unplaced: By each escaped key of the rank's app state, what is unexpected unless another
+            rank with that key has a place for it; likewise.
     """
 
     wants: Wants

@@ -267,8 +267,8 @@ class Compared:
         parts: What can be restored, by key, in the order in which it is loaded.
         adapting: What the module of a key has, where it decides itself what it can take.
         missing, unexpected, mismatched: See ``RestoreReport``.
-        unplaced: By escaped key, what is unexpected here, but may have its place on another rank: layers of
-            other stages of a pipeline.
+        unplaced: By escaped key, what is unexpected here, but may have its place on another
+            rank: layers of other stages of a pipeline.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
