@@ -156,6 +156,7 @@ class SaveJob:
             self._cancel_reason = self._cancel_reason or reason
             if not self._has_begun and not self.finished.done():
                 self._settle(SnapshotAborted(reason=reason, rank=self._rank, stage=Stage.CANCEL))
+                self._leave()
                 self._concluded.set_result(None)
             if self._is_committed:
                 self._tell()
@@ -227,9 +228,13 @@ class SaveJob:
             if not isinstance(error, Exception):
                 raise
         finally:
-            if self._membership is not None:
-                self._membership.save.close()
+            self._leave()
             self._concluded.set_result(None)
+
+    def _leave(self) -> None:
+        """The other ranks hear no more that this one takes part."""
+        if self._membership is not None:
+            self._membership.save.close()
 
     def _tell(self) -> None:
         if not self.finished.done():
