@@ -44,12 +44,18 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "printable",
     "rebuild",
 ]
 
 
 def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
     return cls(**fields)
+
+
+def printable(text: str) -> str:
+    """``text`` as UTF-8 can say it: a path may hold bytes, and a key surrogates, that it cannot."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:

@@ -378,7 +378,7 @@ class CoordinatorMachine:
         is_known = self._joined[rank].plan == plan.digests[rank]
         return Assign(
             self.attempt,
-            self.url,
+            self.url.encode("utf-8", "surrogatepass"),
             self.fsync,
             self.rules,
             plan.digests[rank],

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, SnapshotAborted, rebuild
+from actorsnap.errors import ActorSnapError, SnapshotAborted, printable, rebuild
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.planning.save import Inventory, RankPlan, Sharded
 
@@ -81,12 +81,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: bytes = b""
     may_be_visible: bool = False
 
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", printable(self.reason))
+        if self.key is not None:
+            msgspec.structs.force_setattr(self, "key", printable(self.key))
+
     @classmethod
     def of(
         cls, error: ActorSnapError, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
         """The failure that is to be raised as ``error`` is."""
-        packed = msgspec.msgpack.encode((type(error).__name__, error.fields))
+        fields = {name: _sendable(value) for name, value in error.fields.items()}
+        packed = msgspec.msgpack.encode((type(error).__name__, fields))
         return cls(reason=str(error), stage=stage, rank=rank, key=key, error=packed)
 
     def to_error(self) -> ActorSnapError:
@@ -100,6 +106,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             key=self.key,
             may_be_committed=self.may_be_visible,
         )
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    return [_sendable(item) for item in value] if isinstance(value, tuple) else value
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -237,7 +249,7 @@ class Assign(_Message, frozen=True, tag="A"):
 
     Attributes:
         attempt: The attempt's name.
-        url: Where the coordinator saves to; it holds for all.
+        url: Where the coordinator saves to; it holds for all. UTF-8 with surrogates passed.
         fsync: Whether everything has to be durable before the commit, likewise.
         rules: Its packing rules, likewise.
         digest: Of the plan.
@@ -245,7 +257,7 @@ class Assign(_Message, frozen=True, tag="A"):
     """
 
     attempt: str
-    url: str
+    url: bytes
     fsync: bool
     rules: PackingRules
     digest: bytes

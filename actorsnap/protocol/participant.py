@@ -372,9 +372,8 @@ class ParticipantMachine:
             assert self._begun.remembered is not None
             plan = self._begun.remembered[1]
         self._begun = None
-        return [
-            StartStoring(event.attempt, event.url, event.fsync, event.rules, plan, event.digest)
-        ]
+        url = event.url.decode("utf-8", "surrogatepass")
+        return [StartStoring(event.attempt, url, event.fsync, event.rules, plan, event.digest)]
 
     # Storing
 

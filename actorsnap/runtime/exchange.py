@@ -30,7 +30,7 @@ class Reading:
 
     Args:
         index: Of the snapshot.
-        parts: By top-level key.
+        parts: By escaped top-level key.
         team: Whose ranks restore; None where this is the only one.
     """
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -30,10 +29,6 @@ __all__ = [
     "resolve_options",
 ]
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 AppState: TypeAlias = Mapping[str, Stateful]
 

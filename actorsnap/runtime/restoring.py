@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted
+from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted, printable
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
@@ -57,9 +57,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,13 +189,15 @@ def _compare(
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
     index = yield from load_view(source, steps.rank)
-    ready = Ready(call, source.place.url, index.attempt)
+    ready = Ready(call, printable(source.place.url), index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
     states = state_dicts(app_state, steps.team)
     compared = compare(
         index, app_state, states, rank=steps.rank, allow_pickle=source.options.allow_pickle
     )
-    return compared, Reading(source, index, compared.parts, steps.team)
+    # By names that can be sent to other ranks.
+    parts = {escape(key): part for key, part in compared.parts.items()}
+    return compared, Reading(source, index, parts, steps.team)
 
 
 def _agree(steps: Steps, message: Comparison) -> Script[ReadPlan]:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -52,9 +52,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):

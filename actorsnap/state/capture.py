@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, printable
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -189,7 +189,7 @@ def capture(
     return Captured(
         tuple(app_state),
         collector.finish(),
-        tuple(sorted(set(replicated))),
+        tuple(sorted(map(printable, set(replicated)))),
         tuple(collector.sharded),
     )
 

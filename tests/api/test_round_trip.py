@@ -818,3 +818,17 @@ def test_random_states(state: dict[str, Any], is_async: bool) -> None:
         assert_same(targets[key].data, value, key)
     assert snapshot.verify("full").ok
     forget_space(name)
+
+
+@each_facade
+def test_names_that_utf8_cannot_say(api: Facade, tmp_path: Path) -> None:
+    """A path of any bytes, a key and a glob with lone surrogates; errors name them, too."""
+    url = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    state = {"\ud800": StateDict(x=torch.arange(3.0))}
+    target = {"\ud800": StateDict(x=torch.zeros(3))}
+    globs = ["\ud800/**", "%ud800/**"]
+    snapshot = api.run(api.Snapshot.take(url, state, replicated=globs))
+    assert api.run(snapshot.restore(target)).is_complete
+    assert_same(target["\ud800"].state_dict(), state["\ud800"].state_dict())
+    with pytest.raises(ObjectExists):
+        api.run(api.Snapshot.take(url, state))

@@ -51,3 +51,16 @@ def test_other_failures_are_aborts_that_say_where() -> None:
     assert isinstance(error, SnapshotAborted)
     assert (error.reason, error.rank, error.stage, error.key) == ("r", 2, "stage", "k")
     assert error.may_be_committed
+
+
+def test_text_that_utf8_cannot_say_travels_all_the_same() -> None:
+    """A path may hold any bytes, and a key any surrogates."""
+    error = errors.IncompatibleState(missing=["\ud800", "a"], mismatched=["b: \udcff"])
+    for failure in (
+        Failure.of(error, stage=Stage.STORE, rank=3, key="\ud800"),
+        Failure(reason="\udcff is full", stage=Stage.STORE, key="\udcff"),
+    ):
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure)
+        assert sent == failure
+        assert type(sent.to_error()) in (errors.IncompatibleState, SnapshotAborted)
+    assert "\\udcff is full" in sent.reason

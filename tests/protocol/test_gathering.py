@@ -230,7 +230,7 @@ def test_a_save_meets_a_restore() -> None:
     assert "rank 1 takes a snapshot" in str(error)
     member = MemberMachine(rank=1)
     rules = PackingRules(chunk_bytes=1, max_objects=1, min_object_bytes=1)
-    told, finish = member.handle(Assign("a", "/s", True, rules, b"", None))
+    told, finish = member.handle(Assign("a", b"/s", True, rules, b"", None))
     assert isinstance(told, Send)
     assert isinstance(told.message, Failed)
     assert finish == Finish(told.message.failure)

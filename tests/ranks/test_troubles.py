@@ -187,6 +187,16 @@ def test_a_path_that_is_not_shared(director: Director, tmp_path: Path, what: str
 def test_other_keys_on_each_rank(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_wrong", num_ranks=3, what="keys", path=str(tmp_path / "s"))
     assert [rank["first"]["error"] for rank in said] == [""] * 3
+    # It is the second save that lies there now, without these keys.
+    assert [rank["again"]["error"] for rank in said] == [""] * 3
+    for rank, one in enumerate(said):
+        assert one["found"] == {f"{rank}/only{rank}/x": [float(rank)] * 3}
+
+
+def test_names_that_utf8_cannot_say(director: Director, tmp_path: Path) -> None:
+    for rank in director.play("direct_odd_names", num_ranks=2, path=str(tmp_path / "s")):
+        assert [one["error"] for one in rank["said"]] == ["", "", "ObjectExists"], rank["said"]
+        assert rank["x"] == [3.0] * 5
 
 
 def test_another_path_on_one_rank(director: Director, tmp_path: Path) -> None:

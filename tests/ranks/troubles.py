@@ -212,9 +212,15 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
                 dist.barrier()
     if what == "never":
         return {"first": first}
+    found = {}
+    if what == "keys":
+        snapshot = Snapshot(path)
+        names = [name for name in snapshot.get_manifest() if name.startswith(f"{me.rank}/only")]
+        found = {name: snapshot.read_object(name).tolist() for name in names if name.endswith("/x")}
+        dist.barrier()
     again = takes(path, me.rank, overwrite=True)
     dist.barrier()
-    return {"first": first, "again": again}
+    return {"first": first, "again": again, "found": found}
 
 
 def direct_wrong(num_ranks: int, **arguments: Any) -> list[Any]:
@@ -273,6 +279,28 @@ def direct_one_store(path: str) -> list[Any]:
             assert said is None, said
         for rank in world.ranks:
             rank.tell()
+        return world.results()
+    finally:
+        world.end()
+
+
+def odd_names(me: Rank, path: str) -> dict[str, Any]:
+    """A path that is no UTF-8, and a key that is none either."""
+    me.join_gloo()
+    url = f"{path}-\udcff"
+    app = {"\ud800": StateDict({"x": torch.full((5,), 3.0)}), **state(me.rank)}
+    globs = ["\ud800/**", "%ud800/**", "model/**"]
+    said = [outcome(lambda: Snapshot.take(url, app, replicated=globs, options=OPTIONS))]
+    app["\ud800"]["x"].zero_()
+    said.append(outcome(lambda: Snapshot(url, options=OPTIONS).restore(app)))
+    said.append(outcome(lambda: Snapshot.take(url, app, options=OPTIONS)))
+    dist.barrier()
+    return {"said": said, "x": app["\ud800"]["x"].tolist()}
+
+
+def direct_odd_names(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, odd_names, path=path)
+    try:
         return world.results()
     finally:
         world.end()
