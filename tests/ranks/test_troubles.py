@@ -117,6 +117,35 @@ def test_a_rank_falls(
         check_whole(path, 3)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "how"),
+    [
+        (2, "fsdp2", "kill"),
+        (4, "ddp", "stop"),
+        pytest.param(2, "ddp", "kill", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp2", "stop", marks=pytest.mark.slow),
+        pytest.param(2, "tensor_parallel", "stop", marks=pytest.mark.slow),
+        pytest.param(2, "tensor_parallel", "kill", marks=pytest.mark.slow),
+        pytest.param(2, "sharded_tensor", "kill", marks=pytest.mark.slow),
+        pytest.param(4, "sharded_tensor", "stop", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_of_a_trainer_falls(
+    director: Director, tmp_path: Path, num_ranks: int, kind: str, how: str
+) -> None:
+    path = str(tmp_path / "s")
+    said = director.play(
+        "direct_trainer_falls", num_ranks=num_ranks, victim=1, path=path, kind=kind, how=how
+    )
+    for other in said["others"]:
+        assert other["error"] == "SnapshotAborted", other
+        assert "rank 1" in other["text"]
+    assemble(tmp_path / "s")  # the older one is whole
+    if how == "stop":
+        assert said["victim"]["error"] == "SnapshotAborted"
+        assert [one["error"] for one in said["again"]] == [""] * num_ranks
+
+
 def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_loses_the_store", num_ranks=3, path=str(tmp_path / "s"))
     for rank in said:

@@ -22,6 +22,7 @@ from actorsnap.storage.registry import open_storage, register
 from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
+from tests.ranks.models import STATES
 from tests.worlds import Rank, World
 
 LOST_AFTER_S = 3.0
@@ -89,13 +90,36 @@ def falls(me: Rank, path: str, victim: int, machine: str, event: str, how: str) 
     return {"again": again}
 
 
-def direct_falls(num_ranks: int, victim: int, **arguments: Any) -> dict[str, Any]:
-    world = World(num_ranks, falls, victim=victim, **arguments)
+def trainer_falls(me: Rank, path: str, kind: str, victim: int, how: str) -> dict[str, Any]:
+    """As ``falls``, with the app state of a real trainer."""
+    me.join_gloo()
+    app = STATES[kind]()
+
+    def save() -> dict[str, Any]:
+        return outcome(lambda: Snapshot.take(path, app, overwrite=True, options=OPTIONS))
+
+    assert save()["error"] == ""
+    if me.rank == victim:
+        trip("participant", "Planned", signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    me.say(save())
+    me.hear()
+    return {"again": save() if how == "stop" else None}
+
+
+def direct_trainer_falls(num_ranks: int, **arguments: Any) -> dict[str, Any]:
+    return _fall(World(num_ranks, trainer_falls, **arguments), **arguments)
+
+
+def direct_falls(num_ranks: int, **arguments: Any) -> dict[str, Any]:
+    return _fall(World(num_ranks, falls, **arguments), **arguments)
+
+
+def _fall(world: World, *, victim: int, how: str, **_: Any) -> dict[str, Any]:
     others = [rank for number, rank in enumerate(world.ranks) if number != victim]
     said: dict[str, Any] = {}
     try:
         said["others"] = [rank.hear() for rank in others]
-        if arguments["how"] == "stop":
+        if how == "stop":
             world.ranks[victim].kill(signal.SIGCONT)
             said["victim"] = world.ranks[victim].hear()
             for rank in world.ranks:
