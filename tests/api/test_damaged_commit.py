@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from actorsnap import ChecksumMismatch, ObjectExists, Options, UnsupportedFormat, sync
+from actorsnap import ChecksumMismatch, ObjectExists, Options, UnsupportedFormat, cli, sync
 from actorsnap.format.manifest import COMMIT_KEY
 from tests.api.damage import rewrite_commit
 from tests.api.places import leftovers, state
@@ -35,9 +34,8 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return url
 
 
-def cli(*arguments: object) -> int:
-    command = [sys.executable, "-m", "actorsnap", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True).returncode
+def run(*arguments: object) -> int:
+    return CliRunner().invoke(cli.app, [*map(str, arguments)]).exit_code
 
 
 def test_it_is_named_and_can_be_deleted(damaged: Path) -> None:
@@ -52,11 +50,11 @@ def test_it_is_named_and_can_be_deleted(damaged: Path) -> None:
 
 
 def test_on_the_command_line(damaged: Path) -> None:
-    assert cli("verify", damaged) == 1
+    assert run("verify", damaged) == 1
     # Whose data it is cannot be told, so what may be the snapshot's stays.
-    assert cli("rm", "--garbage", "--force", damaged) == 0
+    assert run("rm", "--garbage", "--force", damaged) == 0
     assert len([*damaged.rglob("*.safetensors")]) == 2
-    assert cli("rm", "--yes", damaged) == 0
+    assert run("rm", "--yes", damaged) == 0
     assert not (damaged / COMMIT_KEY).exists()
     # Who wrote it still lives, in this process, and might be at it again: now it is garbage.
     sync.Snapshot.take(damaged, state(2), options=FAST)
