@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_ARGS ?=
+# A file stays in one process: tests of a file share worlds and servers.
+PARALLEL ?= -n 2 --dist loadfile
 
 .PHONY: demo test test-all bench docs lint format clean
 
@@ -15,10 +17,10 @@ demo: $(READY)
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench $(BENCH_ARGS)
