@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.models import MODULES
 from tests.ranks.restores import LOST_AFTER_S
 from tests.worlds import Director
 
@@ -16,7 +17,7 @@ FILLED = [[1.0], [2.0], [3.0], [4.0]]
 
 @pytest.fixture(scope="module")
 def director() -> Iterator[Director]:
-    with Director("tests.ranks.restores") as director:
+    with Director("tests.ranks.restores", *MODULES) as director:
         yield director
 
 
