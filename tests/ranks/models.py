@@ -18,7 +18,6 @@ MODULES = (
     "torch._dynamo",  # by an optimizer's first step
     "torch.distributed._shard.sharded_tensor",
     "torch.distributed.fsdp",
-    "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
 )
 """What these take long to import, for a ``Director``."""
