@@ -1,6 +1,6 @@
 """Real processes that save together: ranks over gloo, forked by a helper.
 
-Importing torch takes seconds. ``python -m tests.worlds MODULE`` imports it once, then forks for
+Importing torch takes seconds. ``python -m tests.worlds MODULE ...`` imports it once, then forks for
 each line ``[function, arguments]`` a *director*: that function of the module makes a ``World``
 of ranks and a store's server, tells them what to do, stops or kills them, and answers with what
 they said.
@@ -52,8 +52,8 @@ class Rank:
         self.channel.write(json.dumps(value) + "\n")
         self.channel.flush()
 
-    def hear(self) -> None:
-        assert self.channel.readline()
+    def hear(self) -> Any:
+        return json.loads(self.channel.readline())
 
     def store(self) -> Any:
         return _dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
@@ -121,8 +121,8 @@ class Child:
         """Waits; whether the process has gone without a word."""
         return not self._channel.readline()
 
-    def tell(self) -> None:
-        self._channel.write("go\n")
+    def tell(self, value: Any = None) -> None:
+        self._channel.write(json.dumps(value) + "\n")
         self._channel.flush()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -140,6 +140,7 @@ class World:
             channel.flush()
             while True:
                 channel.readline()
+                signal.alarm(LIMIT_S)
                 channel.write(json.dumps(server.num_keys()) + "\n")
                 channel.flush()
 
@@ -158,6 +159,7 @@ class World:
         return [rank.result() for rank in self.ranks]
 
     def num_keys(self) -> int:
+        """How many keys the store has. Whoever asks keeps its server alive."""
         self.server.tell()
         return int(self.server.hear())
 
@@ -175,14 +177,15 @@ class Director:
 
     Args:
         module: Where the functions are that it is to call.
+        imports: Modules that each rank would import else.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, *imports: str) -> None:
+        self._modules = module, *imports
 
     def __enter__(self) -> Director:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.worlds", self._module],
+            [sys.executable, "-m", "tests.worlds", *self._modules],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -216,7 +219,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    module = importlib.import_module(sys.argv[1])
+    module, *_ = [importlib.import_module(name) for name in sys.argv[1:]]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -170,7 +170,7 @@ class MemberActor:
         message = await self._end.receive()
         if isinstance(message, Lost):
             reason = f"rank 0, which coordinates, was not heard for {message.silent_s:.0f} s"
-            return CoordinatorLost(reason)
+            return CoordinatorLost(reason, message.rank)
         if isinstance(message, Broken):
             return CoordinatorLost(message.reason)
         return message

@@ -240,7 +240,7 @@ class ParticipantActor:
                         f"rank {lost.rank}, which coordinates, was not heard for "
                         f"{lost.silent_s:.0f} s"
                     )
-                    await self._post(CoordinatorLost(reason))
+                    await self._post(CoordinatorLost(reason, lost.rank))
                 case Broken() as broken:
                     await self._post(CoordinatorLost(broken.reason))
                     return
@@ -255,7 +255,7 @@ class ParticipantActor:
         with self._patience:
             await anyio.sleep_until(self._deadline)
             reason = "timeout_s is over, and rank 0, which coordinates, has said nothing"
-            await self._post(CoordinatorLost(reason))
+            await self._post(CoordinatorLost(reason, 0))
 
     async def _handle(self, event: ParticipantEvent, tasks: anyio.abc.TaskGroup) -> None:
         for command in self._machine.handle(event):

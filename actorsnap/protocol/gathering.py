@@ -302,7 +302,7 @@ class MemberMachine:
         return self._end(event.failure)
 
     def _on_lost(self, event: CoordinatorLost) -> list[MemberCommand]:
-        return self._end(_aborted(event.reason, self.stage, 0))
+        return self._end(_aborted(event.reason, self.stage, event.rank))
 
     def _on_deadline(self, event: DeadlinePassed) -> list[MemberCommand]:
         return self._end(

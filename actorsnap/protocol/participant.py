@@ -183,9 +183,15 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 class CoordinatorLost(msgspec.Struct, frozen=True):
-    """The coordinator was not heard for a while, or cannot be reached any more."""
+    """The coordinator was not heard for a while, or cannot be reached any more.
+
+    Attributes:
+        reason: For people.
+        rank: 0 if it is silent; None where this end carries nothing any more, whoever's fault.
+    """
 
     reason: str
+    rank: int | None = None
 
 
 class Looked(msgspec.Struct, frozen=True):
@@ -466,7 +472,7 @@ class ParticipantMachine:
         return [LookForCommit()]
 
     def _on_lost(self, event: CoordinatorLost) -> list[ParticipantCommand]:
-        failure = Failure(reason=event.reason, stage=self._stage)
+        failure = Failure(reason=event.reason, stage=self._stage, rank=event.rank)
         self.state = _S.ABORTED
         return [StopWork(), DiscardObjects(), Finish(failure)]
 
@@ -475,7 +481,12 @@ class ParticipantMachine:
         if event.is_committed:
             return self._on_committed(Committed())
         self.state = _S.ABORTED
-        failure = Failure(reason=self._lost.reason, stage=Stage.COMMIT, may_be_visible=True)
+        failure = Failure(
+            reason=self._lost.reason,
+            stage=Stage.COMMIT,
+            rank=self._lost.rank,
+            may_be_visible=True,
+        )
         return [Finish(failure)]
 
     @property

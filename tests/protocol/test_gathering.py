@@ -237,7 +237,7 @@ def test_a_save_meets_a_restore() -> None:
 
 
 def test_without_a_coordinator_a_rank_ends_by_itself() -> None:
-    for event in (CoordinatorLost("rank 0 is gone"), DeadlinePassed(5.0)):
+    for event in (CoordinatorLost("rank 0 is gone", 0), DeadlinePassed(5.0)):
         for before in ([], [Reached()], [StepFailed(failure())]):
             member = MemberMachine(rank=1)
             for earlier in before:

@@ -12,16 +12,26 @@ from torch import nn
 
 from actorsnap import StateDict
 
-__all__ = ["STATES", "full"]
+__all__ = ["MODULES", "STATES", "full"]
+
+MODULES = (
+    "torch._dynamo",  # by an optimizer's first step
+    "torch.distributed._shard.sharded_tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
+"""What these take long to import, for a ``Director``."""
 
 DIM = 64
+HIDDEN = 4 * DIM + 8
+"""Divides by 2, 3 and 4, as tensor parallel layers have to; 37, below, by none."""
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(DIM, 4 * DIM + 2, bias=False)
-        self.down = nn.Linear(4 * DIM + 2, DIM)
+        self.up = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM)
         self.norm = nn.LayerNorm(DIM)
         self.register_buffer("scale", torch.ones(3))
 

@@ -36,7 +36,7 @@ from tests.worlds import Rank, World
 
 __all__ = ["direct_cancelled", "direct_play", "direct_restore", "direct_stages"]
 
-LOST_AFTER_S = 3.0
+LOST_AFTER_S = 1.5
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
 MIB = 1 << 20
 

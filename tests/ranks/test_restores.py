@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.models import MODULES
 from tests.ranks.restores import LOST_AFTER_S
 from tests.worlds import Director
 
@@ -16,7 +17,7 @@ FILLED = [[1.0], [2.0], [3.0], [4.0]]
 
 @pytest.fixture(scope="module")
 def director() -> Iterator[Director]:
-    with Director("tests.ranks.restores") as director:
+    with Director("tests.ranks.restores", *MODULES) as director:
         yield director
 
 
@@ -167,8 +168,22 @@ def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, 
         assert said["again"] == ""
 
 
-@pytest.mark.parametrize("whom", [0, 2])
-@pytest.mark.parametrize("trouble", ["kill state_dict", "kill read", "kill load_state_dict"])
+@pytest.mark.parametrize(
+    ("trouble", "whom"),
+    [
+        ("kill state_dict", 2),
+        ("kill load_state_dict", 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # see test_falls.py
+            for case in (
+                ("kill state_dict", 0),
+                ("kill load_state_dict", 2),
+                ("kill read", 0),
+                ("kill read", 2),
+            )
+        ),
+    ],
+)
 def test_a_rank_is_killed(director: Director, tmp_path: Path, trouble: str, whom: int) -> None:
     """The others' collectives break down with gloo, or they are told by rank 0."""
     found = play(director, tmp_path, trouble, whom, num_ranks=3)

@@ -16,6 +16,7 @@ import torch
 from actorsnap.errors import FormatError
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
+from tests.ranks.models import MODULES
 from tests.worlds import ROOT, Director
 
 LEAVES = """
@@ -29,7 +30,7 @@ pending = Snapshot.async_take(sys.argv[1], state)
 
 @pytest.fixture(scope="module")
 def director() -> Iterator[Director]:
-    with Director("tests.ranks.saves") as director:
+    with Director("tests.ranks.saves", *MODULES) as director:
         yield director
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.ranks.assembled import Assembled, assemble
-from tests.ranks.troubles import LOST_AFTER_S
 from tests.worlds import Director
 
 
@@ -35,115 +34,6 @@ def check_whole(path: Path, num_ranks: int, fill: float = 1.0) -> Assembled:
 def is_clean(path: Path) -> bool:
     """Whether only the committed attempt's folder is left."""
     return len([entry for entry in path.iterdir() if entry.is_dir()]) == 1
-
-
-STEPS = [
-    ("participant", "Begun"),
-    ("participant", "AskInventory"),
-    ("participant", "AskItems"),
-    ("participant", "Assign"),
-    ("participant", "Planned"),
-    ("participant", "Tokens"),
-    ("participant", "ChunkStored"),
-    ("participant", "StagingEnded"),
-    ("participant", "ObjectReleased"),
-    ("participant", "ManifestStored"),
-    ("participant", "Committed"),
-]
-STEPS_OF_RANK_0 = [
-    ("coordinator", "Join"),
-    ("coordinator", "Offer"),
-    ("coordinator", "Items"),
-    ("coordinator", "Opened"),
-    ("coordinator", "Written"),
-    ("coordinator", "Stored"),
-    ("coordinator", "CommitWritten"),
-    ("participant", "Complete"),
-]
-QUICK = {
-    ("kill", 1, "Begun"),
-    ("kill", 1, "ChunkStored"),
-    ("kill", 1, "ManifestStored"),
-    ("kill", 0, "Join"),
-    ("kill", 0, "Written"),
-    ("kill", 0, "CommitWritten"),
-    ("stop", 1, "Assign"),
-    ("stop", 0, "Stored"),
-}
-_CASES = [
-    pytest.param(
-        *case,
-        id="-".join(map(str, case)),
-        marks=[] if (case[0], case[1], case[3]) in QUICK else [pytest.mark.slow],
-    )
-    for how in ("kill", "stop")
-    for victim, steps in ((1, STEPS), (0, STEPS_OF_RANK_0))
-    for machine, event in steps
-    for case in [(how, victim, machine, event)]
-]
-
-
-@pytest.mark.parametrize(("how", "victim", "machine", "event"), _CASES)
-def test_a_rank_falls(
-    director: Director, tmp_path: Path, how: str, victim: int, machine: str, event: str
-) -> None:
-    path = tmp_path / "s"
-    said = director.play(
-        "direct_falls",
-        num_ranks=3,
-        victim=victim,
-        path=str(path),
-        machine=machine,
-        event=event,
-        how=how,
-    )
-    is_committed = event in ("CommitWritten", "Committed")
-    for other in said["others"]:
-        assert other["seconds"] < LOST_AFTER_S + 12
-        if is_committed:
-            assert other["error"] == "", other
-        else:
-            assert other["error"] == "SnapshotAborted", other
-            assert f"rank {victim}" in other["text"]
-    assert len({(other["error"], other["text"]) for other in said["others"]}) == 1
-    if how == "kill" and event in ("AskInventory", "AskItems", "Offer", "Items"):
-        assert not (path / ".actorsnap").exists()
-    else:  # either the older snapshot or a later one: all hold the same
-        check_whole(path, 3)
-    if how == "stop":
-        # It hears what became of the save, and all go on together.
-        assert said["victim"]["error"] == ("" if is_committed else "SnapshotAborted")
-        assert [one["error"] for one in said["again"]] == [""] * 3
-        check_whole(path, 3)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "kind", "how"),
-    [
-        (2, "fsdp2", "kill"),
-        (4, "ddp", "stop"),
-        pytest.param(2, "ddp", "kill", marks=pytest.mark.slow),
-        pytest.param(4, "fsdp2", "stop", marks=pytest.mark.slow),
-        pytest.param(2, "tensor_parallel", "stop", marks=pytest.mark.slow),
-        pytest.param(2, "tensor_parallel", "kill", marks=pytest.mark.slow),
-        pytest.param(2, "sharded_tensor", "kill", marks=pytest.mark.slow),
-        pytest.param(4, "sharded_tensor", "stop", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_of_a_trainer_falls(
-    director: Director, tmp_path: Path, num_ranks: int, kind: str, how: str
-) -> None:
-    path = str(tmp_path / "s")
-    said = director.play(
-        "direct_trainer_falls", num_ranks=num_ranks, victim=1, path=path, kind=kind, how=how
-    )
-    for other in said["others"]:
-        assert other["error"] == "SnapshotAborted", other
-        assert "rank 1" in other["text"]
-    assemble(tmp_path / "s")  # the older one is whole
-    if how == "stop":
-        assert said["victim"]["error"] == "SnapshotAborted"
-        assert [one["error"] for one in said["again"]] == [""] * num_ranks
 
 
 def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from actorsnap import ActorSnapError, Options, StateDict
-from actorsnap.protocol.coordinator import CoordinatorMachine
-from actorsnap.protocol.participant import ParticipantMachine
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
-from tests.ranks.models import STATES
 from tests.worlds import Rank, World
 
 LOST_AFTER_S = 3.0
@@ -53,81 +49,6 @@ def outcome(work: Callable[[], Any]) -> dict[str, Any]:
 def takes(path: str, rank: int, **more: Any) -> dict[str, Any]:
     arguments = {"replicated": ["model/**"], "options": OPTIONS, **more}
     return outcome(lambda: Snapshot.take(path, state(rank), **arguments))
-
-
-def trip(machine: str, event: str, signal_number: int) -> None:
-    """Ends or stops this process when that machine is about to handle that event."""
-    kind: Any = CoordinatorMachine if machine == "coordinator" else ParticipantMachine
-    handle = kind.handle
-
-    def tripping(self: Any, what: Any) -> Any:
-        if type(what).__name__ == event:
-            kind.handle = handle
-            os.kill(os.getpid(), signal_number)
-        return handle(self, what)
-
-    kind.handle = tripping
-
-
-def falls(me: Rank, path: str, victim: int, machine: str, event: str, how: str) -> dict[str, Any]:
-    """One rank is killed or stopped in the middle of a save."""
-    me.join_gloo()
-    # What is known from a save before is not asked for again.
-    if event not in ("AskInventory", "AskItems", "Offer", "Items"):
-        assert takes(path, me.rank)["error"] == ""
-    if me.rank == victim:
-        trip(machine, event, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-    if (me.rank == victim) == (victim == 0):
-        # The first one that joins is asked; and of a rank 0 that was never there, only the
-        # deadline tells.
-        time.sleep(0.3)
-    first = takes(path, me.rank, overwrite=True)
-    me.say(first)
-    me.hear()
-    again = None
-    if how == "stop":
-        again = takes(path, me.rank, overwrite=True)
-    return {"again": again}
-
-
-def trainer_falls(me: Rank, path: str, kind: str, victim: int, how: str) -> dict[str, Any]:
-    """As ``falls``, with the app state of a real trainer."""
-    me.join_gloo()
-    app = STATES[kind]()
-
-    def save() -> dict[str, Any]:
-        return outcome(lambda: Snapshot.take(path, app, overwrite=True, options=OPTIONS))
-
-    assert save()["error"] == ""
-    if me.rank == victim:
-        trip("participant", "Planned", signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-    me.say(save())
-    me.hear()
-    return {"again": save() if how == "stop" else None}
-
-
-def direct_trainer_falls(num_ranks: int, **arguments: Any) -> dict[str, Any]:
-    return _fall(World(num_ranks, trainer_falls, **arguments), **arguments)
-
-
-def direct_falls(num_ranks: int, **arguments: Any) -> dict[str, Any]:
-    return _fall(World(num_ranks, falls, **arguments), **arguments)
-
-
-def _fall(world: World, *, victim: int, how: str, **_: Any) -> dict[str, Any]:
-    others = [rank for number, rank in enumerate(world.ranks) if number != victim]
-    said: dict[str, Any] = {}
-    try:
-        said["others"] = [rank.hear() for rank in others]
-        if how == "stop":
-            world.ranks[victim].kill(signal.SIGCONT)
-            said["victim"] = world.ranks[victim].hear()
-            for rank in world.ranks:
-                rank.tell()
-            said["again"] = [rank.result()["again"] for rank in world.ranks]
-        return said
-    finally:
-        world.end()
 
 
 def loses_the_store(me: Rank, path: str) -> dict[str, Any]:

@@ -1,0 +1,281 @@
+"""What ranks and directors do in ``test_falls.py`` (see ``tests.worlds``).
+
+A *fall* is a rank that is killed or stopped when one of its machines is about to handle one event,
+in a save or a restore of a trainer's state. What follows it shows whether the job can go on.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from actorsnap import Options, StateDict
+from actorsnap.protocol.coordinator import CoordinatorMachine
+from actorsnap.protocol.gathering import GatheringMachine, MemberMachine
+from actorsnap.protocol.messages import Join, Offer
+from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.sync import Snapshot
+from tests.ranks.models import STATES
+from tests.ranks.troubles import outcome
+from tests.worlds import LIMIT_S, Rank, World
+
+__all__ = ["LOST_AFTER_S", "STEPS", "TIMEOUT_S", "Step", "direct_falls"]
+
+LOST_AFTER_S = 2.0
+TIMEOUT_S = 20.0
+OPTIONS = Options(timeout_s=TIMEOUT_S, lost_after_s=LOST_AFTER_S, fsync=False, read_mode="shared")
+_MIB = 1 << 20
+
+_MACHINES: dict[str, Any] = {
+    "participant": ParticipantMachine,
+    "coordinator": CoordinatorMachine,
+    "member": MemberMachine,
+    "gathering": GatheringMachine,
+}
+
+
+class Step(NamedTuple):
+    """Where a rank falls.
+
+    Attributes:
+        victim: The rank. Rank 0 coordinates.
+        machine: Of ``_MACHINES``.
+        event: What it is about to handle.
+        number: Of the step that all pass together, in a restore.
+    """
+
+    victim: int
+    machine: str
+    event: str
+    number: int = -1
+
+    @property
+    def is_save(self) -> bool:
+        return self.machine in ("participant", "coordinator")
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the others have succeeded, or can."""
+        return self.event in ("CommitWritten", "Committed") or self[2:] == ("Proceed", 4)
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether the others wait for it in a broadcast: gloo may not recover from that, nor do
+        the collectives of the job."""
+        return self[2:] == ("Proceed", 2)
+
+
+STEPS = [
+    Step(1, "participant", "Begun"),
+    Step(1, "participant", "AskInventory"),
+    Step(1, "participant", "AskItems"),
+    Step(1, "participant", "Assign"),
+    Step(1, "participant", "Planned"),
+    Step(1, "participant", "Tokens"),
+    Step(1, "participant", "ChunkStored"),
+    Step(1, "participant", "StagingEnded"),
+    Step(1, "participant", "ObjectReleased"),
+    Step(1, "participant", "ManifestStored"),
+    Step(1, "participant", "Committed"),
+    Step(0, "coordinator", "Join"),
+    Step(0, "coordinator", "Offer"),
+    Step(0, "coordinator", "Items"),
+    Step(0, "coordinator", "Opened"),
+    Step(0, "coordinator", "Written"),
+    Step(0, "coordinator", "Stored"),
+    Step(0, "coordinator", "CommitWritten"),
+    Step(0, "participant", "Complete"),
+    # A restore: all are ready, have compared, have read a round, have read all, have loaded.
+    *(Step(1, "member", "Reached", number) for number in range(5)),
+    *(Step(1, "member", "Proceed", number) for number in (2, 4)),
+    *(Step(0, "gathering", "Arrived", number) for number in range(5)),
+]
+
+
+# Ranks
+
+
+def _trip(step: Step, signal_number: int) -> None:
+    """Ends or stops this process when it comes there."""
+    kind = _MACHINES[step.machine]
+    handle = kind.handle
+
+    def tripping(self: Any, event: Any) -> Any:
+        if type(event).__name__ == step.event and step.number in (-1, getattr(self, "step", -1)):
+            kind.handle = handle
+            # This thread: the process' others could go on for a moment, with this one.
+            signal.pthread_kill(threading.get_ident(), signal_number)
+        return handle(self, event)
+
+    kind.handle = tripping
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """This rank's memory of a state dict, in an order that a load does not change."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _tensors(value[key])
+    elif hasattr(value, "local_shards"):
+        yield from (shard.tensor for shard in value.local_shards())
+    elif isinstance(value, torch.Tensor):
+        yield getattr(value, "_local_tensor", value)
+
+
+class Trainer:
+    """The state of a trainer, and what makes a save take every step: tensors that all ranks have.
+
+    Each number makes other values, and another structure, which has to be asked for.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._app = STATES[kind]()
+        self._first = [tensor.clone() for tensor in self._memory()]
+
+    def _memory(self) -> list[torch.Tensor]:
+        return [t for value in self._app.values() for t in _tensors(value.state_dict())]
+
+    @torch.no_grad()
+    def at(self, number: int) -> dict[str, Any]:
+        """The app state, with the values of that number."""
+        for tensor, first in zip(self._memory(), self._first, strict=True):
+            tensor.copy_(first + number)
+        table = {f"w{number}-{n}": torch.full((_MIB,), float(number + n)) for n in range(2)}
+        return {**self._app, "table": StateDict(table)}
+
+    def is_at(self, number: int, app: dict[str, Any]) -> bool:
+        """Whether the app state has the values of that number, bit for bit."""
+        pairs = zip(self._memory(), self._first, strict=True)
+        table = [app["table"][f"w{number}-{n}"] for n in range(2)]
+        return all(torch.equal(tensor, first + number) for tensor, first in pairs) and all(
+            bool((tensor == number + n).all()) for n, tensor in enumerate(table)
+        )
+
+    def spoiled(self, number: int) -> dict[str, Any]:
+        """An app state to restore that number into."""
+        app = self.at(number)
+        for value in app.values():
+            for tensor in _tensors(value.state_dict()):
+                with torch.no_grad():
+                    tensor.fill_(-3)
+        return app
+
+
+@contextmanager
+def _first(victim: int) -> Iterator[None]:
+    """Rank 0 hears that rank before the others: who is heard first is asked for what all have."""
+    handle: Any = CoordinatorMachine.handle
+    held: dict[type, list[Any]] = {Join: [], Offer: []}
+
+    def favouring(self: Any, event: Any) -> Any:
+        waiting = held.get(type(event))
+        if waiting is None:
+            return handle(self, event)
+        if event.rank != victim:
+            waiting.append(event)
+            return []
+        del held[type(event)]
+        return [command for one in (event, *waiting) for command in handle(self, one)]
+
+    CoordinatorMachine.handle = favouring  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CoordinatorMachine.handle = handle  # type: ignore[method-assign]
+
+
+def _obey(me: Rank, path: str, kind: str) -> None:
+    """Saves and restores, as the director says."""
+    me.join_gloo()
+    trainer = Trainer(kind)
+    while True:
+        order = me.hear()
+        signal.alarm(LIMIT_S)
+        favour: AbstractContextManager[None] = nullcontext()
+        if order["step"] is not None:
+            step = Step(*order["step"])
+            if me.rank == step.victim:
+                _trip(step, order["signal"])
+            elif me.rank == 0 and step.event.startswith("Ask"):
+                favour = _first(step.victim)
+        with favour:
+            me.say(_call(trainer, path, order["is_save"], order["number"]))
+
+
+def _call(trainer: Trainer, path: str, is_save: bool, number: int) -> dict[str, Any]:
+    if is_save:
+        app = trainer.at(number)
+        globs = ["table/**"]
+        return outcome(
+            lambda: Snapshot.take(path, app, overwrite=True, replicated=globs, options=OPTIONS)
+        )
+    app = trainer.spoiled(number)
+    said = outcome(lambda: Snapshot(path, options=OPTIONS).restore(app))
+    return {**said, "is_equal": trainer.is_at(number, app)}
+
+
+# Director
+
+
+def _order(
+    world: World, is_save: bool, number: int, step: Step | None = None, how: int = 0
+) -> list[Any]:
+    """What the ranks say to an order; those that have not fallen in it."""
+    signal.alarm(2 * LIMIT_S)
+    world.num_keys()  # the server may live on
+    for rank in world.ranks:
+        rank.tell({"is_save": is_save, "number": number, "step": step, "signal": how})
+    others = [r for n, r in enumerate(world.ranks) if step is None or n != step.victim]
+    answers = [rank.hear() for rank in others]
+    for said in answers:
+        assert "seconds" in said, said["error"]
+    return answers
+
+
+def direct_falls(
+    num_ranks: int, kind: str, path: str, how: str, steps: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """A rank falls at one step after the other, and each time the job goes on.
+
+    Where a rank is killed the job starts anew, where it is stopped it goes on when that one does,
+    if the process group can.
+
+    Returns:
+        For each step what the others said (``others``), who was stopped (``victim``), then what
+        all said of a restore (``restored``) and of a save (``saved``).
+    """
+    signal_number = signal.SIGSTOP if how == "stop" else signal.SIGKILL
+    world = World(num_ranks, _obey, path=path, kind=kind)
+    found = []
+    number = 1
+    try:
+        assert not any(said["error"] for said in _order(world, True, number))
+        for step in map(Step._make, steps):
+            try:
+                falls_in = number + 1 if step.is_save else number
+                said: dict[str, Any] = {
+                    "others": _order(world, step.is_save, falls_in, step, signal_number)
+                }
+                if how == "stop":
+                    victim = world.ranks[step.victim]
+                    victim.kill(signal.SIGCONT)
+                    said["victim"] = victim.hear()
+                if how == "kill" or step.is_in_round:
+                    world.end()
+                    world = World(num_ranks, _obey, path=path, kind=kind)
+                if step.is_decided:
+                    number = falls_in
+                said["restored"] = _order(world, False, number)
+                number += 1 if number == falls_in else 2
+                said["saved"] = _order(world, True, number)
+            except Exception as error:
+                error.add_note(f"at {step}")
+                raise
+            found.append(said)
+    finally:
+        world.end()
+    return found
