@@ -208,6 +208,12 @@ def test_leaves_come_back_whatever_the_size_of_their_blocks(tmp_path: Path, is_o
     assert snapshot.verify("full").ok
 
 
+def test_chunks_that_end_in_a_leaf_do_not_change_its_blocks(tmp_path: Path) -> None:
+    make_block_sizes.make(tmp_path / "again")
+    manifests = [(folder / MANIFEST).read_bytes() for folder in (tmp_path / "again", BLOCK_SIZES)]
+    assert manifests[0] == manifests[1]
+
+
 def test_the_same_values_in_other_blocks_are_no_difference(tmp_path: Path) -> None:
     older = with_blocks_of_1_mib(tmp_path / "older")
     run = CliRunner().invoke(cli.app, ["diff", str(older), str(BLOCK_SIZES)])

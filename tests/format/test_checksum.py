@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actorsnap.format.checksum import (
@@ -152,6 +152,7 @@ def test_the_number_of_checksums_tells_the_size_of_the_blocks(
 
 
 @given(sizes, st.integers(0, 2000))
+@example(4 * MIB, 2)
 def test_a_number_of_checksums_that_no_block_size_gives_is_refused(nbytes: int, count: int) -> None:
     possible = {-(-nbytes // (MIN_BLOCK_BYTES << n)) for n in range(5)}
     assert is_block_count(nbytes, count) == (count in possible)
