@@ -41,10 +41,10 @@ MAX_BLOCK_BYTES = 1 << 20
 _NUM_BLOCKS = 16
 """So many full blocks a leaf has at least, if they need not be smaller than allowed."""
 
-# To get the GIL back from a thread that computes in Python takes up to 5 ms; a small block is hashed
-# in 3 to 50 us. So blocks of any size give it away at most once per MiB, or per leaf.
+# To get the GIL back from a thread that computes in Python takes up to 5 ms, and small blocks are
+# hashed in 3 to 50 us each: they keep it. Else it is given away where that is worth it.
 _KEEP_GIL = 0
-_RELEASE_GIL = 1
+_CHOOSE = -1
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -107,7 +107,7 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
     # Slicing costs more than the checksum of a small leaf, and most leaves are one block.
     if len(flat) <= block_bytes:
         return (_crc32c.crc32c(flat),)
-    gil = _RELEASE_GIL if block_bytes >= MAX_BLOCK_BYTES else _KEEP_GIL
+    gil = _CHOOSE if block_bytes >= MAX_BLOCK_BYTES else _KEEP_GIL
     return tuple(
         [
             _crc32c.crc32c(flat[start : start + block_bytes], 0, gil)
