@@ -208,10 +208,12 @@ def test_leaves_come_back_whatever_the_size_of_their_blocks(tmp_path: Path, is_o
     assert snapshot.verify("full").ok
 
 
-def test_chunks_that_end_in_a_leaf_do_not_change_its_blocks(tmp_path: Path) -> None:
+def test_what_made_it_still_makes_the_same_blocks(tmp_path: Path) -> None:
+    """Also of a leaf that a chunk ends in. And the feature is named: older releases refuse it."""
     make_block_sizes.make(tmp_path / "again")
-    manifests = [(folder / MANIFEST).read_bytes() for folder in (tmp_path / "again", BLOCK_SIZES)]
-    assert manifests[0] == manifests[1]
+    for name in (MANIFEST, ".actorsnap"):
+        assert (tmp_path / "again" / name).read_bytes() == (BLOCK_SIZES / name).read_bytes()
+    assert json.loads((BLOCK_SIZES / ".actorsnap").read_bytes())["features"] == ["block_sizes"]
 
 
 def test_the_same_values_in_other_blocks_are_no_difference(tmp_path: Path) -> None:
@@ -238,12 +240,6 @@ def test_a_damaged_block_is_named(tmp_path: Path, name: str, at: int, block: int
     path.write_bytes(data)
     with pytest.raises(ChecksumMismatch, match=f"block {block} of 'leaves/{name}'"):
         Snapshot(folder).read_object(f"0/leaves/{name}")
-
-
-def test_releases_without_the_feature_refuse_it() -> None:
-    """They know no feature, and refuse a snapshot that names one."""
-    for folder, features in ((V1, None), (BLOCK_SIZES, ["block_sizes"])):
-        assert json.loads((folder / ".actorsnap").read_bytes()).get("features") == features
 
 
 # Damage ---------------------------------------------------------------------------------------
