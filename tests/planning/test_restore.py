@@ -177,6 +177,16 @@ def test_a_cut_of_the_first_dim_goes_in_place_but_for_the_edges() -> None:
     ]
 
 
+def test_each_stored_box_has_blocks_of_its_own_size() -> None:
+    boxes = [box((0, 8)), box((8, 16))]
+    blocks = [MIB >> 3, MIB >> 2]
+    reads = plan_boxes("x", boxes, [box((1, 15))], itemsize=MIB >> 4, block_bytes=blocks)
+    assert [(read.stored, read.start * 16 // MIB, read.stop * 16 // MIB) for read in reads] == [
+        *((0, 2, 8), (0, 0, 2)),
+        *((1, 0, 4), (1, 4, 8)),
+    ]
+
+
 def test_blocks_between_rows_are_not_read() -> None:
     reads = plan([box((0, 3), (0, 3))], [box((0, 3), (0, 2))], MIB)
     assert [(read.start // MIB, read.stop // MIB) for read in reads] == [(0, 2), (3, 5), (6, 8)]
