@@ -50,6 +50,7 @@ from actorsnap.format.manifest import (
     TensorEntry,
     ValueEntry,
     ViewEntry,
+    is_same_content,
 )
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
@@ -245,7 +246,7 @@ def _difference(path: str, left: dict[str, _Leaf], right: dict[str, _Leaf]) -> l
     descriptions = ["  ".join(_describe(leaf)) for leaf in (was, now)]
     if descriptions[0] != descriptions[1]:
         return [f"! {path}", " -> ".join(descriptions)]
-    if was.content() != now.content():
+    if not was.has_values_of(now):
         # Checksums tell of the memory that views share, not of each view.
         is_view = isinstance(was.entry, ViewEntry)
         return [f"~ {path}", *_describe(was), f"other values{' in that memory' * is_view}"]
@@ -428,17 +429,16 @@ class _Leaf:
             if isinstance(entry, TensorEntry | BytesEntry)
         )
 
-    def content(self) -> list[object]:
-        """What is equal exactly if the values are (up to CRC32C's collisions)."""
+    def has_values_of(self, other: _Leaf) -> bool:
+        """Whether the values are equal (up to CRC32C's collisions)."""
+        ours, theirs = self._content(), other._content()
+        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+
+    def _content(self) -> list[Entry]:
         entries = [self.entry, *self.parts]
         if self.base is not None and self.base not in self.parts:
             entries.append(self.base)
-        return [
-            (entry.data.stop - entry.data.start, entry.data.crc32c)
-            if isinstance(entry, TensorEntry | BytesEntry)
-            else entry
-            for entry in entries
-        ]
+        return entries
 
     def as_json(self) -> dict[str, Any]:
         entry = self.entry
@@ -451,6 +451,12 @@ class _Leaf:
             case ValueEntry():
                 found["value"] = entry.value
         return {**found, "nbytes": self.nbytes}
+
+
+def _is_same(ours: Entry, theirs: Entry) -> bool:
+    if isinstance(ours, TensorEntry | BytesEntry) and isinstance(theirs, TensorEntry | BytesEntry):
+        return is_same_content(ours.data, theirs.data)
+    return ours == theirs
 
 
 def _leaves(manifests: dict[int, RankManifest]) -> dict[str, _Leaf]:

@@ -459,8 +459,7 @@ def row_reshard(setting: Setting) -> None:
         emit(
             f"resharding, bytes read / needed, {of}",
             ratios=ratios,
-            # Where a row of a matrix is 4 KiB, a rank's boxes are single checksum blocks.
-            needs={n: Need(1.05, at_least=False) for n in ratios} if of == "real layers" else {},
+            needs={n: Need(1.05, at_least=False) for n in ratios},
             missing={},
             gib=round(nbytes / 2**30, 3),
             metadata_bytes_read=metadata,

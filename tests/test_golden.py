@@ -1,6 +1,7 @@
 """Snapshots that earlier releases wrote are read for ever; damaged ones are told as such.
 
-``tests/golden/make_v1.py`` made ``tests/golden/v1`` and says what must come back.
+``tests/golden/make_v1.py`` made ``tests/golden/v1`` and says what must come back, as
+``make_block_sizes.py`` does of ``block_sizes``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from actorsnap import (
     ActorSnapError,
@@ -26,6 +28,7 @@ from actorsnap import (
     StateDict,
     UnsupportedFormat,
     UsageError,
+    cli,
 )
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
@@ -39,9 +42,11 @@ from actorsnap.format.manifest import (
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 from tests.api.states import scribble
+from tests.golden import make_block_sizes
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 
 V1 = Path(__file__).parent / "golden" / "v1"
+BLOCK_SIZES = V1.with_name("block_sizes")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
 MANIFEST = f"{ATTEMPT}/manifest/0.json"
 DATA = f"{ATTEMPT}/data/dense/0-0.safetensors"
@@ -159,6 +164,82 @@ def test_what_made_it_still_makes_the_same_state(tmp_path: Path) -> None:
     for path in ("pickled/date", "pickled/names"):  # torch.save decides about these bytes
         again[path]["data"] = golden[path]["data"] = None
     assert again == golden
+
+
+# Blocks of several sizes ----------------------------------------------------------------------
+
+
+def with_blocks_of_1_mib(folder: Path) -> Path:
+    """Writes the manifest as releases did that did not know the feature ``block_sizes``."""
+    copied = Path(shutil.copytree(BLOCK_SIZES, folder))
+    manifest = json.loads((copied / MANIFEST).read_bytes())
+    data = (copied / manifest["objects"][0]["key"]).read_bytes()
+    for entry in manifest["entries"]:
+        _, start, stop, checksums = entry["data"]
+        checksums[:] = [
+            crc32c(data[at : min(at + (1 << 20), stop)]) for at in range(start, stop, 1 << 20)
+        ]
+    raw = json.dumps(manifest).encode()
+    (copied / MANIFEST).write_bytes(raw)
+
+    def change(commit: dict[str, Any]) -> None:
+        del commit["features"]
+        commit["manifests"][0].update(size=len(raw), crc32c=crc32c(raw))
+
+    rewrite(copied, change)
+    return copied
+
+
+def num_checksums(folder: Path) -> list[int]:
+    entries = Snapshot(folder).get_manifest().values()
+    return [len(entry.data.crc32c) for entry in entries if isinstance(entry, TensorEntry)]
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_leaves_come_back_whatever_the_size_of_their_blocks(tmp_path: Path, is_older: bool) -> None:
+    folder = with_blocks_of_1_mib(tmp_path / "older") if is_older else BLOCK_SIZES
+    assert num_checksums(folder) == ([0, 1, 1, 2, 3] if is_older else [0, 1, 2, 32, 17])
+    snapshot = Snapshot(folder)
+    expected = make_block_sizes.app_state()["leaves"].data
+    assert_same(snapshot.get_state_dict_for_key("leaves"), expected)
+    target = StateDict({name: torch.zeros_like(leaf) for name, leaf in expected.items()})
+    assert snapshot.restore({"leaves": target}).is_complete
+    assert_same(target.data, expected)
+    assert snapshot.verify("full").ok
+
+
+def test_what_made_it_still_makes_the_same_blocks(tmp_path: Path) -> None:
+    """Also of a leaf that a chunk ends in. And the feature is named: older releases refuse it."""
+    make_block_sizes.make(tmp_path / "again")
+    for name in (MANIFEST, ".actorsnap"):
+        assert (tmp_path / "again" / name).read_bytes() == (BLOCK_SIZES / name).read_bytes()
+    assert json.loads((BLOCK_SIZES / ".actorsnap").read_bytes())["features"] == ["block_sizes"]
+
+
+def test_the_same_values_in_other_blocks_are_no_difference(tmp_path: Path) -> None:
+    older = with_blocks_of_1_mib(tmp_path / "older")
+    run = CliRunner().invoke(cli.app, ["diff", str(older), str(BLOCK_SIZES)])
+    assert (run.exit_code, run.stdout) == (0, "equal: 5 leaves\n")
+    leaves = make_block_sizes.app_state()
+    leaves["leaves"].data["uneven"][-1] += 1
+    Snapshot.take(tmp_path / "changed", leaves)
+    run = CliRunner().invoke(cli.app, ["diff", str(older), str(tmp_path / "changed")])
+    assert (run.exit_code, run.stdout.split()[:2]) == (1, ["~", "0/leaves/uneven"])
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "block"), [("most", (64 << 10) * 31, 31), ("uneven", -1, 16)]
+)
+def test_a_damaged_block_is_named(tmp_path: Path, name: str, at: int, block: int) -> None:
+    folder = Path(shutil.copytree(BLOCK_SIZES, tmp_path / "copied"))
+    entry = Snapshot(folder).get_manifest()[f"0/leaves/{name}"]
+    assert isinstance(entry, TensorEntry)
+    path = next(folder.glob("*/data/*/*"))
+    data = bytearray(path.read_bytes())
+    data[(entry.data.stop if at < 0 else entry.data.start) + at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumMismatch, match=f"block {block} of 'leaves/{name}'"):
+        Snapshot(folder).read_object(f"0/leaves/{name}")
 
 
 # Damage ---------------------------------------------------------------------------------------

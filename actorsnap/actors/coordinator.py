@@ -26,6 +26,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    FEATURES,
     FORMAT_VERSION,
     Commit,
     ManifestRecord,
@@ -94,6 +95,7 @@ class CommitTemplate:
     def fill(self, manifests: tuple[ManifestRecord, ...]) -> Commit:
         return Commit(
             version=FORMAT_VERSION,
+            features=FEATURES,
             world_size=self.world_size,
             attempt=self.attempt,
             created=self.created,

@@ -15,15 +15,19 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.trace import ProgressBoard
-from actorsnap.format.checksum import block_checksums, crc32c
-from actorsnap.format.manifest import BLOCK_BYTES, Stored
+from actorsnap.format.checksum import (
+    MAX_BLOCK_BYTES,
+    block_checksums,
+    choose_block_bytes,
+)
+from actorsnap.format.manifest import Stored
 from actorsnap.planning.packing import ObjectPlan
 from actorsnap.state.tensors import ByteSource
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
 __all__ = ["ChecksumLedger", "UploaderActor", "checksums_of"]
 
-_BATCH_BYTES = BLOCK_BYTES
+_BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
 """Small pieces are gathered up to these sizes for one write call."""
 
@@ -38,15 +42,21 @@ class ChecksumLedger:
     def __init__(self, plan: ObjectPlan) -> None:
         self._plan = plan
         self._first = [0]
+        self._block_bytes: list[int] = []
         for start, end in zip(plan.starts, plan.ends, strict=True):
-            self._first.append(self._first[-1] - (start - end) // BLOCK_BYTES)
+            self._block_bytes.append(block_bytes := choose_block_bytes(end - start))
+            self._first.append(self._first[-1] - (start - end) // block_bytes)
         self._values: list[int | None] = [None] * self._first[-1]
+
+    def block_bytes(self, item: int) -> int:
+        """The size of the blocks of item ``item``."""
+        return self._block_bytes[item]
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
         """Notes the checksums of a chunk's blocks."""
         if checksums:
             piece = staged.pieces[0]
-            first = self._first[piece.item] + piece.start // BLOCK_BYTES
+            first = self._first[piece.item] + piece.start // self._block_bytes[piece.item]
             self._values[first : first + len(checksums)] = checksums
 
     def stored(self, item: int, number: int) -> Stored:
@@ -115,37 +125,47 @@ class UploaderActor:
 
     async def _store(self, staged: StagedChunk) -> None:
         writer = await self._writer_of(staged.chunk.object)
+        ledger = self._ledgers[staged.chunk.object]
         nbytes = staged.chunk.stop - staged.chunk.start
         if self._has_blocking_io:
-            checksums = await self._run_blocking(_hash_and_write, writer, staged, self._is_stopped)
+            checksums = await self._run_blocking(
+                _hash_and_write, writer, staged, ledger, self._is_stopped
+            )
             await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
-            views, checksums = await self._run_blocking(_hash, staged)
+            views, checksums = await self._run_blocking(_hash, staged, ledger)
             self._board.add(hashed=nbytes)
             await writer.write_at(staged.chunk.start, [staged.head, *views])
             self._board.add(stored=nbytes)
-        self._ledgers[staged.chunk.object].record(staged, checksums)
+        ledger.record(staged, checksums)
 
 
-def _hash(staged: StagedChunk) -> tuple[list[memoryview], list[int]]:
+def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int]]:
     views = list(staged.views())
-    return views, [value for view in views for value in block_checksums(view)]
+    checksums: list[int] = []
+    for piece, view in zip(staged.pieces, views, strict=True):
+        checksums += block_checksums(view, ledger.block_bytes(piece.item))
+    return views, checksums
 
 
 def _hash_and_write(
-    writer: ObjectWriter, staged: StagedChunk, is_stopped: Callable[[], bool]
+    writer: ObjectWriter,
+    staged: StagedChunk,
+    ledger: ChecksumLedger,
+    is_stopped: Callable[[], bool],
 ) -> list[int]:
     checksums: list[int] = []
     at = staged.chunk.start
     batch: list[memoryview] = [staged.head]
     batch_bytes = len(staged.head)
-    for view in staged.views():
-        for low in range(0, len(view), BLOCK_BYTES):
-            block = view if len(view) <= BLOCK_BYTES else view[low : low + BLOCK_BYTES]
-            checksums.append(crc32c(block))
-            batch.append(block)
-            batch_bytes += len(block)
+    for piece, view in zip(staged.pieces, staged.views(), strict=True):
+        block_bytes = ledger.block_bytes(piece.item)
+        for low in range(0, len(view), _BATCH_BYTES):
+            part = view if len(view) <= _BATCH_BYTES else view[low : low + _BATCH_BYTES]
+            checksums += block_checksums(part, block_bytes)
+            batch.append(part)
+            batch_bytes += len(part)
             if batch_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_VIEWS:
                 if is_stopped():
                     return []
@@ -160,13 +180,14 @@ def _hash_and_write(
 def checksums_of(source: ByteSource) -> list[int]:
     """The checksums of a leaf's blocks, as they would be stored."""
     checksums: list[int] = []
-    buffer = memoryview(bytearray(0 if source.is_addressable else BLOCK_BYTES))
-    for start in range(0, source.nbytes, BLOCK_BYTES):
-        stop = min(start + BLOCK_BYTES, source.nbytes)
+    block_bytes = choose_block_bytes(source.nbytes)
+    buffer = memoryview(bytearray(0 if source.is_addressable else MAX_BLOCK_BYTES))
+    for start in range(0, source.nbytes, MAX_BLOCK_BYTES):
+        stop = min(start + MAX_BLOCK_BYTES, source.nbytes)
         if source.is_addressable:
-            block = source.view(start, stop)
+            view = source.view(start, stop)
         else:
-            block = buffer[: stop - start]
-            source.copy_into(start, block)
-        checksums.append(crc32c(block))
+            view = buffer[: stop - start]
+            source.copy_into(start, view)
+        checksums += block_checksums(view, block_bytes)
     return checksums

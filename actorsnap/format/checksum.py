@@ -1,7 +1,12 @@
 """Computes CRC32C: of bytes, of blocks, and of concatenations that are never joined.
 
 This file decides how a leaf's bytes are cut into blocks of checksums (``docs/format.md``,
-"Terms"). It must not know what the bytes mean or where they lie.
+"Blocks"). It must not know what the bytes mean or where they lie.
+
+A writer chooses the size of the blocks by that of the leaf; a reader sees it in the number of
+checksums. ``n`` blocks are enough for a leaf and ``n - 1`` are not, so with ``n > 1`` the size
+of a block is in ``[nbytes / n, nbytes / (n - 1))``, and there is one power of two in that at
+most. The same holds for every run of the leaf's blocks.
 
 Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). To
 append ``n`` bytes is to multiply the message by ``x**(8n)``, so the CRC of a concatenation
@@ -11,15 +16,35 @@ cancel in that sum. ``x**(8n) mod P`` takes one multiplication per set bit of ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import crc32c as _crc32c
 
-__all__ = ["BLOCK_BYTES", "block_checksums", "combine", "crc32c"]
+__all__ = [
+    "MAX_BLOCK_BYTES",
+    "MIN_BLOCK_BYTES",
+    "block_bytes_of",
+    "block_checksums",
+    "choose_block_bytes",
+    "combine",
+    "combine_blocks",
+    "crc32c",
+    "is_block_count",
+]
 
-BLOCK_BYTES = 1 << 20
-"""A leaf's bytes are checksummed in blocks of this size, counted from the leaf's start."""
+MIN_BLOCK_BYTES = 1 << 16
+MAX_BLOCK_BYTES = 1 << 20
+"""A multiple of the blocks of every leaf."""
+
+_NUM_BLOCKS = 16
+"""So many full blocks a leaf has at least, if they need not be smaller than allowed."""
+
+# To get the GIL back from a thread that computes in Python takes up to 5 ms, and small blocks are
+# hashed in 3 to 50 us each: they keep it. Else it is given away where that is worth it.
+_KEEP_GIL = 0
+_CHOOSE = -1
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -32,7 +57,35 @@ def crc32c(data: Buffer, value: int = 0) -> int:
     return _crc32c.crc32c(data, value)
 
 
-def block_checksums(view: memoryview[Any], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
+def choose_block_bytes(nbytes: int) -> int:
+    """Returns the size of the blocks in which a leaf of ``nbytes`` bytes is written."""
+    largest = 1 << (nbytes // _NUM_BLOCKS).bit_length() >> 1
+    return min(max(largest, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
+
+
+def block_bytes_of(nbytes: int, num_blocks: int) -> int:
+    """Returns the size of the blocks of stored bytes, from the number of their checksums.
+
+    Args:
+        nbytes: Of a leaf, or of a run of its blocks.
+        num_blocks: ``is_block_count`` is true of it.
+
+    Returns:
+        A power of two. Of a single block that is no more than it has, one that is large enough.
+    """
+    share = -(-nbytes // max(num_blocks, 1))
+    return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
+
+
+def is_block_count(nbytes: int, num_blocks: int) -> bool:
+    """Whether a leaf of ``nbytes`` bytes can have so many checksums."""
+    if num_blocks == 1:  # nearly every leaf of those states that have many
+        return 0 < nbytes <= MAX_BLOCK_BYTES
+    block_bytes = block_bytes_of(nbytes, num_blocks)
+    return block_bytes <= MAX_BLOCK_BYTES and -(-nbytes // block_bytes) == num_blocks
+
+
+def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
     """Returns the CRC32C of each block of ``view``, counted from its start.
 
     Args:
@@ -54,9 +107,12 @@ def block_checksums(view: memoryview[Any], block_bytes: int = BLOCK_BYTES) -> tu
     # Slicing costs more than the checksum of a small leaf, and most leaves are one block.
     if len(flat) <= block_bytes:
         return (_crc32c.crc32c(flat),)
+    gil = _CHOOSE if block_bytes >= MAX_BLOCK_BYTES else _KEEP_GIL
     return tuple(
-        _crc32c.crc32c(flat[start : start + block_bytes])
-        for start in range(0, len(flat), block_bytes)
+        [
+            _crc32c.crc32c(flat[start : start + block_bytes], 0, gil)
+            for start in range(0, len(flat), block_bytes)
+        ]
     )
 
 
@@ -74,6 +130,16 @@ def combine(first: int, second: int, second_len: int) -> int:
     if second_len < 0:
         raise ValueError(f"second_len must not be negative, got {second_len}")
     return _multiply(_append_operator(second_len), first) ^ second
+
+
+def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
+    """Returns the CRC32C of ``nbytes`` stored bytes, from those of their blocks."""
+    block_bytes = block_bytes_of(nbytes, len(checksums))
+    whole, left = 0, nbytes
+    for checksum in checksums:
+        whole = combine(whole, checksum, min(block_bytes, left))
+        left -= block_bytes
+    return whole
 
 
 def _multiply(a: int, b: int) -> int:

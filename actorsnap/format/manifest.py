@@ -21,13 +21,12 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format import validate
-from actorsnap.format.checksum import BLOCK_BYTES, crc32c
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_bytes_of, combine_blocks, crc32c
 
 __all__ = [
-    "BLOCK_BYTES",
     "COMMIT_KEY",
+    "FEATURES",
     "FORMAT_VERSION",
-    "KNOWN_FEATURES",
     "BytesEntry",
     "BytesType",
     "Commit",
@@ -48,13 +47,15 @@ __all__ = [
     "decode_rank_manifest",
     "encode_commit",
     "encode_rank_manifest",
+    "is_same_content",
     "is_same_tensor",
 ]
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
-"""Features this release can read. A snapshot that names another one is refused."""
+FEATURES = ("block_sizes",)
+"""What this release writes, and all that it can read: a snapshot that names another feature is
+refused."""
 
 COMMIT_KEY = ".actorsnap"
 MAX_NESTING = 900
@@ -131,13 +132,18 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Where a leaf's bytes lie: ``[object, start, stop, crc32c]``.
 
     ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are
-    absolute byte offsets in it; ``crc32c`` has one value per block of ``BLOCK_BYTES``.
+    absolute byte offsets in it; ``crc32c`` has one value per block, from ``start`` on.
     """
 
     object: _Size
     start: _Size
     stop: _Size
     crc32c: tuple[_Crc, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a block; the last one may be shorter."""
+        return block_bytes_of(self.stop - self.start, len(self.crc32c))
 
 
 class ContainerEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="container"):
@@ -244,11 +250,11 @@ Entry: TypeAlias = (
 
 class RankManifest(_Data, frozen=True, kw_only=True, omit_defaults=False):
     """What one rank stored. Entries stand in traversal order: the order of a dict's or a
-    list's children is the order of their first entries."""
+    list's children is the order of their first entries. ``block_bytes``: no block is larger."""
 
     attempt: str
     rank: _Size
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = MAX_BLOCK_BYTES
     objects: tuple[ObjectRecord, ...] = ()
     entries: tuple[Entry, ...] = ()
 
@@ -360,13 +366,12 @@ def _check_features(head: _Head) -> None:
     features = head.features
     if not isinstance(features, list):
         return  # absent, or strict decoding says what is wrong
-    unknown = sorted({f for f in features if isinstance(f, str)} - KNOWN_FEATURES)
+    unknown = sorted({f for f in features if isinstance(f, str)} - set(FEATURES))
     if unknown:
-        known = ", ".join(sorted(KNOWN_FEATURES)) or "none"
         raise UnsupportedFormat(
             key=COMMIT_KEY,
             detail=f"the snapshot needs the features {', '.join(unknown)[:400]}, and this "
-            f"release knows {known}. Install a newer actorsnap",
+            f"release knows {', '.join(FEATURES)}. Install a newer actorsnap",
         )
 
 
@@ -428,7 +433,7 @@ def decode_rank_manifest(
 
 def _check_manifest(manifest: RankManifest, key: str) -> None:
     """Raises FormatError where a well-typed manifest contradicts itself."""
-    if manifest.block_bytes != BLOCK_BYTES:
+    if manifest.block_bytes != MAX_BLOCK_BYTES:
         raise FormatError(key=key, detail=f"block_bytes is {manifest.block_bytes}")
     validate.check_place(manifest, key)
     boxes: frozenset[str] = frozenset()
@@ -475,6 +480,19 @@ def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
             raise FormatError(key=key, detail=f"two shards of {entry.path!r} are at the same place")
         seen.add(entry.offsets)
     return frozenset(offsets)
+
+
+def is_same_content(a: Stored, b: Stored) -> bool:
+    """Whether bytes of two snapshots are equal, as far as checksums tell.
+
+    Their blocks need not be of one size.
+    """
+    nbytes = a.stop - a.start
+    if nbytes != b.stop - b.start:
+        return False
+    if len(a.crc32c) == len(b.crc32c):
+        return a.crc32c == b.crc32c
+    return combine_blocks(a.crc32c, nbytes) == combine_blocks(b.crc32c, nbytes)
 
 
 def is_same_tensor(a: TensorEntry, b: TensorEntry) -> bool:

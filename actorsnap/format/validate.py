@@ -14,7 +14,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, NoReturn
 
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.checksum import BLOCK_BYTES
+from actorsnap.format.checksum import is_block_count
 from actorsnap.format.layout import (
     DATA_ALIGNMENT,
     MAX_BYTES,
@@ -128,7 +128,7 @@ def check_stored(
         first, last = extents[data.object]
         if not first <= start <= stop <= last:
             _fail(key, f"{entry.path!r} lies at [{start}, {stop}), not in [{first}, {last})")
-        if len(data.crc32c) != -((start - stop) // BLOCK_BYTES):
+        if not is_block_count(stop - start, len(data.crc32c)):
             _fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from actorsnap.format.manifest import BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.planning.restore import Part, Range
 
 __all__ = [
@@ -61,7 +61,8 @@ class Wants(msgspec.Struct, frozen=True, array_like=True):
         keys: What all may want alike, by key.
         grouped_bytes: What it wants as only some of the ranks do: shards that a mesh
             replicates over some of its axes.
-        piece_bytes: The largest piece that it has memory for; at least two checksum blocks.
+        piece_bytes: The largest piece that it has memory for; at least two of the largest checksum
+            blocks.
         obstacle: Why it cannot pass bytes on; empty if it can.
     """
 
@@ -143,8 +144,8 @@ def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
 
 def count_rounds(nbytes: int, *, num_readers: int, piece_bytes: int) -> int:
     """The rounds that ``cut`` makes of ``nbytes``."""
-    # A cut is put on the next block, so that pieces get up to one block larger.
-    return -(-nbytes // (num_readers * (piece_bytes - BLOCK_BYTES)))
+    # A cut is put on the next block of the largest size: pieces get up to one such block larger.
+    return -(-nbytes // (num_readers * (piece_bytes - MAX_BLOCK_BYTES)))
 
 
 def cut(ranges: Sequence[Range], *, num_readers: int, piece_bytes: int) -> list[tuple[Part, ...]]:
@@ -152,12 +153,12 @@ def cut(ranges: Sequence[Range], *, num_readers: int, piece_bytes: int) -> list[
 
     Args:
         ranges: In an order that all ranks have. Empty ones are dropped.
-        piece_bytes: Bound of a piece; more than a checksum block.
+        piece_bytes: Bound of a piece; more than the largest checksum block.
 
     Returns:
         The pieces, each as parts of the ranges. Reader ``i % num_readers`` reads number ``i``
-        in round ``i // num_readers``. Parts begin at multiples of the checksum block,
-        counted from the first byte of their range.
+        in round ``i // num_readers``. Parts begin at multiples of the largest checksum
+        block, counted from the first byte of their range.
     """
     total = sum(found.stop - found.start for found in ranges)
     num_pieces = num_readers * count_rounds(total, num_readers=num_readers, piece_bytes=piece_bytes)
@@ -167,10 +168,10 @@ def cut(ranges: Sequence[Range], *, num_readers: int, piece_bytes: int) -> list[
         size = found.stop - found.start
         low = 0
         while low < size:
-            # Each block belongs to the piece in whose equal share of all bytes it begins.
+            # Each such block belongs to the piece in whose equal share of all bytes it begins.
             number = (begin + low) * num_pieces // total
             end = -(-(number + 1) * total // num_pieces)
-            high = min(size, low + -(-(end - begin - low) // BLOCK_BYTES) * BLOCK_BYTES)
+            high = min(size, low + -(-(end - begin - low) // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES)
             pieces[number].append(Part(index, low, high))
             low = high
         begin += size

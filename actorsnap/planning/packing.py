@@ -18,6 +18,7 @@ from heapq import heapify, heapreplace
 
 import msgspec
 
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import flat_range_boxes
 from actorsnap.format.layout import (
     MAX_HEADER_BYTES,
@@ -29,7 +30,6 @@ from actorsnap.format.layout import (
     small_data_key,
     top_level_key,
 )
-from actorsnap.format.manifest import BLOCK_BYTES
 
 __all__ = [
     "Arranged",
@@ -129,7 +129,7 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
         is_shared: Other ranks write to it too.
         chunks: Together they cover what the rank writes, which is one range. The opener's
             first one includes the header. Cuts inside a leaf fall on multiples of the
-            checksum block, counted from the leaf's start.
+            largest checksum block, counted from the leaf's start.
     """
 
     key: str
@@ -528,12 +528,12 @@ def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
 def _cut(
     starts: Sequence[int], ends: Sequence[int], begin: int, stop: int, chunk_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Cuts ``[begin, stop)`` between leaves, or inside one on its block grid."""
+    """Cuts ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks."""
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
             # No room for a block: what came before goes alone (a large header, small items).
             room = max(0, begin + chunk_bytes - start)
-            cut = start + room // BLOCK_BYTES * BLOCK_BYTES
+            cut = start + room // MAX_BLOCK_BYTES * MAX_BLOCK_BYTES
             yield begin, cut
             begin = cut
     if stop > begin:

@@ -4,7 +4,7 @@
 read in whole checksum blocks, so a box that begins or ends inside of one costs that block.
 ``plan_reads`` makes reads of such ranges. Every byte that is asked for is read once per request;
 neighbouring requests share a read if the gap between them is at most ``max_gap_bytes``; large
-ones are cut on their checksum blocks.
+ones are cut between checksum blocks.
 
 It must not know tensors, nor who wants what they hold.
 """
@@ -18,8 +18,8 @@ from itertools import accumulate, product
 import msgspec
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
-from actorsnap.format.manifest import BLOCK_BYTES
 
 __all__ = ["BoxRead", "Part", "Range", "Read", "plan_boxes", "plan_reads"]
 
@@ -32,8 +32,8 @@ class BoxRead(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         stored: Number of the stored box.
-        start, stop: ``start`` is a multiple of the checksum block; so is ``stop``, unless it is
-            the box' end.
+        start, stop: ``start`` is a multiple of the box' checksum block; so is ``stop``, unless
+            it is the box' end.
         wanted: Numbers of the wanted boxes that have elements of it, rising.
         at: Where these bytes stand in the only wanted box, in bytes from its first one, if they
             are all its, in the same order. Else None: elements go here and there, or nowhere.
@@ -47,7 +47,12 @@ class BoxRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_boxes(
-    path: str, stored: Sequence[Box], wanted: Sequence[Box], *, itemsize: int
+    path: str,
+    stored: Sequence[Box],
+    wanted: Sequence[Box],
+    *,
+    itemsize: int,
+    block_bytes: Sequence[int],
 ) -> list[BoxRead]:
     """Returns what to read of stored boxes to fill the wanted ones.
 
@@ -59,6 +64,7 @@ def plan_boxes(
             but for those that wanted ones are equal to.
         wanted: Boxes in the same space.
         itemsize: Bytes of an element.
+        block_bytes: Per stored box, the size of its checksum blocks.
 
     Raises:
         FormatError: Elements that are wanted are in no stored box, or in several.
@@ -92,7 +98,7 @@ def plan_boxes(
             raise FormatError(key=path, detail=what)
     reads: list[BoxRead] = []
     for index, found_in in shares.items():
-        reads += _reads_of(index, stored[index], found_in, wanted, itemsize)
+        reads += _reads_of(index, stored[index], found_in, wanted, itemsize, block_bytes[index])
     return reads
 
 
@@ -139,6 +145,7 @@ def _reads_of(
     shares: Sequence[tuple[int, Box]],
     wanted: Sequence[Box],
     itemsize: int,
+    block_bytes: int,
 ) -> list[BoxRead]:
     """Returns the reads of one stored box."""
     nbytes = box.volume * itemsize
@@ -149,19 +156,20 @@ def _reads_of(
         run = _only_run(box, shared)
         place = _only_run(wanted[number], shared)
         if run is None or place is None:
-            mixed += [(*_grown(*span, nbytes), number) for span in _spans(box, shared, itemsize)]
+            spans = _spans(box, shared, itemsize, min_gap_bytes=block_bytes)
+            mixed += [(*_grown(*span, nbytes, block_bytes), number) for span in spans]
             continue
         start, stop = run * itemsize, (run + shared.volume) * itemsize
-        low = start + -start % BLOCK_BYTES
-        high = stop if stop == nbytes else stop - stop % BLOCK_BYTES
+        low = start + -start % block_bytes
+        high = stop if stop == nbytes else stop - stop % block_bytes
         if low >= high:
-            mixed.append((*_grown(start, stop, nbytes), number))
+            mixed.append((*_grown(start, stop, nbytes, block_bytes), number))
             continue
         reads.append(BoxRead(index, low, high, (number,), place * itemsize + low - start))
         if start < low:
-            mixed.append((low - BLOCK_BYTES, low, number))
+            mixed.append((low - block_bytes, low, number))
         if high < stop:
-            mixed.append((*_grown(high, stop, nbytes), number))
+            mixed.append((*_grown(high, stop, nbytes, block_bytes), number))
     mixed.sort()
     at = 0
     while at < len(mixed):
@@ -181,13 +189,13 @@ def _only_run(box: Box, part: Box) -> int | None:
     return start if count == part.volume else None
 
 
-def _grown(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+def _grown(start: int, stop: int, nbytes: int, block_bytes: int) -> tuple[int, int]:
     """Returns the bytes of the blocks that ``[start, stop)`` touches."""
-    return start - start % BLOCK_BYTES, min(stop + -stop % BLOCK_BYTES, nbytes)
+    return start - start % block_bytes, min(stop + -stop % block_bytes, nbytes)
 
 
-def _spans(box: Box, part: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yields the byte ranges of ``box`` that ``part`` lies in; at least a block is between them."""
+def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields the byte ranges of ``box`` that ``part`` lies in, with such gaps between them."""
     inner = part.relative_to(box)
     first, length, pitch = 0, itemsize, itemsize
     rows: list[range] = []
@@ -196,7 +204,7 @@ def _spans(box: Box, part: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     ):
         first += offset * pitch
         # Gaps along an outer dim are never smaller.
-        if rows or (size > 1 and pitch - length >= BLOCK_BYTES):
+        if rows or (size > 1 and pitch - length >= min_gap_bytes):
             rows.append(range(0, size * pitch, pitch))
         else:
             length += (size - 1) * pitch
@@ -249,15 +257,15 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
     Args:
         requests: In any order, over any number of objects; may overlap. Empty ones are
             dropped.
-        chunk_bytes: Largest read, unless a single block is larger.
+        chunk_bytes: Largest read, unless a block of the largest size is larger.
         max_gap_bytes: Largest number of unwanted bytes between two parts of a read.
 
     Returns:
         Reads, by object and offset. Each request's bytes are covered exactly once. Cuts
-        inside a request fall on multiples of the checksum block, counted from its start. A block
-        or more that goes in place is in no read with what does not: all would be copied.
+        inside a request fall on multiples of the largest checksum block, counted from its start.
+        As much as that, if it goes in place, is in no read with what does not: all would be copied.
     """
-    stride = max(1, chunk_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    stride = max(1, chunk_bytes // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES
     order = sorted(
         (index for index, request in enumerate(requests) if request.stop > request.start),
         key=lambda index: (requests[index].key, requests[index].start, index),
@@ -287,7 +295,7 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
                 and request.start + high - begin <= chunk_bytes
                 and (
                     request.in_place == in_place
-                    or (high - low if request.in_place else end - begin) < BLOCK_BYTES
+                    or (high - low if request.in_place else end - begin) < MAX_BLOCK_BYTES
                 )
             )
             if not joins or not parts:

@@ -13,8 +13,8 @@ from actorsnap.errors import (
     SnapshotReplaced,
     UsageError,
 )
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import (
-    BLOCK_BYTES,
     Commit,
     Entry,
     RankManifest,
@@ -128,10 +128,10 @@ def read_object(
     if not isinstance(path, str):
         raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
     if memory_budget_bytes is not None and (
-        type(memory_budget_bytes) is not int or memory_budget_bytes < BLOCK_BYTES
+        type(memory_budget_bytes) is not int or memory_budget_bytes < MAX_BLOCK_BYTES
     ):
         raise UsageError(
-            f"memory_budget_bytes must be at least {BLOCK_BYTES} (one block), as an int, "
+            f"memory_budget_bytes must be at least {MAX_BLOCK_BYTES} (one block), as an int, "
             f"not {memory_budget_bytes!r}"
         )
     _, manifests = yield from load_index(source)

@@ -14,8 +14,9 @@ from typing import Final, NoReturn
 import torch
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import is_block_count
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import BLOCK_BYTES, Stored, TensorEntry, ViewEntry
+from actorsnap.format.manifest import Stored, TensorEntry, ViewEntry
 from actorsnap.planning.index import ShardedEntry
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.tensors import DTYPES, QUANTIZED, extent_bytes
@@ -45,7 +46,7 @@ def fail(path: str, detail: str) -> NoReturn:
 def check_stored(path: str, data: Stored) -> int:
     """Returns the number of stored bytes, or raises FormatError."""
     start, stop = data.start, data.stop
-    if not 0 <= start <= stop < _MAX_BYTES or len(data.crc32c) != -((start - stop) // BLOCK_BYTES):
+    if not 0 <= start <= stop < _MAX_BYTES or not is_block_count(stop - start, len(data.crc32c)):
         fail(path, f"no bytes lie at [{start}, {stop}) with {len(data.crc32c)} checksums")
     return stop - start
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import BLOCK_BYTES, Stored
+from actorsnap.format.manifest import Stored
 from actorsnap.planning.index import Shard
 from actorsnap.planning.restore import plan_boxes
 from actorsnap.state.shards import Ranks
@@ -66,9 +66,10 @@ def box_reads(
         FormatError: The shards do not have all elements, or overlap.
     """
     stored = [shard.box for shard in shards]
+    blocks = [shard.data.block_bytes for shard in shards]
     boxes = [target.box for target in targets]
     wanted: list[Wanted] = []
-    for read in plan_boxes(path, stored, boxes, itemsize=itemsize):
+    for read in plan_boxes(path, stored, boxes, itemsize=itemsize, block_bytes=blocks):
         shard = shards[read.stored]
         found = [targets[number] for number in read.wanted]
         nbytes = read.stop - read.start
@@ -93,5 +94,6 @@ def cut(data: Stored, start: int, stop: int) -> Stored:
     """Returns those blocks of stored bytes that begin at ``start`` and end at ``stop``."""
     if stop - start == data.stop - data.start:
         return data
-    blocks = data.crc32c[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)]
+    block_bytes = data.block_bytes
+    blocks = data.crc32c[start // block_bytes : -(-stop // block_bytes)]
     return Stored(data.object, data.start + start, data.start + stop, blocks)

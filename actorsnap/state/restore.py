@@ -17,7 +17,6 @@ import torch
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
-    BLOCK_BYTES,
     BytesEntry,
     CompositeEntry,
     ContainerEntry,
@@ -689,7 +688,8 @@ class KeyRestore:
         """Finds memory for entries that share stored bytes, most often for just one."""
         data = base.data
         try:
-            placed = place(data.stop - data.start, members, self._values, block_bytes=BLOCK_BYTES)
+            nbytes = data.stop - data.start
+            placed = place(nbytes, members, self._values, block_bytes=data.block_bytes)
         except MemoryError as error:
             raise MemoryError(f"{members[0].path!r}: {error}") from error
         except Exception as error:  # what torch and numpy refuse about dims

@@ -12,7 +12,8 @@ import pytest
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.reader import FetcherPool, Request
-from actorsnap.format.manifest import BLOCK_BYTES, ObjectRecord, RankManifest, Stored
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored
 from actorsnap.state.tensors import MemorySink
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
@@ -43,7 +44,7 @@ class Held(Wrapper):
 async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
     context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
     storage = Held(open_storage(tmp_path, context))
-    size = NUM_BLOCKS * BLOCK_BYTES
+    size = NUM_BLOCKS * MAX_BLOCK_BYTES
     await storage.put("object", [memoryview(bytes(size))])
     target = np.ones(size, np.uint8)
     sink = MemorySink(target.ctypes.data, size, target)
@@ -54,7 +55,7 @@ async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
         run_blocking=run_blocking_in_thread,
         budget=Budget(1 << 20),
         verify=False,
-        chunk_bytes=2 * BLOCK_BYTES,
+        chunk_bytes=2 * MAX_BLOCK_BYTES,
         max_gap_bytes=0,
         num_fetchers=2,
     )

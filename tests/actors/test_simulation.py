@@ -352,7 +352,7 @@ class Simulation:
                     continue
                 at = entry.data
                 data = objects[at.object][at.start : at.stop]
-                assert block_checksums(memoryview(data)) == at.crc32c
+                assert block_checksums(memoryview(data), at.block_bytes) == at.crc32c
                 shape = entry.global_shape or entry.shape
                 whole, times = found.setdefault(
                     (entry.path, -1 if entry.replicated else rank),

@@ -19,7 +19,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format import validate
-from actorsnap.format.checksum import BLOCK_BYTES, crc32c
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, choose_block_bytes, crc32c
 from actorsnap.format.layout import dtype_itemsize, manifest_key
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -222,18 +222,17 @@ def manifests(draw: st.DrawFn) -> RankManifest:
         n = draw(st.integers(0, 1))
         start = ends[n]
         ends[n] += num_bytes
-        crcs = st.lists(
-            st.integers(0, 2**32 - 1),
-            min_size=-(-num_bytes // BLOCK_BYTES),
-            max_size=-(-num_bytes // BLOCK_BYTES),
-        )
+        # As releases before the feature "block_sizes" did, and as this one does.
+        block_bytes = draw(st.sampled_from([MAX_BLOCK_BYTES, choose_block_bytes(num_bytes)]))
+        count = -(-num_bytes // block_bytes)
+        crcs = st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count)
         return Stored(n, start, ends[n], tuple(draw(crcs)))
 
     def tensor(path: str) -> TensorEntry:
         dtype = draw(st.sampled_from(["float32", "bool", "complex128", "<U2", "unheard_of"]))
         shape = draw(dims)
         if draw(st.booleans()):
-            shape = (*shape, draw(st.integers(0, BLOCK_BYTES)))
+            shape = (*shape, draw(st.integers(0, MAX_BLOCK_BYTES)))
         offsets = tuple(draw(st.integers(0, 3)) for _ in shape) if draw(st.booleans()) else None
         return TensorEntry(
             path=path,
@@ -287,7 +286,7 @@ def manifests(draw: st.DrawFn) -> RankManifest:
             entries.append(ValueEntry(path=f"x/{path}", value=draw(json_values)))
         else:
             type__ = draw(st.sampled_from(get_args(BytesType)))
-            data = stored(draw(st.integers(0, 3 * BLOCK_BYTES)))
+            data = stored(draw(st.integers(0, 3 * MAX_BLOCK_BYTES)))
             entries.append(BytesEntry(path=f"b/{path}", type=type__, data=data))
     return RankManifest(
         attempt=ATTEMPT,
@@ -386,7 +385,7 @@ def test_a_newer_version_is_named_whatever_else_it_changed(version: int, is_seal
 
 def test_unknown_features_are_named_before_the_rest_is_decoded() -> None:
     document = {"format": "actorsnap", "version": 1, "features": ["zstd", "aes"], "new": 1}
-    with pytest.raises(UnsupportedFormat, match="features aes, zstd, and .* knows none"):
+    with pytest.raises(UnsupportedFormat, match="features aes, zstd, and .* knows block_sizes"):
         decode_commit(sealed(document))
     with pytest.raises(ChecksumMismatch):  # of this version, so the checksum must fit first
         decode_commit(json.dumps(document).encode())

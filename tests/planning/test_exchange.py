@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.format.manifest import BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.planning.exchange import (
     MIN_SHARING_RANKS,
     ReadMode,
@@ -54,12 +54,12 @@ def test_every_byte_is_in_one_piece(sizes: list[int], num_readers: int, piece_by
         assert sum(part.stop - part.start for part in piece) <= piece_bytes
         for part in piece:
             assert part.start == reached[part.request] < part.stop
-            assert part.start % BLOCK_BYTES == 0
+            assert part.start % MAX_BLOCK_BYTES == 0
             reached[part.request] = part.stop
     assert reached == sizes
     for piece in pieces:
         share = total / len(pieces)
-        assert abs(sum(part.stop - part.start for part in piece) - share) <= BLOCK_BYTES
+        assert abs(sum(part.stop - part.start for part in piece) - share) <= MAX_BLOCK_BYTES
 
 
 def test_a_small_request_is_not_cut_a_large_one_is() -> None:

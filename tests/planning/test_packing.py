@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.layout import parse_header
-from actorsnap.format.manifest import BLOCK_BYTES
 from actorsnap.planning.packing import (
     Item,
     ItemBox,
@@ -65,7 +65,7 @@ def check(items: list[Item], plans: tuple[ObjectPlan, ...]) -> None:
             inside = 0
             for piece in plan.pieces(chunk):
                 assert piece.start == covered[piece.item], "in order, without gaps"
-                assert piece.start % BLOCK_BYTES == 0
+                assert piece.start % MAX_BLOCK_BYTES == 0
                 covered[piece.item] = piece.stop
                 inside += piece.stop - piece.start
             head = max(0, min(chunk.stop, len(plan.header)) - chunk.start)

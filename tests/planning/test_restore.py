@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import BLOCK_BYTES
 from actorsnap.planning.restore import BoxRead, Range, plan_boxes, plan_reads
 
 MIB = 1 << 20
@@ -46,13 +47,13 @@ def test_every_request_is_covered_exactly_once(
             assert request.key == read.key
             assert request.start + part.start == at
             assert part.start == covered[part.request]
-            assert part.start % BLOCK_BYTES == 0
+            assert part.start % MAX_BLOCK_BYTES == 0
             covered[part.request] = part.stop
             at = request.start + part.stop
         assert at == read.stop
         if not all(requests[part.request].in_place for part in read.parts):
             in_place = [part for part in read.parts if requests[part.request].in_place]
-            assert all(part.stop - part.start < BLOCK_BYTES for part in in_place)
+            assert all(part.stop - part.start < MAX_BLOCK_BYTES for part in in_place)
     assert covered == [r.stop - r.start for r in requests]
 
 
@@ -107,17 +108,18 @@ def test_each_wanted_element_is_delivered_once_and_no_block_is_wasted(data: st.D
     stored = data.draw(partitions(shape))
     wanted = data.draw(partitions(shape))
     wanted = wanted[: data.draw(st.integers(0, len(wanted)))]
-    per_block = data.draw(st.sampled_from([1, 2, 16, 1 << 20]))
-    itemsize = BLOCK_BYTES // per_block
+    itemsize = data.draw(st.sampled_from([1, MIB >> 4, MIB >> 1, MIB]))
+    sizes = st.sampled_from([MIB >> 4, MIB >> 2, MIB])
+    blocks = [data.draw(sizes) for _ in stored]
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     filled = [np.full(box.sizes, -1) for box in wanted]
     read_blocks = set()
-    for read in plan_boxes("x", stored, wanted, itemsize=itemsize):
-        box = stored[read.stored]
-        assert read.start % BLOCK_BYTES == 0
-        assert read.stop % BLOCK_BYTES == 0 or read.stop == box.volume * itemsize
+    for read in plan_boxes("x", stored, wanted, itemsize=itemsize, block_bytes=blocks):
+        box, block_bytes = stored[read.stored], blocks[read.stored]
+        assert read.start % block_bytes == 0
+        assert read.stop % block_bytes == 0 or read.stop == box.volume * itemsize
         assert read.start < read.stop
-        for block in range(read.start // BLOCK_BYTES, -(-read.stop // BLOCK_BYTES)):
+        for block in range(read.start // block_bytes, -(-read.stop // block_bytes)):
             assert (read.stored, block) not in read_blocks, "read twice"
             read_blocks.add((read.stored, block))
         elements = whole[index_of(box)].reshape(-1)[read.start // itemsize : read.stop // itemsize]
@@ -136,10 +138,14 @@ def test_each_wanted_element_is_delivered_once_and_no_block_is_wasted(data: st.D
             assert (target[at] == -1).all()
             target[at] = values
     needed = {
-        (number, position // per_block)
+        (number, block)
         for number, box in enumerate(stored)
         for position, element in enumerate(whole[index_of(box)].reshape(-1))
         if any(np.isin(element, whole[index_of(each)]) for each in wanted)
+        for block in range(
+            position * itemsize // blocks[number],
+            -(-(position + 1) * itemsize // blocks[number]),
+        )
     }
     assert read_blocks == needed
     for each, found in zip(wanted, filled, strict=True):
@@ -150,14 +156,20 @@ def box(*ranges: tuple[int, int]) -> Box:
     return Box(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
 
 
+def plan(stored: Sequence[Box], wanted: Sequence[Box], itemsize: int) -> list[BoxRead]:
+    """With blocks of 1 MiB."""
+    blocks = [MIB] * len(stored)
+    return plan_boxes("m/x", stored, wanted, itemsize=itemsize, block_bytes=blocks)
+
+
 def test_equal_boxes_are_one_plain_read() -> None:
     boxes = [box((0, 5), (0, 4000)), box((5, 9), (0, 4000))]
-    assert plan_boxes("x", boxes, [boxes[1]], itemsize=4) == [BoxRead(1, 0, 64000, (0,), 0)]
+    assert plan(boxes, [boxes[1]], 4) == [BoxRead(1, 0, 64000, (0,), 0)]
 
 
 def test_a_cut_of_the_first_dim_goes_in_place_but_for_the_edges() -> None:
     # Rows of a quarter of a block; the wanted ones begin and end inside of blocks.
-    reads = plan_boxes("x", [box((0, 100), (0, 4))], [box((6, 43), (0, 4))], itemsize=MIB // 16)
+    reads = plan([box((0, 100), (0, 4))], [box((6, 43), (0, 4))], MIB // 16)
     assert reads == [
         BoxRead(0, 2 * MIB, 10 * MIB, (0,), MIB // 2),
         BoxRead(0, MIB, 2 * MIB, (0,), None),
@@ -165,28 +177,36 @@ def test_a_cut_of_the_first_dim_goes_in_place_but_for_the_edges() -> None:
     ]
 
 
+def test_each_stored_box_has_blocks_of_its_own_size() -> None:
+    boxes = [box((0, 8)), box((8, 16))]
+    blocks = [MIB >> 3, MIB >> 2]
+    reads = plan_boxes("x", boxes, [box((1, 15))], itemsize=MIB >> 4, block_bytes=blocks)
+    assert [(read.stored, read.start * 16 // MIB, read.stop * 16 // MIB) for read in reads] == [
+        *((0, 2, 8), (0, 0, 2)),
+        *((1, 0, 4), (1, 4, 8)),
+    ]
+
+
 def test_blocks_between_rows_are_not_read() -> None:
-    reads = plan_boxes("x", [box((0, 3), (0, 3))], [box((0, 3), (0, 2))], itemsize=MIB)
+    reads = plan([box((0, 3), (0, 3))], [box((0, 3), (0, 2))], MIB)
     assert [(read.start // MIB, read.stop // MIB) for read in reads] == [(0, 2), (3, 5), (6, 8)]
 
 
 def test_wanted_boxes_that_share_a_block_share_its_read() -> None:
     wanted = [box((n, n + 1)) for n in range(0, 8, 2)]
-    assert plan_boxes("x", [box((0, 8))], wanted, itemsize=4) == [
-        BoxRead(0, 0, 32, (0, 1, 2, 3), None)
-    ]
+    assert plan([box((0, 8))], wanted, 4) == [BoxRead(0, 0, 32, (0, 1, 2, 3), None)]
 
 
 def test_what_no_shard_has_is_named() -> None:
     stored = [box((0, 4), (0, 4)), box((0, 4), (4, 8)), box((4, 8), (0, 4))]
-    assert plan_boxes("m/x", stored, [box((2, 4), (0, 8)), box((0, 8), (0, 4))], itemsize=4)
+    assert plan(stored, [box((2, 4), (0, 8)), box((0, 8), (0, 4))], 4)
     with pytest.raises(FormatError, match=r"m/x.*\(4, 4\) up to \(5, 7\)"):
-        plan_boxes("m/x", stored, [box((3, 5), (2, 7))], itemsize=4)
+        plan(stored, [box((3, 5), (2, 7))], 4)
     with pytest.raises(FormatError, match="no shard has"):
-        plan_boxes("m/x", [], [box((0, 1))], itemsize=4)
+        plan([], [box((0, 1))], 4)
     with pytest.raises(FormatError, match="overlap"):
-        plan_boxes("m/x", [box((0, 3)), box((2, 4))], [box((0, 4))], itemsize=4)
-    assert plan_boxes("m/x", [], [box((0, 0))], itemsize=4) == []
+        plan([box((0, 3)), box((2, 4))], [box((0, 4))], 4)
+    assert plan([], [box((0, 0))], 4) == []
 
 
 def test_thousands_of_boxes_of_one_path_are_no_matter() -> None:
@@ -195,11 +215,11 @@ def test_thousands_of_boxes_of_one_path_are_no_matter() -> None:
         for a, b in itertools.product(range(64), range(64))
     ]
     begun = time.perf_counter()
-    whole = plan_boxes("x", grid, [box((0, 2048), (0, 2048))], itemsize=4)
+    whole = plan(grid, [box((0, 2048), (0, 2048))], 4)
     rows = [box((a, a + 2), (0, 2048)) for a in range(0, 2048, 2)]
-    cut = plan_boxes("x", grid, rows, itemsize=4)
+    cut = plan(grid, rows, 4)
     for each in grid[:200]:
-        plan_boxes("x", grid, [each], itemsize=4)
+        plan(grid, [each], 4)
     assert len(whole) == 4096
     assert len(cut) == 4096
     # All pairs would be 20 million.

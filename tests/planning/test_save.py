@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actorsnap.errors import UsageError
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box, covers_exactly
-from actorsnap.format.manifest import BLOCK_BYTES
 from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.planning.save import (
     Inventory,
@@ -121,7 +121,7 @@ class World:
             inside = max(0, min(chunk.stop, len(plan.header)) - chunk.start)
             for piece in plan.pieces(chunk):
                 assert piece.start == done[piece.item]
-                assert piece.start % BLOCK_BYTES == 0
+                assert piece.start % MAX_BLOCK_BYTES == 0
                 done[piece.item] = piece.stop
                 inside += piece.stop - piece.start
             assert inside == chunk.stop - chunk.start

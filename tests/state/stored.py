@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from actorsnap.format.checksum import crc32c
+from actorsnap.format.checksum import choose_block_bytes, crc32c
 from actorsnap.format.manifest import (
-    BLOCK_BYTES,
     Entry,
     ManifestRecord,
     ObjectRecord,
@@ -66,7 +65,8 @@ class Memory:
                 assert source.view(start, stop) == data[start:stop]
         begin = len(self.data)
         self.data += data
-        blocks = [crc32c(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+        size = choose_block_bytes(len(data))
+        blocks = [crc32c(data[i : i + size]) for i in range(0, len(data), size)]
         return leaf.entry(Stored(0, begin, begin + len(data), tuple(blocks)))
 
     def fill(self, reads: Iterable[Wanted], step: int = 80) -> int:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -80,7 +80,11 @@ def divided(whole: torch.Tensor, cuts: list[int]) -> Saved:
 
 
 def restored(
-    saved: Saved, target: object, rank: int = 0, matching: Matching = Matching.KEYS
+    saved: Saved,
+    target: object,
+    rank: int = 0,
+    matching: Matching = Matching.KEYS,
+    step: int = 48,
 ) -> tuple[Any, KeyRestore]:
     view = saved.index(rank)
     restore = KeyRestore(
@@ -92,7 +96,7 @@ def restored(
         world_size=view.world_size,
     )
     assert not restore.mismatched
-    saved.fill(view, restore.reads)
+    saved.fill(view, restore.reads, step)
     return restore.build(), restore
 
 
@@ -137,6 +141,47 @@ def test_any_mesh_to_any_mesh_equals_indexing(data: st.DataObject) -> None:
                 )
             holders = {piece.holders or () for piece in described.pieces}
             assert {want.holders for want in restore.reads} <= holders | {()}
+
+
+# Bytes of a shard around those at which the size of its blocks changes.
+EDGES = [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, (2 << 20) - 1, 2 << 20, (2 << 20) + 1]
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_any_mesh_to_any_mesh_across_many_blocks(data: st.DataObject) -> None:
+    """Elements of one block go to several boxes, or nowhere."""
+    mesh, placements = data.draw(meshes((0, 0)))
+    columns = data.draw(st.sampled_from([1, 7, 4099]))
+    nbytes = data.draw(st.sampled_from(EDGES)) * prod(mesh)
+    shape = data.draw(st.permutations([nbytes // columns, columns]))
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    saved = saved_by(whole, mesh, placements)
+    found, _ = restored(saved, None, step=999_999)
+    assert torch.equal(found["w"], whole)
+    mesh, placements = data.draw(meshes((0, 0)))
+    rank = data.draw(st.integers(0, prod(mesh) - 1))
+    with fake_rank(rank, prod(mesh)):
+        into = distributed(torch.zeros_like(whole), mesh, placements)
+        restored(saved, {"w": into}, rank, step=999_999)
+        described = describe(into)
+    assert isinstance(described, Sharding)
+    for piece in described.pieces:
+        assert torch.equal(piece.tensor, whole[index(piece.box)])
+
+
+def test_fewer_ranks_read_hardly_more_than_they_hold() -> None:
+    whole = torch.zeros(2048, 1024, dtype=torch.bfloat16)
+    assert whole.nbytes == 4 << 20
+    saved = saved_by(whole, (4,), [Shard(0)])
+    read = 0
+    for rank in range(3):
+        with fake_rank(rank, 3):
+            into = distributed(torch.ones_like(whole), (3,), [Shard(0)])
+            _, restore = restored(saved, {"w": into}, rank)
+        read += sum(want.stored.stop - want.stored.start for want in restore.reads)
+    assert whole.nbytes < read <= 1.05 * whole.nbytes
 
 
 def test_the_same_mesh_reads_each_shard_straight_into_place() -> None:
