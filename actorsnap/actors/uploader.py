@@ -1,13 +1,14 @@
 """The uploader actors: hash staged chunks and write them.
 
 A pool of them takes chunks from one bounded stream. Each chunk is checksummed from the very
-memory that is written, once. Where the storage can be called from threads, hashing and
-writing share one hop and the CPU cache: a block is written right after it was hashed.
+memory that is written, once: the CRC32C of the chunk, which goes with it to the storage, comes
+from those of its blocks. Where the storage can be called from threads, hashing and writing
+share one hop and the CPU cache: a block is written right after it was hashed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -17,8 +18,10 @@ from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
+    append_blocks,
     block_checksums,
     choose_block_bytes,
+    crc32c,
 )
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.packing import ObjectPlan
@@ -35,16 +38,20 @@ _BATCH_VIEWS = 512
 class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.
 
+    Args:
+        is_shard: Of each item of the plan, whether it is a part of a tensor.
+
     The blocks of an object are numbered through, item by item. A chunk's blocks are
     neighbours, because chunks are cut between blocks.
     """
 
-    def __init__(self, plan: ObjectPlan) -> None:
+    def __init__(self, plan: ObjectPlan, is_shard: Iterable[bool]) -> None:
         self._plan = plan
         self._first = [0]
         self._block_bytes: list[int] = []
-        for start, end in zip(plan.starts, plan.ends, strict=True):
-            self._block_bytes.append(block_bytes := choose_block_bytes(end - start))
+        for start, end, shard in zip(plan.starts, plan.ends, is_shard, strict=True):
+            block_bytes = choose_block_bytes(end - start, is_shard=shard)
+            self._block_bytes.append(block_bytes)
             self._first.append(self._first[-1] - (start - end) // block_bytes)
         self._values: list[int | None] = [None] * self._first[-1]
 
@@ -134,19 +141,24 @@ class UploaderActor:
             await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
-            views, checksums = await self._run_blocking(_hash, staged, ledger)
+            views, checksums, whole = await self._run_blocking(_hash, staged, ledger)
             self._board.add(hashed=nbytes)
-            await writer.write_at(staged.chunk.start, [staged.head, *views])
+            await writer.write_at(staged.chunk.start, [staged.head, *views], whole)
             self._board.add(stored=nbytes)
         ledger.record(staged, checksums)
 
 
-def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int]]:
+def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int], int]:
+    """What to write behind the head, the checksums of its blocks, and that of the chunk."""
     views = list(staged.views())
     checksums: list[int] = []
+    whole = crc32c(staged.head)
     for piece, view in zip(staged.pieces, views, strict=True):
-        checksums += block_checksums(view, ledger.block_bytes(piece.item))
-    return views, checksums
+        block_bytes = ledger.block_bytes(piece.item)
+        found = block_checksums(view, block_bytes)
+        whole = append_blocks(whole, view, found, block_bytes)
+        checksums += found
+    return views, checksums, whole
 
 
 def _hash_and_write(
@@ -178,16 +190,15 @@ def _hash_and_write(
 
 
 def checksums_of(source: ByteSource) -> list[int]:
-    """The checksums of a leaf's blocks, as they would be stored."""
+    """The checksums of a leaf's bytes, in blocks of the largest size."""
     checksums: list[int] = []
-    block_bytes = choose_block_bytes(source.nbytes)
     buffer = memoryview(bytearray(0 if source.is_addressable else MAX_BLOCK_BYTES))
     for start in range(0, source.nbytes, MAX_BLOCK_BYTES):
         stop = min(start + MAX_BLOCK_BYTES, source.nbytes)
         if source.is_addressable:
-            view = source.view(start, stop)
+            block = source.view(start, stop)
         else:
-            view = buffer[: stop - start]
-            source.copy_into(start, view)
-        checksums += block_checksums(view, block_bytes)
+            block = buffer[: stop - start]
+            source.copy_into(start, block)
+        checksums.append(crc32c(block))
     return checksums

@@ -25,8 +25,8 @@ empty when a test begins. The fixture may be ``async`` and may clean up after a 
 objects the tests of paging write.
 
 The suite decides what "conforms" means and must not know any backend. It avoids keys of which
-one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and starts
-parts at multiples of ``capabilities.part_bytes``. It cannot see durability: a backend tests
+one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and writes
+no less at once than ``capabilities.min_write_bytes``. It cannot see durability: a backend tests
 its own fsyncs.
 """
 
@@ -55,6 +55,7 @@ from actorsnap.errors import (
     StorageError,
     UsageError,
 )
+from actorsnap.format.checksum import crc32c
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
 
 __all__ = ["MakeStorage", "StorageConformance"]
@@ -130,9 +131,14 @@ async def _write(storage: Storage, key: str, data: bytes) -> None:
     await writer.complete()
 
 
-def _part_bytes(storage: Storage, at_least: int) -> int:
-    unit = storage.capabilities.part_bytes
-    return unit * -(-at_least // unit)
+def _skip_unless_joined(storage: Storage) -> None:
+    if not storage.capabilities.has_joined_writers:
+        pytest.skip("objects of the backend have one writer")
+
+
+def _write_bytes(storage: Storage, at_least: int) -> int:
+    """The size of one of several writes."""
+    return max(at_least, storage.capabilities.min_write_bytes)
 
 
 class StorageConformance:
@@ -303,7 +309,7 @@ class StorageConformance:
     @pytest.mark.parametrize("seed", range(3))
     @_bounded
     async def test_parts_in_random_order_and_at_once(self, storage: Storage, seed: int) -> None:
-        part = _part_bytes(storage, 40_000)
+        part = _write_bytes(storage, 40_000)
         data = pattern(7 * part + 12_345, seed)
         starts = list(range(0, len(data), part))
         random.Random(seed).shuffle(starts)
@@ -319,11 +325,78 @@ class StorageConformance:
         assert (await storage.stat("folder/key")).size == len(data)
         assert await keys_in(storage) == ["folder/key"]
 
+    @pytest.mark.parametrize("seed", range(2))
+    @_bounded
+    async def test_parts_of_any_sizes_that_are_allowed(self, storage: Storage, seed: int) -> None:
+        rng = random.Random(seed)
+        least = max(1000, storage.capabilities.min_write_bytes)
+        sizes = [least + rng.choice([0, 1, 777, least - 1]) for _ in range(3)]
+        sizes += [2 * least, least, rng.choice([1, least // 3])]  # the last one may be small
+        data = pattern(sum(sizes), seed)
+        writer = await storage.writer("key", len(data))
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        parts = list(zip(starts, sizes, strict=True))
+        rng.shuffle(parts)
+        async with anyio.create_task_group() as tasks:
+            for start, size in parts:
+                view = memoryview(data)[start : start + size]
+                checksum = crc32c(view) if rng.random() < 0.7 else None
+                tasks.start_soon(writer.write_at, start, [view[:7], view[7:]], checksum)
+        await writer.complete()
+        assert await storage.get("key") == data
+
+    @_bounded
+    async def test_a_range_may_be_written_again(self, storage: Storage) -> None:
+        size = _write_bytes(storage, 1000)
+        data = pattern(size + 100)
+        first, last = memoryview(data)[:size], memoryview(data)[size:]
+        writer = await storage.writer("key", len(data))
+        for _ in range(2):
+            await writer.write_at(size, [last], crc32c(last))
+            await writer.write_at(0, [first], crc32c(first))
+        await writer.complete()
+        assert await storage.get("key") == data
+
+    @pytest.mark.parametrize("num_parts", [1, 2])
+    @_bounded
+    async def test_a_write_that_is_not_what_it_says_is_refused(
+        self, storage: Storage, num_parts: int
+    ) -> None:
+        if not storage.capabilities.checks_crc32c:
+            pytest.skip("the backend does not check what it is sent")
+        size = _write_bytes(storage, 1000)
+        data = pattern(num_parts * size)
+        views = views_of(data, size)
+        writer = await storage.writer("key", len(data))
+
+        async def write_all(flaw: int) -> None:
+            for n, view in enumerate(views):
+                await writer.write_at(n * size, [view], crc32c(view) ^ flaw)
+            await writer.complete()
+
+        # Where one write is the whole object, `complete` may be what sends it.
+        with pytest.raises(StorageError) as raised:
+            await write_all(flaw=1)
+        assert raised.value.retryable
+        assert await keys_in(storage) == []
+        await write_all(flaw=0)
+        assert await storage.get("key") == data
+
+    @_bounded
+    async def test_joining_where_objects_have_one_writer(self, storage: Storage) -> None:
+        if storage.capabilities.has_joined_writers:
+            pytest.skip("the backend has joined writers")
+        writer = await storage.writer("key", 3)
+        with pytest.raises(UsageError):
+            await storage.join_writer(writer.token)
+        await writer.abort()
+
     @_bounded
     async def test_parts_from_joined_writers(
         self, storage: Storage, make_storage: MakeStorage
     ) -> None:
-        part = _part_bytes(storage, 10_000)
+        _skip_unless_joined(storage)
+        part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
         # Tokens travel in messages between ranks.
@@ -346,6 +419,7 @@ class StorageConformance:
 
     @_bounded
     async def test_a_released_writer_writes_no_more(self, storage: Storage) -> None:
+        _skip_unless_joined(storage)
         opener = await storage.writer("key", 3)
         joined = await storage.join_writer(opener.token)
         await joined.release()
@@ -360,6 +434,7 @@ class StorageConformance:
 
     @_bounded
     async def test_join_after_abort_fails(self, storage: Storage) -> None:
+        _skip_unless_joined(storage)
         writer = await storage.writer("key", 3)
         await writer.abort()
 
@@ -392,7 +467,7 @@ class StorageConformance:
 
     @_bounded
     async def test_a_cancelled_writer_can_be_aborted(self, storage: Storage) -> None:
-        part = _part_bytes(storage, 1_000_000)
+        part = _write_bytes(storage, 1_000_000)
         data = pattern(4 * part)
         writer = await storage.writer("key", len(data))
         async with anyio.create_task_group() as tasks:
@@ -438,7 +513,7 @@ class StorageConformance:
 
     @_bounded
     async def test_an_object_of_8_mib(self, storage: Storage) -> None:
-        part = _part_bytes(storage, 1 << 20)
+        part = _write_bytes(storage, 1 << 20)
         data = pattern(max(8 << 20, part))
         writer = await storage.writer("big", len(data))
         async with anyio.create_task_group() as tasks:
@@ -747,7 +822,8 @@ class StorageConformance:
     async def test_capabilities(self, storage: Storage) -> None:
         capabilities = storage.capabilities
         assert capabilities == storage.capabilities
-        assert capabilities.part_bytes >= 1
+        assert capabilities.min_write_bytes >= 1
+        assert capabilities.max_writes is None or capabilities.max_writes >= 1
         assert capabilities.preferred_parallel_objects >= 1
         assert storage.url
 
@@ -775,7 +851,8 @@ class StorageConformance:
     async def test_blocking_io_from_threads(self, storage: Storage) -> None:
         if not storage.capabilities.has_blocking_io:
             pytest.skip("the backend has no blocking I/O")
-        part = _part_bytes(storage, 50_000)
+        _skip_unless_joined(storage)
+        part = _write_bytes(storage, 50_000)
         data = pattern(8 * part)
         target = bytearray(len(data))
         writer: ObjectWriter = await storage.writer("key", len(data))

@@ -228,7 +228,8 @@ class SharedWorld(World):
         self.stored: list[Stored] = []
         at = 0
         for size in sizes:
-            crc = block_checksums(self.object[at : at + size].data, choose_block_bytes(size))
+            block_bytes = choose_block_bytes(size, is_shard=True)
+            crc = block_checksums(self.object[at : at + size].data, block_bytes)
             self.stored.append(Stored(0, at, at + size, crc))
             at += size
         ranges = [Range("o", one.start, one.stop) for one in self.stored]

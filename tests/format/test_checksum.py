@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
+    append_blocks,
     block_bytes_of,
     block_checksums,
     choose_block_bytes,
     combine,
     combine_blocks,
     crc32c,
+    crc32c_of,
     is_block_count,
 )
 
@@ -55,6 +57,31 @@ def test_combine_of_long_tails(length: int) -> None:
 def test_combine_of_lengths_that_no_buffer_has(crc: int, first: int, second: int) -> None:
     # Appending n then m zero bytes is appending n + m: the operators form a group.
     assert combine(combine(crc, 0, first), 0, second) == combine(crc, 0, first + second)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 40))
+def test_combine_of_powers_of_two_agrees_with_two_halves(
+    first: int, second: int, power: int
+) -> None:
+    # A power of two is looked up; one less and one more are multiplied.
+    whole = combine(first, second, 2**power)
+    assert whole == combine(combine(first, 0, 2**power - 1), 0, 1) ^ second
+
+
+@given(st.binary(max_size=50), st.binary(max_size=200), st.sampled_from([1, 8, 16, 64]))
+def test_blocks_are_appended(head: bytes, data: bytes, block_bytes: int) -> None:
+    view = memoryview(data)
+    checksums = block_checksums(view, block_bytes)
+    assert append_blocks(crc32c(head), view, checksums, block_bytes) == crc32c(head + data)
+    assert crc32c_of([memoryview(head), view]) == crc32c(head + data)
+
+
+def test_full_blocks_are_not_hashed_again() -> None:
+    view = memoryview(bytes(3 * MAX_BLOCK_BYTES))
+    zeros = block_checksums(view, MIN_BLOCK_BYTES)
+    others = block_checksums(memoryview(b"x" * len(view)), MIN_BLOCK_BYTES)
+    assert append_blocks(0, view, zeros, MIN_BLOCK_BYTES) == crc32c(view)
+    assert append_blocks(0, view, others, MIN_BLOCK_BYTES) == crc32c(b"x" * len(view))
 
 
 def test_combine_refuses_a_negative_length() -> None:
@@ -107,8 +134,8 @@ def test_powers_are_all_block_sizes() -> None:
 
 
 @given(sizes)
-def test_a_leaf_has_sixteen_full_blocks_if_sizes_allow(nbytes: int) -> None:
-    size = choose_block_bytes(nbytes)
+def test_a_shard_has_sixteen_full_blocks_if_sizes_allow(nbytes: int) -> None:
+    size = choose_block_bytes(nbytes, is_shard=True)
     assert MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES
     assert size.bit_count() == 1
     assert nbytes // size >= 16 or size == MIN_BLOCK_BYTES
@@ -117,7 +144,9 @@ def test_a_leaf_has_sixteen_full_blocks_if_sizes_allow(nbytes: int) -> None:
 
 @given(sizes, sizes)
 def test_blocks_of_a_larger_leaf_are_not_smaller(one: int, other: int) -> None:
-    assert choose_block_bytes(min(one, other)) <= choose_block_bytes(max(one, other))
+    small, large = sorted([one, other])
+    assert choose_block_bytes(small, is_shard=True) <= choose_block_bytes(large, is_shard=True)
+    assert choose_block_bytes(small, is_shard=False) == MAX_BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -133,7 +162,7 @@ def test_blocks_of_a_larger_leaf_are_not_smaller(one: int, other: int) -> None:
     ],
 )
 def test_the_rule_as_the_format_says_it(nbytes: int, kib: int) -> None:
-    assert choose_block_bytes(nbytes) == kib << 10
+    assert choose_block_bytes(nbytes, is_shard=True) == kib << 10
 
 
 @given(sizes, powers, st.data())

@@ -222,8 +222,7 @@ def manifests(draw: st.DrawFn) -> RankManifest:
         n = draw(st.integers(0, 1))
         start = ends[n]
         ends[n] += num_bytes
-        # As releases before the feature "block_sizes" did, and as this one does.
-        block_bytes = draw(st.sampled_from([MAX_BLOCK_BYTES, choose_block_bytes(num_bytes)]))
+        block_bytes = choose_block_bytes(num_bytes, is_shard=draw(st.booleans()))
         count = -(-num_bytes // block_bytes)
         crcs = st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count)
         return Stored(n, start, ends[n], tuple(draw(crcs)))

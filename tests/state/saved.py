@@ -62,7 +62,7 @@ class Saved:
             raw = bytes_of(part.tensor)
             start = len(data)
             data += raw
-            blocks = block_checksums(memoryview(raw), choose_block_bytes(len(raw)))
+            blocks = block_checksums(memoryview(raw), choose_block_bytes(len(raw), is_shard=True))
             entries.append(
                 TensorEntry(
                     path=part.path,

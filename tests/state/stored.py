@@ -65,7 +65,7 @@ class Memory:
                 assert source.view(start, stop) == data[start:stop]
         begin = len(self.data)
         self.data += data
-        size = choose_block_bytes(len(data))
+        size = choose_block_bytes(len(data), is_shard=item.is_shard)
         blocks = [crc32c(data[i : i + size]) for i in range(0, len(data), size)]
         return leaf.entry(Stored(0, begin, begin + len(data), tuple(blocks)))
 
