@@ -49,9 +49,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         num_uploaders: Chunks hashed and written, or fetched, at once.
         max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
-        read_mode: How ranks restore what all of them want: ``"direct"``, each reads it;
-            ``"shared"``, each byte is read once and passed on over the process group, where
-            that has gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's holds for all.
+        read_mode: How ranks restore what several of them want alike, all or those with the
+            same shards: ``"direct"``, each reads it; ``"shared"``, they read each byte once and
+            pass it on among them, over gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's
+            holds for all.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
     """

@@ -182,8 +182,8 @@ class Snapshot:
         All ranks of a job call it together, on as many ranks as they like: it ends on all of
         them in the same way. ``state_dict()`` and ``load_state_dict()`` are called in sorted
         key order on every rank, also behind one that raised: they may be collective. Where
-        ``Options.read_mode`` has it, what all ranks want is read once and passed on over the
-        process group, which is not to be used by other threads or tasks meanwhile.
+        ``Options.read_mode`` has it, what several ranks want alike is read once and passed on
+        among them, over connections of its own.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before
         the first byte is read. What has to match depends on the stateful:

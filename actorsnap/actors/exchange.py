@@ -1,13 +1,16 @@
-"""Reads what all ranks want once: each rank its pieces, which it passes on to all others.
+"""Reads what some ranks want once: each of them its pieces, which it passes on to the others.
 
 A round is a step of the gathering: pieces are passed on only after every rank has read its own,
 so no rank waits for one whose storage has failed. While a round is passed on, the pieces of the
 next one are read; while a piece is passed on, the one before is copied to where it belongs.
+
+A rank that is cancelled leaves at once, in the middle of a round. The way by which pieces are
+passed on is the exchange's own, so what the others wait for there meets nobody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -24,20 +27,17 @@ __all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
 NUM_BUFFERS = 4
 """Two for the rank's own pieces, of this round and the next; two for those of others."""
 
-_ROUND_S = 2.0
-"""So long a round goes on that nobody wants any more."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Common:
-    """A stored range that all ranks want, and where this one wants it."""
+    """A stored range that all ranks of a set want, and where this one wants it."""
 
     stored: Stored
     sinks: Sequence[ByteSink]
 
 
 class ExchangeActor:
-    """One rank's part in a shared reading.
+    """One rank's part in an exchange. Ranks are counted in the set that shares.
 
     Args:
         commons: What is wanted, in an order that all ranks have.
@@ -45,8 +45,9 @@ class ExchangeActor:
         rank: This one; of as many as there are pieces in a round.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
         read: Reads stored ranges into memory, and verifies them.
+        meet: Finds the other ranks. All do it at once, before the first broadcast.
         broadcast: Passes on what lies in the memory of the given rank to that of all others.
-        arrive: Waits until all ranks have arrived.
+        arrive: Waits until all ranks of the group have arrived.
         run_blocking: Where pieces are copied; always waited for, for the memory is the caller's.
         errands: For all that may hang.
     """
@@ -60,6 +61,7 @@ class ExchangeActor:
         num_ranks: int,
         memory: memoryview,
         read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]],
+        meet: Callable[[], Awaitable[None]],
         broadcast: Callable[[memoryview, int], Awaitable[None]],
         arrive: Callable[[], Awaitable[object]],
         run_blocking: RunBlocking,
@@ -72,6 +74,7 @@ class ExchangeActor:
         buffers = [memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
         self._own, self._theirs = buffers[:2], buffers[2:]
         self._read = read
+        self._meet = meet
         self._broadcast = broadcast
         self._arrive = arrive
         self._run_blocking = run_blocking
@@ -84,7 +87,7 @@ class ExchangeActor:
         Raises:
             ChecksumMismatch, StorageError: what this rank's reading raises; never before it has
                 passed on what the others wait for.
-            Exception: what ``arrive`` or ``broadcast`` raises.
+            Exception: what ``arrive``, ``meet`` or ``broadcast`` raises.
         Cancellation: sinks hold any mixture. ``memory`` may be in use by errands.
         """
         if self._rounds:
@@ -94,6 +97,9 @@ class ExchangeActor:
             async with anyio.create_task_group() as tasks:
                 if number + 1 < len(self._rounds):
                     tasks.start_soon(self._read_ahead, number + 1)
+                if number == 0:
+                    # Not before: a read that fails would keep the others waiting here, too.
+                    await self._errands.run(self._meet)
                 await self._pass_on(number)
             if self._error is not None:
                 raise self._error
@@ -115,22 +121,8 @@ class ExchangeActor:
         await self._read(wanted)
 
     async def _pass_on(self, number: int) -> None:
-        turns = iter(enumerate(self._rounds[number]))
-        try:
-            await self._deliver_all(number, turns)
-        except anyio.get_cancelled_exc_class():
-            # The others may make all broadcasts of the round. One that this rank left out would
-            # meet what the job sends over the process group next.
-            with anyio.move_on_after(_ROUND_S, shield=True):
-                for source, parts in turns:
-                    memory = self._memory(number, source, parts)
-                    if memory:
-                        await self._errands.run(self._broadcast, memory, source)
-            raise
-
-    async def _deliver_all(self, number: int, turns: Iterator[tuple[int, Sequence[Part]]]) -> None:
         before: tuple[Sequence[Part], memoryview] | None = None
-        for source, parts in turns:
+        for source, parts in enumerate(self._rounds[number]):
             memory = self._memory(number, source, parts)
             if not memory:
                 continue

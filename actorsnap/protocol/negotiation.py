@@ -7,7 +7,8 @@ The steps (``protocol.gathering``):
 1. *Compared*: every rank knows what fits and what it wants. Decided: whether to go on, and how
    to read (``planning.exchange``). Of a dry run, *weighed* comes next and last: it adds up what
    each rank would read.
-2. In shared mode one step per round: each rank has read its piece, and all pass theirs on.
+2. In shared mode one step per round, through all turns of all sets of ranks that share: each
+   rank has read its piece, and all pass theirs on. Who has no piece in a round only arrives.
 3. *Read*: everything is in place. Only then ``load_state_dict()`` is called.
 4. *Loaded*: the last one.
 """

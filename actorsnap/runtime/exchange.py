@@ -1,8 +1,9 @@
-"""What the ranks of a restore read, each for itself or for all (``planning.exchange``)."""
+"""What the ranks of a restore read, each for itself or for others (``planning.exchange``)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,11 +11,20 @@ from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
 from actorsnap.actors.reader import Request
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
-from actorsnap.planning.exchange import ReadPlan, Want, Wants, cut, want_of
+from actorsnap.planning.exchange import (
+    ReadPlan,
+    Runs,
+    Share,
+    Wants,
+    cut,
+    runs_of,
+    shares_of,
+    want_of,
+)
 from actorsnap.planning.index import Index
 from actorsnap.planning.restore import Part, Range, plan_reads
 from actorsnap.protocol.negotiation import Weighed
-from actorsnap.runtime.broadcast import Broadcaster, obstacle_of
+from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team
@@ -23,6 +33,9 @@ from actorsnap.state.restore import KeyRestore, Wanted
 from actorsnap.state.tensors import ByteSink, MemorySink
 
 __all__ = ["Reading"]
+
+_Place: TypeAlias = tuple[str, Runs | None]
+"""Key and ranks of a ``Want``."""
 
 
 class Reading:
@@ -41,10 +54,10 @@ class Reading:
         self._index = index
         self._parts = parts
         self._team = team
-        self._ranks = () if team is None else tuple(sorted(team.ranks))
-        self._commons: dict[str, list[Common]] = {}
+        self._positions: dict[int, int] = {}
         if team is not None:
-            self._commons = {key: self._commons_of(part.reads) for key, part in parts.items()}
+            self._positions = {rank: number for number, rank in enumerate(team.ranks)}
+        self._commons = self._find_commons()
 
     @property
     def bytes_needed(self) -> int:
@@ -54,35 +67,32 @@ class Reading:
 
     def wants(self, host: Host) -> Wants:
         """What to tell the others."""
-        keys: list[Want] = []
-        grouped_bytes, obstacle = 0, ""
-        if self._team is not None:
-            keys = [want_of(key, self._ranges(own)) for key, own in self._commons.items()]
-            reads = (want for part in self._parts.values() for want in part.reads)
-            grouped_bytes = sum(
-                _size(want) for want in reads if want.holders and not self._is_common(want)
-            )
-            obstacle = obstacle_of(self._team.process_group)
         # The buffers of an exchange must fit into the budget.
         piece_bytes = chunk_within(
             self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
         )
-        return Wants(tuple(keys), grouped_bytes, piece_bytes, obstacle)
+        alike = [want_of(*place, self._ranges(own)) for place, own in self._commons.items()]
+        return Wants(tuple(alike), piece_bytes, obstacle())
 
     async def read(
-        self, host: Host, plan: ReadPlan, arrive: Callable[[], Awaitable[object]]
+        self, host: Host, plan: ReadPlan, arrive: Callable[[], Awaitable[object]], scope: str
     ) -> None:
         """Reads everything.
 
         Args:
             arrive: Waits until all ranks have arrived at the next step.
+            scope: See ``transport.store.StoreSave``.
 
         Raises:
             ChecksumMismatch, StorageError: see ``Snapshot.restore``.
         """
         mark(self._parts.values())
-        if plan.keys:
-            await self._exchange(host, plan, arrive)
+        for number, share in enumerate(self._shares(plan)):
+            if share.members:
+                await self._exchange(host, plan, share, arrive, f"{scope}/{number}")
+            else:
+                for _ in range(share.num_rounds):
+                    await arrive()
         await fetch_wanted(host, self._source, self._index, self._rest(plan))
 
     def weigh(self, host: Host, plan: ReadPlan) -> Weighed:
@@ -92,14 +102,13 @@ class Reading:
             for want in self._rest(plan)
         ]
         batches = [rest]
-        if plan.keys:
-            assert self._team is not None
-            commons = self._shared(plan)
-            pieces = self._pieces(plan, commons)
-            batches += [
-                self._cut_ranges(commons, piece)
-                for piece in pieces[self._team.rank :: self._team.world_size]
-            ]
+        for share in self._shares(plan):
+            if share.members:
+                assert self._team is not None
+                position = share.members.index(self._team.rank)
+                commons = self._shared(share)
+                pieces = self._pieces(share, commons)[position :: len(share.members)]
+                batches += [self._cut_ranges(commons, piece) for piece in pieces]
         options = self._source.options
         reads = [
             read
@@ -113,18 +122,32 @@ class Reading:
         bytes_read = sum(read.stop - read.start for read in reads)
         return Weighed(self.bytes_needed, bytes_read, len(reads))
 
-    def _commons_of(self, wanted: Iterable[Wanted]) -> list[Common]:
-        """What all ranks are likely to want, each range once, in an order that all have."""
-        sinks: dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]] = {}
-        for want in wanted:
-            if self._is_common(want) and _size(want):
-                stored = want.stored
-                at = self._key(stored), stored.start, stored.stop
-                sinks.setdefault(at, (stored, []))[1].append(want.sink)
-        return [Common(*sinks[at]) for at in sorted(sinks)]
+    def _find_commons(self) -> dict[_Place, list[Common]]:
+        """What others are likely to want alike, each range once, in an order that all have."""
+        sinks: dict[_Place, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
+        for key, part in self._parts.items():
+            for want in part.reads:
+                place = self._place(key, want)
+                if place is not None and _size(want):
+                    stored = want.stored
+                    at = self._key(stored), stored.start, stored.stop
+                    found = sinks.setdefault(place, {})
+                    found.setdefault(at, (stored, []))[1].append(want.sink)
+        return {
+            place: [Common(*found[at]) for at in sorted(found)] for place, found in sinks.items()
+        }
 
-    def _is_common(self, want: Wanted) -> bool:
-        return want.holders is None or want.holders == self._ranks
+    def _place(self, key: str, want: Wanted) -> _Place | None:
+        """Whose it is likely to be; None if nobody else's."""
+        if self._team is None or want.holders == ():
+            return None
+        if want.holders is None:
+            return key, None
+        # A mesh may have ranks that do not restore.
+        members = sorted(self._positions[rank] for rank in want.holders if rank in self._positions)
+        if len(members) < 2:
+            return None
+        return key, None if len(members) == len(self._positions) else runs_of(members)
 
     def _key(self, stored: Stored) -> str:
         return self._index.objects[stored.object].key
@@ -140,31 +163,41 @@ class Reading:
             found.append(Range(self._key(stored), begin + part.start, begin + part.stop))
         return found
 
-    def _shared(self, plan: ReadPlan) -> list[Common]:
-        return [one for key in plan.keys for one in self._commons[key]]
+    def _shares(self, plan: ReadPlan) -> list[Share]:
+        team = self._team
+        return [] if team is None else shares_of(plan, team.rank, team.world_size)
+
+    def _shared(self, share: Share) -> list[Common]:
+        return [one for key in share.keys for one in self._commons[key, share.ranks]]
 
     def _rest(self, plan: ReadPlan) -> list[Wanted]:
+        shared = {(key, share.ranks) for share in self._shares(plan) for key in share.keys}
         return [
             want
             for key, part in self._parts.items()
             for want in part.reads
-            if key not in plan.keys or not self._is_common(want)
+            if self._place(key, want) not in shared
         ]
 
-    def _pieces(self, plan: ReadPlan, commons: Sequence[Common]) -> list[tuple[Part, ...]]:
-        assert self._team is not None
+    def _pieces(self, share: Share, commons: Sequence[Common]) -> list[tuple[Part, ...]]:
         return cut(
             self._ranges(commons),
-            num_readers=self._team.world_size,
-            piece_bytes=plan.piece_bytes,
+            num_readers=len(share.members),
+            num_rounds=share.num_rounds,
         )
 
     async def _exchange(
-        self, host: Host, plan: ReadPlan, arrive: Callable[[], Awaitable[object]]
+        self,
+        host: Host,
+        plan: ReadPlan,
+        share: Share,
+        arrive: Callable[[], Awaitable[object]],
+        scope: str,
     ) -> None:
         source, team = self._source, self._team
         assert team is not None
-        commons = self._shared(plan)
+        commons = self._shared(share)
+        rank = share.members.index(team.rank)
         async with source.opened(host, "read", self._index.attempt) as (storage, _, errands):
             fetcher = source.fetcher(host, storage)
 
@@ -179,27 +212,38 @@ class Reading:
             # One lease for all buffers: of two the second might wait for ever.
             lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, is_reading=True)
 
-            async def release() -> None:
+            is_done = False
+            broadcaster = Broadcaster(
+                host,
+                team.connection,
+                name=f"{scope}/{share.members[0]}",
+                rank=rank,
+                num_ranks=len(share.members),
+                lost_after_s=source.options.lost_after_s,
+            )
+
+            async def end() -> None:
                 lease.release()
+                await broadcaster.close(is_done=is_done)
 
             try:
                 await ExchangeActor(
                     commons=commons,
-                    pieces=self._pieces(plan, commons),
-                    rank=team.rank,
-                    num_ranks=team.world_size,
+                    pieces=self._pieces(share, commons),
+                    rank=rank,
+                    num_ranks=len(share.members),
                     memory=lease.view,
                     read=read,
-                    broadcast=Broadcaster(
-                        host, team.process_group, patience_s=2 * source.options.lost_after_s
-                    ),
+                    meet=broadcaster.meet,
+                    broadcast=broadcaster,
                     arrive=arrive,
                     run_blocking=host.run_blocking,
                     errands=errands,
                 ).run()
+                is_done = True
             finally:
-                # A broadcast that was left behind may still write to it.
-                await errands.clean_up(release)
+                # A broadcast that was left behind may still write to the memory.
+                await errands.clean_up(end)
 
 
 def _size(want: Wanted) -> int:

@@ -37,12 +37,15 @@ class Steps(Protocol):
     Attributes:
         team: None where there is but one rank.
         rank: Of this process in its group.
+        scope: See ``transport.store.StoreSave``; behind the first step.
     """
 
     @property
     def team(self) -> Team | None: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def scope(self) -> str: ...
 
     def arrive(self, payload: bytes = b"") -> Script[bytes]:
         """Waits until all ranks have arrived; returns what was decided."""
@@ -79,6 +82,7 @@ class Alone:
     """The steps of a call that one rank makes, or would make if there were others."""
 
     team = None
+    scope = ""
 
     def __init__(self, decide: Decide, *, rank: int = 0) -> None:
         self.rank = rank
@@ -126,6 +130,10 @@ class Together:
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
+
+    @property
+    def scope(self) -> str:
+        return self._save.scope
 
     async def _run(self) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from datetime import timedelta
 from typing import Any
 
 from actorsnap.planning.save import RankPlan
@@ -21,6 +22,7 @@ from actorsnap.transport.store import StorePort, StoreSave
 __all__ = ["Team", "find_team"]
 
 _AGAIN_S = 10.0
+_ANSWER = timedelta(seconds=30)
 
 
 class Team:
@@ -30,7 +32,6 @@ class Team:
         rank: Of this process, in the group.
         world_size: Of the group.
         ranks: All of them in the whole job, in the order of the group.
-        process_group: Of torch.distributed; None where only a store is known.
         store: A weak reference: the store may host the server, whose end is the job's business.
         memory: What the coordinator knows from the save before. On the loop only.
         remembered: The rank's plan of the save before, by its digest. On the loop only.
@@ -40,8 +41,9 @@ class Team:
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks = group.ranks
-        self.process_group = group.process_group
         self.store = weakref.ref(group.store)
+        self._connection: Any = None
+        self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
         self.memory = Memory()
@@ -67,6 +69,23 @@ class Team:
         if self._pid != os.getpid():
             return False  # the mailbox is the parent's, and ``begin`` says so
         return self.port.is_broken or self._host is not Host.get()
+
+    def connection(self) -> Any:
+        """A connection to the store for calls that do not wait for other ranks; always the same
+        one. From any thread; blocks.
+
+        Raises:
+            RuntimeError: the store is gone, or does not answer.
+        """
+        with self._connecting:
+            if self._connection is None:
+                store = self.store()
+                if store is None:
+                    raise RuntimeError("the job's store is gone")
+                connection = store.clone()
+                connection.set_timeout(_ANSWER)
+                self._connection = connection
+            return self._connection
 
     def begin(self, *, lost_after_s: float) -> StoreSave[Any, Any]:
         """Takes the number of the next call that all ranks make together. Close it at the end.

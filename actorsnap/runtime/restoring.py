@@ -87,9 +87,9 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a restore would do, over all ranks that take part.
 
     Attributes:
-        mode: ``"direct"``, every rank reads what it wants, or ``"shared"``, what all want is read
-            once and passed on.
-        reason: Why.
+        mode: ``"direct"``, every rank reads what it wants, or ``"shared"``, what several want
+            alike is read once by them together and passed on.
+        reason: Why; how many ranks want how much alike, and who of them shares it.
         bytes_needed: Bytes to put into the app states.
         bytes_read: Bytes to read from the storage: checksum blocks are read as a whole.
         num_requests: So many reads of the storage.
@@ -144,7 +144,9 @@ def restore_by(
     wants = reading.wants(Host.get())
     plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    yield from steps.perform(lambda host, arrive: reading.read(host, plan, arrive))
+    yield from steps.perform(
+        lambda host, arrive: reading.read(host, plan, arrive, steps.scope),
+    )
     states = {key: part.build() for key, part in compared.parts.items()}
     yield from steps.arrive()
     report = load(

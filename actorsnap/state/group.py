@@ -36,7 +36,6 @@ class Group:
         ranks: All of them in the whole job, in the order of the group.
         store: Has queues (``transport.store.QueueStore``); to be cloned, not used.
         name: Of job and group: no two at one store have the same, and all ranks say the same.
-        process_group: Of torch.distributed; None where only a store is known.
     """
 
     rank: int
@@ -44,7 +43,6 @@ class Group:
     ranks: tuple[int, ...]
     store: Any
     name: str
-    process_group: Any = None
 
 
 def global_rank() -> int:
@@ -157,7 +155,6 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
         ranks=ranks,
         store=store,
         name=name,
-        process_group=group,
     )
 
 

@@ -232,6 +232,13 @@ class StoreSave(Generic[Up, Down]):
             self.coordinator.colleague = self.participant
             self.participant.colleague = self.coordinator
 
+    @property
+    def scope(self) -> str:
+        """Begins keys of its own at the store, the same on all ranks and unlike those of any
+        other save there ever. Known when something has come from the coordinator."""
+        port = self._port
+        return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
+
     def close(self) -> None:
         """Ends it here: late frames are dropped. From any thread; again does nothing."""
         self._port._run_on_loop(lambda: self._port._end(self))

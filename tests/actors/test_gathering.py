@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -18,8 +18,18 @@ from actorsnap.actors.gathering import GatheringActor, MemberActor
 from actorsnap.errors import ActorSnapError, RestoreAborted, StorageError
 from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
-from actorsnap.planning.exchange import count_rounds, cut
-from actorsnap.planning.restore import Range
+from actorsnap.planning.exchange import (
+    ReadMode,
+    Runs,
+    Share,
+    Wants,
+    cut,
+    plan_exchange,
+    runs_of,
+    shares_of,
+    want_of,
+)
+from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.state.tensors import MemorySink
@@ -188,16 +198,25 @@ async def test_who_is_lost_is_named(who: str) -> None:
 
 
 class Passing:
-    """A broadcast between the ranks of one process; it needs all of them, in one order."""
+    """Broadcasts between some ranks of one process; each needs all of them, in one order."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._here: dict[int, tuple[memoryview, int]] = {}
         self._all = anyio.Event()
         self.num_passed = 0
+        self.num_met = 0
+        self._met = anyio.Event()
+
+    async def meet(self) -> None:
+        self.num_met += 1
+        if self.num_met == self._num_ranks:
+            self._met.set()
+        await self._met.wait()
 
     def of(self, rank: int) -> Callable[[memoryview, int], Awaitable[None]]:
         async def broadcast(memory: memoryview, source: int) -> None:
+            assert self.num_met == self._num_ranks
             self._here[rank] = memory, source
             everybody = self._all
             if len(self._here) == self._num_ranks:
@@ -217,28 +236,53 @@ class Passing:
 
 
 class SharedWorld(World):
-    """All ranks want the same ranges of one object, twice in their memory."""
+    """Ranks that want ranges of one object, twice in their memory.
 
-    def __init__(self, num_ranks: int, sizes: Sequence[int]) -> None:
-        total = sum(sizes)
-        num_rounds = count_rounds(total, num_readers=num_ranks, piece_bytes=PIECE)
-        super().__init__(num_ranks, num_rounds + 1)
+    Args:
+        sets: Ranks that want the same, and their ranges' sizes; they share in turns, as planned.
+    """
+
+    def __init__(self, num_ranks: int, sets: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         rng = np.random.default_rng(7)
+        total = sum(sum(sizes) for sizes in sets.values())
         self.object = rng.integers(0, 256, total, np.uint8)
-        self.stored: list[Stored] = []
+        self.stored: dict[Runs, list[Stored]] = {}
         at = 0
-        for size in sizes:
-            block_bytes = choose_block_bytes(size, is_shard=True)
-            crc = block_checksums(self.object[at : at + size].data, block_bytes)
-            self.stored.append(Stored(0, at, at + size, crc))
-            at += size
-        ranges = [Range("o", one.start, one.stop) for one in self.stored]
-        self.pieces = cut(ranges, num_readers=num_ranks, piece_bytes=PIECE)
-        self.passing = Passing(num_ranks)
+        for members, sizes in sets.items():
+            stored = self.stored[runs_of(members)] = []
+            for size in sizes:
+                block_bytes = choose_block_bytes(size, is_shard=True)
+                crc = block_checksums(self.object[at : at + size].data, block_bytes)
+                stored.append(Stored(0, at, at + size, crc))
+                at += size
+        wants = [
+            Wants(
+                tuple(
+                    want_of("k", runs_of(members), ranges_of(self.stored[runs_of(members)]))
+                    for members in sets
+                    if rank in members
+                ),
+                PIECE,
+                "",
+            )
+            for rank in range(num_ranks)
+        ]
+        self.plan = plan_exchange(wants, ReadMode.SHARED)
+        super().__init__(num_ranks, self.plan.num_rounds + 1)
+        self.passing = {
+            (turn, members): Passing(len(members))
+            for turn in range(len(self.plan.turns))
+            for members in sets
+        }
         self.targets = [np.zeros((2, total), np.uint8) for _ in range(num_ranks)]
         self.bytes_read = [0] * num_ranks
         self.reads = 0
         self.fail_at = -1
+
+    def pieces(self, share: Share) -> list[tuple[Part, ...]]:
+        assert share.ranks is not None
+        ranges = ranges_of(self.stored[share.ranks])
+        return cut(ranges, num_readers=len(share.members), num_rounds=share.num_rounds)
 
     async def read(self, rank: int, wanted: Sequence[tuple[Stored, memoryview]]) -> None:
         self.reads += 1
@@ -251,76 +295,134 @@ class SharedWorld(World):
             self.bytes_read[rank] += len(memory)
 
     async def body(self, rank: int, member: MemberActor) -> None:
-        commons = [
-            Common(
-                stored,
-                [
-                    MemorySink(row.ctypes.data + stored.start, stored.stop - stored.start, row)
-                    for row in self.targets[rank]
-                ],
-            )
-            for stored in self.stored
-        ]
-
         async def read(wanted: Sequence[tuple[Stored, memoryview]]) -> None:
             await self.read(rank, wanted)
 
         async def exchange() -> None:
-            async with anyio.create_task_group() as tasks:
-                await ExchangeActor(
-                    commons=commons,
-                    pieces=self.pieces,
-                    rank=rank,
-                    num_ranks=self.num_ranks,
-                    memory=memoryview(bytearray(NUM_BUFFERS * PIECE)),
-                    read=read,
-                    broadcast=self.passing.of(rank),
-                    arrive=member.arrive,
-                    run_blocking=run_inline,
-                    errands=Errands(tasks, run_blocking=run_inline, label=f"rank {rank}"),
-                ).run()
+            for turn, share in enumerate(shares_of(self.plan, rank, self.num_ranks)):
+                if not share.members:
+                    for _ in range(share.num_rounds):
+                        await member.arrive()
+                    continue
+                assert share.ranks is not None
+                passing = self.passing[turn, share.members]
+                commons = [
+                    Common(
+                        stored,
+                        [
+                            MemorySink(
+                                row.ctypes.data + stored.start, stored.stop - stored.start, row
+                            )
+                            for row in self.targets[rank]
+                        ],
+                    )
+                    for stored in self.stored[share.ranks]
+                ]
+                async with anyio.create_task_group() as tasks:
+                    await ExchangeActor(
+                        commons=commons,
+                        pieces=self.pieces(share),
+                        rank=share.members.index(rank),
+                        num_ranks=len(share.members),
+                        memory=memoryview(bytearray(NUM_BUFFERS * PIECE)),
+                        read=read,
+                        meet=passing.meet,
+                        broadcast=passing.of(share.members.index(rank)),
+                        arrive=member.arrive,
+                        run_blocking=run_inline,
+                        errands=Errands(tasks, run_blocking=run_inline, label=f"rank {rank}"),
+                    ).run()
 
         await member.perform(exchange)
         await member.arrive()
+
+    def check(self) -> None:
+        """Each rank has what it wants, and each set has read its bytes once."""
+        assert self.outcomes == dict.fromkeys(range(self.num_ranks))
+        wanted = np.zeros((self.num_ranks, len(self.object)), bool)
+        for ranks, stored in self.stored.items():
+            for first, count, step in ranks:
+                for rank in range(first, first + count * step, step):
+                    for one in stored:
+                        wanted[rank, one.start : one.stop] = True
+        for rank, target in enumerate(self.targets):
+            assert (target == np.where(wanted[rank], self.object, 0)).all()
+        assert sum(self.bytes_read) == len(self.object)
+
+
+def ranges_of(stored: Sequence[Stored]) -> list[Range]:
+    return [Range("o", one.start, one.stop) for one in stored]
+
+
+def everybody(num_ranks: int) -> SharedWorld:
+    return SharedWorld(num_ranks, {tuple(range(num_ranks)): SIZES})
 
 
 SIZES = [3, 5 * MIB + 1, 0, MIB, 9 * MIB, *[1000] * 50]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", [2, 5])
 async def test_what_all_want_is_read_once(num_ranks: int) -> None:
-    world = SharedWorld(num_ranks, SIZES)
+    world = everybody(num_ranks)
     await world.run(world.body)
-    assert world.outcomes == dict.fromkeys(range(num_ranks))
-    for target in world.targets:
-        assert (target == world.object).all()
-    assert sum(world.bytes_read) == len(world.object)
+    world.check()
     assert max(world.bytes_read) <= len(world.object) / num_ranks * 1.1 + MIB
+
+
+async def test_what_the_ranks_of_a_set_want_is_read_once() -> None:
+    """Sets of a mesh, in the same rounds; a set of all; some that overlap, and one rank less."""
+    world = SharedWorld(
+        7,
+        {
+            (0, 2, 4): SIZES,
+            (1, 3, 5): [2 * MIB, 5],
+            (0, 1, 2, 3, 4, 5): [7 * MIB, 3],
+            (4, 5): [MIB + 1],
+            (3, 4): [3 * MIB],
+        },
+    )
+    sets = [sum(e.num_sets for e in turn.exchanges) for turn in world.plan.turns]
+    assert sets == [1, 2, 1, 1]
+    await world.run(world.body)
+    world.check()
+    assert world.bytes_read[6] == 0
+
+
+async def test_a_read_that_fails_in_one_set_fails_everywhere() -> None:
+    world = SharedWorld(4, {(0, 2): [9 * MIB], (1, 3): [9 * MIB]})
+    world.fail_at = 6
+    with anyio.fail_after(100):
+        await world.run(world.body)
+    (outcome,) = set(world.outcomes.values())
+    assert "read of 'o' in of rank" in str(outcome)
+    assert set(world.outcomes) == {0, 1, 2, 3}
 
 
 async def test_a_read_that_fails_fails_everywhere_and_leaves_nobody_behind() -> None:
     """Whichever read fails: nobody waits in a broadcast, and no round is passed on in part."""
     fail_at = 1
     while True:
-        world = SharedWorld(3, SIZES)
+        world = everybody(3)
+        passing = world.passing[0, (0, 1, 2)]
         world.fail_at = fail_at
         with anyio.fail_after(100):
             await world.run(world.body)
-        assert world.passing.num_waiting == 0
+        assert passing.num_waiting == 0
         assert set(world.outcomes) == {0, 1, 2}
         (outcome,) = set(world.outcomes.values())
         if outcome is None:
             break
         assert "read of 'o' in of rank" in outcome
-        filled = [bool(piece) for piece in world.pieces]
+        pieces = world.pieces(shares_of(world.plan, 0, 3)[0])
+        filled = [bool(piece) for piece in pieces]
         whole_rounds = [sum(filled[:end]) for end in range(0, len(filled), 3)]
-        assert world.passing.num_passed in whole_rounds
+        assert passing.num_passed in whole_rounds
         fail_at += 1
     assert fail_at > 12
 
 
 async def test_a_rank_that_dies_in_a_broadcast_is_left() -> None:
-    world = SharedWorld(3, SIZES)
+    world = everybody(3)
 
     async def body(rank: int, member: MemberActor) -> None:
         if rank == 2:  # it reads, and says so, but does not pass on

@@ -14,7 +14,7 @@ from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.negotiation import Comparison, Negotiation, Ready, Totals, Weighed
 
 MIB = 1 << 20
-WANTS = Wants((Want("model", b"d", 9 * MIB),), 0, 2 * MIB, "")
+WANTS = Wants((Want("model", None, b"d", 9 * MIB),), 2 * MIB, "")
 
 
 def decide(negotiation: Negotiation, step: int, *ranks: Any) -> Decision:

@@ -34,16 +34,28 @@ from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, full
 from tests.worlds import Rank, World
 
-__all__ = ["direct_cancelled", "direct_play", "direct_restore", "direct_stages"]
+__all__ = [
+    "direct_cancelled",
+    "direct_killed",
+    "direct_play",
+    "direct_restore",
+    "direct_stages",
+    "direct_without_group",
+]
 
 LOST_AFTER_S = 1.5
+TIMEOUT_S = 20.0
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
 MIB = 1 << 20
 
 
 def options(mode: str) -> Options:
     return Options(
-        read_mode=mode, chunk_bytes=2 * MIB, timeout_s=15.0, lost_after_s=LOST_AFTER_S, fsync=False
+        read_mode=mode,
+        chunk_bytes=2 * MIB,
+        timeout_s=TIMEOUT_S,
+        lost_after_s=LOST_AFTER_S,
+        fsync=False,
     )
 
 
@@ -233,13 +245,50 @@ def direct_stages(**arguments: Any) -> list[Any]:
         world.end()
 
 
-# Cancellation
+# Groups of an exchange's own
+
+SIZES = (7 * MIB, 300, 5 * MIB + 12, 100)
+"""Of the tensors, in bytes: with pieces of 2 MiB they make more than one round of 3 ranks."""
+
+
+def model(fill: float) -> dict[str, Any]:
+    tensors = {f"w{n}": torch.full((size // 4,), fill + n) for n, size in enumerate(SIZES)}
+    return {"model": StateDict(tensors)}
+
+
+def values(state: dict[str, Any]) -> list[list[float]]:
+    return [t.unique().tolist() for t in state["model"].values()]
+
+
+def left_keys(me: Rank) -> list[str]:
+    """What exchanges have left in the store; mailboxes are queues, which are not listed."""
+    return [key for key in me.store().list_keys() if "actorsnap/" in key]
+
+
+def without_group(me: Rank, path: str) -> dict[str, Any]:
+    """A job that has initialised no process group."""
+    me.follow_torchrun()
+    Snapshot.take(path, model(1.0), replicated=["model/**"], options=SAVE)
+    target = model(0.0)
+    watch = Watch()
+    with faulty(watch):
+        report = Snapshot(faulty_url(path), options=options("shared")).restore(target)
+    return {"values": values(target), "bytes_read": watch.bytes_read, "nbytes": report.nbytes}
+
+
+def direct_without_group(**arguments: Any) -> list[Any]:
+    world = World(2, without_group, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
 
 
 def cancelled(me: Rank, path: str) -> dict[str, Any]:
-    """Rank 1 is cancelled between two broadcasts of a round; then tensors are sent."""
+    """Rank 1 is cancelled between two broadcasts of a round; then tensors are sent, and all is
+    restored again."""
     me.join_gloo()
-    Snapshot.take(path, states(1.0), replicated=["a/**", "b/**", "model/**"], options=SAVE)
+    Snapshot.take(path, model(1.0), replicated=["model/**"], options=SAVE)
     has_sent = threading.Event()
     broadcast = Broadcaster.__call__
 
@@ -250,7 +299,7 @@ def cancelled(me: Rank, path: str) -> dict[str, Any]:
 
     async def run() -> None:
         whole = asyncio.create_task(
-            AsyncSnapshot(path, options=options("shared")).restore(states(0.0))
+            AsyncSnapshot(path, options=options("shared")).restore(model(0.0))
         )
         if me.rank == 1:
             await asyncio.to_thread(has_sent.wait, 10)
@@ -261,16 +310,61 @@ def cancelled(me: Rank, path: str) -> dict[str, Any]:
     if me.rank == 1:
         Broadcaster.__call__ = slow  # type: ignore[method-assign]
     said = outcome(lambda: asyncio.run(run()))
+    Broadcaster.__call__ = broadcast  # type: ignore[method-assign]
     sent = [torch.full((3,), float(n) if me.rank == 0 else -1.0) for n in range(3)]
     for tensor in sent:
         dist.broadcast(tensor, 0)
-    return {**said, "sent": [tensor.tolist() for tensor in sent]}
+    target = model(0.0)
+    said["again"] = outcome(lambda: Snapshot(path, options=options("shared")).restore(target))[
+        "text"
+    ]
+    dist.barrier()
+    left = left_keys(me)
+    dist.barrier()
+    sent_values = [tensor.tolist() for tensor in sent]
+    return {**said, "sent": sent_values, "values": values(target), "left": left}
 
 
 def direct_cancelled(**arguments: Any) -> list[Any]:
     world = World(2, cancelled, **arguments)
     try:
         return world.results()
+    finally:
+        world.end()
+
+
+def killed(me: Rank, path: str, whom: int) -> dict[str, Any]:
+    """``whom`` is killed between two broadcasts; the others go on without it."""
+    me.join_gloo()
+    others = dist.new_group([rank for rank in range(me.world) if rank != whom])
+    Snapshot.take(path, model(1.0), replicated=["model/**"], options=SAVE)
+    broadcast = Broadcaster.__call__
+    calls: list[int] = []
+
+    async def deadly(self: Broadcaster, memory: memoryview, source: int) -> None:
+        calls.append(source)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await broadcast(self, memory, source)
+
+    if me.rank == whom:
+        Broadcaster.__call__ = deadly  # type: ignore[method-assign]
+    snapshot = Snapshot(path, options=options("shared"))
+    said = outcome(lambda: snapshot.restore(model(0.0)))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=others)
+    target = model(0.0)
+    said["again"] = outcome(lambda: snapshot.restore(target, group=others))["text"]
+    dist.barrier(others)
+    left = left_keys(me)
+    dist.barrier(others)
+    return {**said, "total": total.item(), "values": values(target), "left": left}
+
+
+def direct_killed(whom: int, **arguments: Any) -> list[Any]:
+    world = World(3, killed, whom=whom, **arguments)
+    try:
+        return [rank.result() for number, rank in enumerate(world.ranks) if number != whom]
     finally:
         world.end()
 
@@ -303,17 +397,8 @@ class Collective:
         self.x = state["x"]
 
 
-SIZES = (7 * MIB, 300, 5 * MIB + 12, 100)
-"""Of the tensors, in bytes: with pieces of 2 MiB they make more than one round of 3 ranks."""
-
-
 def states(fill: float, trouble: str = "") -> dict[str, Any]:
-    model = {f"w{n}": torch.full((size // 4,), fill + n) for n, size in enumerate(SIZES)}
-    return {
-        "a": Collective(fill, trouble),
-        "b": Collective(fill),
-        "model": StateDict(model),
-    }
+    return {"a": Collective(fill, trouble), "b": Collective(fill), **model(fill)}
 
 
 def replace(path: str, flag: Path, rank: int) -> Callable[[str], None]:

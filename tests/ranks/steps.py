@@ -14,15 +14,15 @@ from actorsnap.errors import ActorSnapError, StorageError
 from actorsnap.options import Options
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
-from actorsnap.runtime.broadcast import Broadcaster, obstacle_of
-from actorsnap.runtime.gathering import Steps, go_through
+from actorsnap.runtime.broadcast import Broadcaster, obstacle
+from actorsnap.runtime.gathering import Arrive, Steps, go_through
 from actorsnap.runtime.host import Host, Script, run_sync
 from actorsnap.runtime.ranks import find_team
 from tests.worlds import Rank, World
 
 __all__ = ["direct_go"]
 
-OPTIONS = Options(timeout_s=15, lost_after_s=1.5)
+OPTIONS = Options(timeout_s=20, lost_after_s=3)
 NUM_STEPS = 3
 
 
@@ -31,13 +31,34 @@ def decide(step: int, payloads: Sequence[bytes]) -> Decision:
 
 
 def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
-    """Three steps, and a broadcast in the last one; ``whom`` has ``trouble`` in the second."""
+    """Three steps, and broadcasts in the last one; ``whom`` has ``trouble`` in the second."""
     me.join_gloo()
     team = find_team(None, None)
     assert team is not None
-    assert obstacle_of(team.process_group) == ""
+    assert obstacle() == ""
     data = bytearray(b"0123456789" if me.rank == 0 else bytes(10))
-    broadcaster = Broadcaster(Host.get(), team.process_group, patience_s=10)
+    store = team.connection()
+
+    def wait_for_others() -> None:
+        """Until all are behind the first step: what rank 0 has said may not have left it yet."""
+        store.set(f"passed-{me.rank}", b"")
+        store.wait([f"passed-{rank}" for rank in range(me.world)])
+
+    async def share(host: Host, scope: str) -> None:
+        broadcaster = Broadcaster(
+            host,
+            team.connection,
+            name=scope,
+            rank=me.rank,
+            num_ranks=me.world,
+            lost_after_s=OPTIONS.lost_after_s,
+        )
+        await broadcaster.meet()
+        await broadcaster(memoryview(data), 0)
+        if trouble == "kill in a broadcast" and me.rank == whom:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await broadcaster(memoryview(data), 0)
+        await broadcaster.close(is_done=True)
 
     def body(steps: Steps) -> Script[list[str]]:
         decided = [(yield from steps.arrive(b"%d" % me.rank))]
@@ -49,11 +70,16 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
             if trouble == "interrupt":
                 raise KeyboardInterrupt
             if trouble == "kill":
+                wait_for_others()
                 os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == "kill":
+            wait_for_others()
         decided.append((yield from steps.arrive()))
-        if trouble == "kill in a broadcast" and me.rank == whom:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield from steps.perform(lambda *_: broadcaster(memoryview(data), 0))
+
+        async def step(host: Host, _: Arrive) -> None:
+            await share(host, steps.scope)
+
+        yield from steps.perform(step)
         decided.append((yield from steps.arrive()))
         return [payload.decode() for payload in decided]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks.steps import OPTIONS
 from tests.worlds import Director
 
 
@@ -30,7 +31,7 @@ def test_what_one_raises_all_raise(director: Director, whom: int) -> None:
         assert said["cause"] == "None"
         note = f"actorsnap: it began on rank {whom}, in stage 'read'"
         assert said["notes"] == ([] if rank == whom else [note])
-        assert said["took_s"] < 12
+        assert said["took_s"] < OPTIONS.timeout_s
         assert said["again"] == "x"
 
 
@@ -48,7 +49,7 @@ def test_who_is_interrupted_takes_leave(director: Director, whom: int) -> None:
     message = f"restore aborted on rank {whom} in stage 'cancel': the caller was interrupted"
     assert found[whom]["error"][0] == "KeyboardInterrupt"
     assert found[1 - whom]["error"] == ["RestoreAborted", message]
-    assert found[1 - whom]["took_s"] < 12
+    assert found[1 - whom]["took_s"] < OPTIONS.timeout_s
     assert [said["again"] for said in found] == ["x", "x"]
 
 
@@ -60,4 +61,4 @@ def test_a_killed_rank_is_named(director: Director, trouble: str, whom: int) -> 
     for said in found:
         assert said["error"][0] == "RestoreAborted"
         assert said["error"][1].startswith(f"restore aborted on rank {whom} in stage 'read'")
-        assert said["took_s"] < 14
+        assert "was not heard for" in said["error"][1]

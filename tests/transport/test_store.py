@@ -143,7 +143,8 @@ async def test_messages_keep_their_order(store: Any, open_port: Opener) -> None:
         save.close()
     await closed(ports[1])
     with anyio.fail_after(20):
-        while 1 not in ports[0]._left:  # whose leaves cross finds the other one's mailbox open
+        # Of two leaves that cross, one stays in a mailbox.
+        while 1 not in ports[0]._left:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     await closed(ports[0])
     sent, got = (port.statistics() for port in ports)
