@@ -277,7 +277,10 @@ class GcsServer(Server):
         return bucket
 
     def storage_options(self, through: FaultProxy | None = None) -> dict[str, Any]:
-        return {"endpoint_url": (through or self).endpoint}
+        options: dict[str, Any] = {"endpoint_url": (through or self).endpoint, "anonymous": True}
+        if through is not None and through.ca_file is not None:
+            options["ca_bundle"] = through.ca_file
+        return options
 
     def env(self, through: FaultProxy | None = None) -> dict[str, str]:
         return {"STORAGE_EMULATOR_HOST": (through or self).endpoint}
