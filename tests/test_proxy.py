@@ -84,6 +84,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Connections that break off are what the tests are about."""
+
+
 class Origin(NamedTuple):
     """The server behind the proxy."""
 
@@ -98,8 +105,7 @@ def origin() -> Iterator[Origin]:
     class HandlerOfOneTest(Handler):
         pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), HandlerOfOneTest) as server:
-        server.daemon_threads = True
+    with QuietServer(("127.0.0.1", 0), HandlerOfOneTest) as server:
         HandlerOfOneTest.objects = objects
         HandlerOfOneTest.origin = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
