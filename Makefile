@@ -9,18 +9,23 @@ BENCH_ARGS ?=
 # A file stays in one process: tests of a file share worlds and servers.
 PARALLEL ?= -n 2 --dist loadfile
 
-.PHONY: demo test test-all bench docs lint format clean
+.PHONY: demo test test-all servers bench docs lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
 	$(BIN)/python examples/fsdp_resume.py
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
-test: lint
+# CI must have the servers that the tests talk to; elsewhere tests skip what is missing.
+test: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-test-all: lint
+test-all: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# What pip does not bring of them: Debian packages, as root.
+servers:
+	tests/servers/install.sh
 
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench $(BENCH_ARGS)
