@@ -101,18 +101,27 @@ class StorageError(ActorSnapError):
         backend: URL of the storage, without credentials.
         detail: What the backend said, and what to do.
         retryable: Whether the same call may succeed later.
+        retry_after_s: How long the storage asked to wait before that; None if it did not say.
     """
 
     default_retryable = False
 
     def __init__(
-        self, *, op: str, key: str, backend: str, detail: str = "", retryable: bool | None = None
+        self,
+        *,
+        op: str,
+        key: str,
+        backend: str,
+        detail: str = "",
+        retryable: bool | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         self.op = op
         self.key = key
         self.backend = backend
         self.detail = detail
         self.retryable = self.default_retryable if retryable is None else retryable
+        self.retry_after_s = retry_after_s
         where = f"{key!r} in {backend}" if key else backend
         super().__init__(
             f"{op} of {where} failed: {detail or type(self).__name__}",
@@ -121,6 +130,7 @@ class StorageError(ActorSnapError):
             backend=backend,
             detail=detail,
             retryable=self.retryable,
+            retry_after_s=retry_after_s,
         )
 
 

@@ -11,12 +11,13 @@ cancel in that sum. ``x**(8n) mod P`` takes one multiplication per set bit of ``
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import crc32c as _crc32c
 
-__all__ = ["BLOCK_BYTES", "block_checksums", "combine", "crc32c"]
+__all__ = ["BLOCK_BYTES", "block_checksums", "combine", "crc32c", "crc32c_of"]
 
 BLOCK_BYTES = 1 << 20
 """A leaf's bytes are checksummed in blocks of this size, counted from the leaf's start."""
@@ -30,6 +31,14 @@ _POLYNOMIAL = 0x82F63B78
 def crc32c(data: Buffer, value: int = 0) -> int:
     """Returns the CRC32C of ``data``, continuing from ``value``. C-contiguous buffers only."""
     return _crc32c.crc32c(data, value)
+
+
+def crc32c_of(views: Iterable[Buffer]) -> int:
+    """Returns the CRC32C of ``views``, back to back. C-contiguous buffers only."""
+    value = 0
+    for view in views:
+        value = _crc32c.crc32c(view, value)
+    return value
 
 
 def block_checksums(view: memoryview[Any], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:

@@ -70,13 +70,20 @@ class Capabilities:
         has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking``
             may be called from any thread. Spares a thread hop per chunk; the async verbs
             must work all the same.
-        part_bytes: Granularity of ``write_at`` offsets (1: any offset).
+        min_write_bytes: Least size of a ``write_at``, but of the one that ends the object.
+        max_writes: Most ``write_at`` calls for one object, those of joined writers included;
+            None for any number.
+        has_joined_writers: Several ranks may write one object: ``join_writer`` works.
+        checks_crc32c: A ``write_at`` whose bytes have another CRC32C than it says is refused.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
         preferred_parallel_objects: How many objects written at once use the backend well.
     """
 
     has_blocking_io: bool = False
-    part_bytes: int = 1
+    min_write_bytes: int = 1
+    max_writes: int | None = None
+    has_joined_writers: bool = True
+    checks_crc32c: bool = False
     has_conditional_put: bool = True
     preferred_parallel_objects: int = 4
 
@@ -105,9 +112,10 @@ def check_key(key: str) -> str:
 class ObjectWriter(ABC):
     """Positional writes to one new object of known size.
 
-    Life: ``Storage.writer`` -> any number of ``write_at`` in any order and concurrently, of
-    disjoint ranges that together cover the object -> ``complete`` or ``abort`` (once). A writer
-    from ``Storage.join_writer`` ends in ``release`` or ``abort`` before the opener completes.
+    Life: ``Storage.writer`` -> ``write_at`` in any order and concurrently, of disjoint ranges
+    that together cover the object, no smaller and no more of them than the capabilities allow
+    -> ``complete`` or ``abort`` (once). A writer from ``Storage.join_writer`` ends in
+    ``release`` or ``abort`` before the opener completes.
 
     Attributes:
         key: The object key.
@@ -121,11 +129,23 @@ class ObjectWriter(ABC):
     token: bytes
 
     @abstractmethod
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         """Writes ``views`` back to back at byte ``offset``.
 
-        The views are read before this returns and not kept. Cancellation: the range may
-        hold any mixture of old and new bytes; the object can only be aborted.
+        The views are read before this returns and not kept. The same range may be written
+        again after a failure. Cancellation: the range may hold any mixture of old and new
+        bytes; the object can only be aborted.
+
+        Args:
+            offset: In bytes, from the object's start.
+            views: C-contiguous; together at least ``min_write_bytes``, or up to the object's end.
+            crc32c: Of all their bytes, if the caller knows it.
+
+        Raises:
+            StorageError: it failed; also, retryable, where ``checks_crc32c``: what arrived does
+                not have this CRC32C. The range must be written again.
         """
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -195,7 +215,11 @@ class Storage(ABC):
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object that another party opened. It must not complete or abort."""
+        """A writer to an object that another party opened. It must not complete or abort.
+
+        Raises:
+            UsageError: not ``has_joined_writers``.
+        """
 
     @abstractmethod
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:

@@ -461,8 +461,10 @@ class _FsWriter(ObjectWriter):
         self._is_ended = False
         self._descriptor = Descriptor()
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Writes ``views`` at byte ``offset``.
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        """Writes ``views`` at byte ``offset``. The kernel checks no ``crc32c``.
 
         Raises:
             StorageFull, StorageError: the write failed, or the writer was ended.

@@ -5,8 +5,9 @@ with the same name, from any thread and any event loop: a test or a scratch tier
 one loop and read on another. It has no blocking I/O on purpose, so that callers' purely async
 path is used.
 
-It is stricter than it has to be where that finds mistakes of callers: ``complete`` refuses an
-object of which some bytes were never written.
+It is stricter than it has to be where that finds mistakes of callers: a ``write_at`` whose bytes
+do not have the CRC32C that it says is refused, and ``complete`` refuses an object of which some
+bytes were never written, or that was written otherwise than the capabilities allow.
 
 Must not know: threads' pools, files, snapshots.
 """
@@ -29,6 +30,7 @@ from actorsnap.errors import (
     StorageError,
     UsageError,
 )
+from actorsnap.format.checksum import crc32c_of
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -54,7 +56,7 @@ class _Upload:
 
     key: str
     buffer: bytearray
-    ranges: list[tuple[int, int]] = field(default_factory=list)
+    ranges: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class _Space:
     objects: dict[str, _Object] = field(default_factory=dict)
     uploads: dict[bytes, _Upload] = field(default_factory=dict)
 
+
+_CAPABILITIES = Capabilities(checks_crc32c=True)
 
 _spaces: dict[str, _Space] = {}
 _spaces_lock = threading.Lock()
@@ -100,11 +104,19 @@ class MemoryStorage(Storage):
 
     All effects are atomic under a lock and come after the only checkpoint of a call: a
     cancelled call has done nothing.
+
+    Args:
+        name: Of the space.
+        prefix: Where in it.
+        capabilities: What to claim, and to hold callers to, so that tests can try the rules of
+            other backends. Without blocking I/O.
     """
 
-    def __init__(self, name: str, prefix: str = "") -> None:
+    def __init__(
+        self, name: str, prefix: str = "", *, capabilities: Capabilities = _CAPABILITIES
+    ) -> None:
         self.url = f"memory://{name}/{prefix}".rstrip("/")
-        self.capabilities = Capabilities(has_blocking_io=False)
+        self.capabilities = capabilities
         self._space = _space(name)
         self._prefix = f"{prefix}/" if prefix else ""
 
@@ -153,6 +165,8 @@ class MemoryStorage(Storage):
         Raises:
             ObjectNotFound: the token's object was completed or aborted, or never opened.
         """
+        if not self.capabilities.has_joined_writers:
+            raise UsageError(f"{self.url} has one writer per object")
         await checkpoint()
         with self._space.lock:
             upload = self._space.uploads.get(token)
@@ -252,20 +266,32 @@ class _MemoryWriter(ObjectWriter):
         self.size = len(upload.buffer)
         self.token = token
         self._url = storage.url
+        self._capabilities = storage.capabilities
         self._space = storage._space
         self._full = full
         self._upload = upload
         self._is_opener = is_opener
         self._is_released = False
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         stop = offset + num_bytes(views)
         if offset < 0 or stop > self.size:
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
         await checkpoint()
+        is_checked = crc32c is not None and self._capabilities.checks_crc32c
+        if is_checked and crc32c_of(flat(views)) != crc32c:
+            raise StorageError(
+                op="write_at",
+                key=self.key,
+                backend=self._url,
+                detail=f"[{offset}, {stop}) does not have the CRC32C that came with it",
+                retryable=True,
+            )
         with self._space.lock:
             self._require_open("write_at")
-            self._upload.ranges.append((offset, stop))
+            self._upload.ranges.add((offset, stop))
         # Outside the lock: ranges are disjoint by contract, and a copy may be long.
         for view in flat(views):
             self._upload.buffer[offset : offset + view.nbytes] = view
@@ -277,18 +303,9 @@ class _MemoryWriter(ObjectWriter):
         await checkpoint()
         with self._space.lock:
             self._require_open("complete")
-            position = 0
-            for start, stop in sorted(self._upload.ranges):
-                if start > position:
-                    break
-                position = max(position, stop)
-            if position < self.size:
-                raise StorageError(
-                    op="complete",
-                    key=self.key,
-                    backend=self._url,
-                    detail=f"byte {position} of {self.size} was never written",
-                )
+            fault = self._fault()
+            if fault:
+                raise StorageError(op="complete", key=self.key, backend=self._url, detail=fault)
             value = _Object(self._upload.buffer, time.time())
             if self._space.objects.setdefault(self._full, value) is not value:
                 raise ObjectExists(
@@ -298,6 +315,20 @@ class _MemoryWriter(ObjectWriter):
                     detail="the object was created by another party meanwhile",
                 )
             del self._space.uploads[self.token]
+
+    def _fault(self) -> str:
+        """What is wrong with how the object was written; empty if nothing is."""
+        rules, ranges = self._capabilities, self._upload.ranges
+        if rules.max_writes is not None and len(ranges) > rules.max_writes:
+            return f"{len(ranges)} writes, where {rules.max_writes} are allowed"
+        position = 0
+        for start, stop in sorted(ranges):
+            if start > position:
+                break
+            if stop - start < rules.min_write_bytes and stop < self.size:
+                return f"[{start}, {stop}) is less than {rules.min_write_bytes} bytes"
+            position = max(position, stop)
+        return f"byte {position} of {self.size} was never written" if position < self.size else ""
 
     async def release(self) -> None:
         await checkpoint()

@@ -117,8 +117,10 @@ class WriterWrapper(ObjectWriter):
         self.size = inner.size
         self.token = inner.token
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        await self.inner.write_at(offset, views)
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        await self.inner.write_at(offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         self.inner.write_at_blocking(offset, views)
@@ -214,13 +216,8 @@ class PrefixStorage(Wrapper):
         try:
             yield
         except StorageError as error:
-            raise type(error)(
-                op=error.op,
-                key=self._stripped(error.key),
-                backend=self.url,
-                detail=error.detail,
-                retryable=error.retryable,
-            ) from error
+            here = {"key": self._stripped(error.key), "backend": self.url}
+            raise type(error)(**{**error.fields, **here}) from error
         except FormatError as error:
             raise type(error)(**{**error.fields, "key": self._stripped(error.key)}) from error
 
@@ -231,9 +228,11 @@ class _PrefixWriter(WriterWrapper):
         self._storage = storage
         self.key = storage._stripped(inner.key)
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         with self._storage._relative():
-            await self.inner.write_at(offset, views)
+            await self.inner.write_at(offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         with self._storage._relative():
@@ -332,9 +331,11 @@ class _LimitedWriter(WriterWrapper):
         super().__init__(inner)
         self._turns = turns
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         async with self._turns:
-            await self.inner.write_at(offset, views)
+            await self.inner.write_at(offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         raise NotImplementedError("a limited storage has no blocking I/O")
@@ -509,8 +510,10 @@ class _RetryWriter(WriterWrapper):
         super().__init__(inner)
         self._storage = storage
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        await self._storage._retry(lambda: self.inner.write_at(offset, views))
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        await self._storage._retry(lambda: self.inner.write_at(offset, views, crc32c))
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         raise NotImplementedError("a retrying storage has no blocking I/O")

@@ -25,8 +25,8 @@ empty when a test begins. The fixture may be ``async`` and may clean up after a 
 objects the tests of paging write.
 
 The suite decides what "conforms" means and must not know any backend. It avoids keys of which
-one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and starts
-parts at multiples of ``capabilities.part_bytes``. It cannot see durability: a backend tests
+one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and writes
+no less at once than ``capabilities.min_write_bytes``. It cannot see durability: a backend tests
 its own fsyncs.
 """
 
@@ -130,9 +130,9 @@ async def _write(storage: Storage, key: str, data: bytes) -> None:
     await writer.complete()
 
 
-def _part_bytes(storage: Storage, at_least: int) -> int:
-    unit = storage.capabilities.part_bytes
-    return unit * -(-at_least // unit)
+def _write_bytes(storage: Storage, at_least: int) -> int:
+    """The size of one of several writes."""
+    return max(at_least, storage.capabilities.min_write_bytes)
 
 
 class StorageConformance:
@@ -303,7 +303,7 @@ class StorageConformance:
     @pytest.mark.parametrize("seed", range(3))
     @_bounded
     async def test_parts_in_random_order_and_at_once(self, storage: Storage, seed: int) -> None:
-        part = _part_bytes(storage, 40_000)
+        part = _write_bytes(storage, 40_000)
         data = pattern(7 * part + 12_345, seed)
         starts = list(range(0, len(data), part))
         random.Random(seed).shuffle(starts)
@@ -323,7 +323,7 @@ class StorageConformance:
     async def test_parts_from_joined_writers(
         self, storage: Storage, make_storage: MakeStorage
     ) -> None:
-        part = _part_bytes(storage, 10_000)
+        part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
         # Tokens travel in messages between ranks.
@@ -392,7 +392,7 @@ class StorageConformance:
 
     @_bounded
     async def test_a_cancelled_writer_can_be_aborted(self, storage: Storage) -> None:
-        part = _part_bytes(storage, 1_000_000)
+        part = _write_bytes(storage, 1_000_000)
         data = pattern(4 * part)
         writer = await storage.writer("key", len(data))
         async with anyio.create_task_group() as tasks:
@@ -438,7 +438,7 @@ class StorageConformance:
 
     @_bounded
     async def test_an_object_of_8_mib(self, storage: Storage) -> None:
-        part = _part_bytes(storage, 1 << 20)
+        part = _write_bytes(storage, 1 << 20)
         data = pattern(max(8 << 20, part))
         writer = await storage.writer("big", len(data))
         async with anyio.create_task_group() as tasks:
@@ -747,7 +747,7 @@ class StorageConformance:
     async def test_capabilities(self, storage: Storage) -> None:
         capabilities = storage.capabilities
         assert capabilities == storage.capabilities
-        assert capabilities.part_bytes >= 1
+        assert capabilities.min_write_bytes >= 1
         assert capabilities.preferred_parallel_objects >= 1
         assert storage.url
 
@@ -775,7 +775,7 @@ class StorageConformance:
     async def test_blocking_io_from_threads(self, storage: Storage) -> None:
         if not storage.capabilities.has_blocking_io:
             pytest.skip("the backend has no blocking I/O")
-        part = _part_bytes(storage, 50_000)
+        part = _write_bytes(storage, 50_000)
         data = pattern(8 * part)
         target = bytearray(len(data))
         writer: ObjectWriter = await storage.writer("key", len(data))

@@ -305,9 +305,12 @@ class _FaultyWriter(WriterWrapper):
         super().__init__(inner)
         self._storage = storage
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         async with self._storage._operation(Verb.WRITE_AT, self.key) as faults:
-            await self.inner.write_at(offset, self._storage._torn(faults, views))
+            torn = self._storage._torn(faults, views)
+            await self.inner.write_at(offset, torn, crc32c if torn is views else None)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         with self._storage._blocking_operation(Verb.WRITE_AT, self.key) as faults:
@@ -388,9 +391,11 @@ class _ThrottledWriter(WriterWrapper):
         super().__init__(inner)
         self._storage = storage
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         await self._storage._pay(num_bytes(views))
-        await self.inner.write_at(offset, views)
+        await self.inner.write_at(offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         raise NotImplementedError("a throttled storage has no blocking I/O")

@@ -210,9 +210,11 @@ class _BarrierWriter(WriterWrapper):
         super().__init__(inner)
         self._barrier = barrier
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         await self._barrier.enter("write_at", self.key)
-        await self.inner.write_at(offset, views)
+        await self.inner.write_at(offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         self._barrier.enter_blocking("write_at", self.key)

@@ -79,9 +79,11 @@ class GatedWriter(WriterWrapper):
         super().__init__(inner)
         self.gate = gate
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
         await self.gate.pass_through(num_bytes(views))
-        await self.inner.write_at(offset, views)
+        await self.inner.write_at(offset, views, crc32c)
 
 
 _gates: dict[str, Gate] = {}

@@ -181,8 +181,10 @@ class FlakyWriter(WriterWrapper):
         super().__init__(inner)
         self._storage = storage
 
-    async def write_at(self, offset: int, views: Sequence[memoryview]) -> None:
-        await self._storage._flaky(lambda: self.inner.write_at(offset, views))
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        await self._storage._flaky(lambda: self.inner.write_at(offset, views, crc32c))
 
 
 # --- prefix ----------------------------------------------------------------------------------
