@@ -20,7 +20,7 @@ from enum import StrEnum
 import anyio
 import msgspec
 
-from actorsnap.actors.errands import Errands
+from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import SnapshotReader, find_commit
 from actorsnap.errors import (
     ActorSnapError,
@@ -185,7 +185,9 @@ class _Copy:
         self._telling = anyio.Lock()
         self._attempt = ""
         self._stored: set[str] = set()
+        self._noted: frozenset[str] = frozenset()
         self._has_news = anyio.Event()
+        self._renewing = anyio.Lock()
         self._renewed_s = 0.0
         self._report = CopyReport(attempt="")
         self._done_bytes = self._total_bytes = 0
@@ -206,14 +208,19 @@ class _Copy:
         self._report = CopyReport(attempt=commit.attempt)
         if await self._is_there(commit, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
-        async with anyio.create_task_group() as tasks:
-            await self._renew()
-            tasks.start_soon(self._keep_claim)
-            earlier = await self._take_turn()
-            was_there = await self._is_there(commit, overwrite)
-            if not was_there:
-                await self._perform(commit, plan, earlier, overwrite)
-            tasks.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as tasks:
+                await self._renew()
+                tasks.start_soon(self._keep_claim)
+                earlier = await self._take_turn()
+                was_there = await self._is_there(commit, overwrite)
+                if not was_there:
+                    await self._perform(commit, plan, earlier, overwrite)
+                tasks.cancel_scope.cancel()
+        except BaseException:
+            if self._noted != self._stored:
+                await self._errands.clean_up(self._renew)  # for whoever resumes
+            raise
         await self._errands.clean_up(self._withdraw)
         return msgspec.structs.replace(self._report, was_there=was_there)
 
@@ -391,12 +398,13 @@ class _Copy:
     # The claim
 
     async def _renew(self) -> None:
-        begun_s = anyio.current_time()
-        claim = encode_copy_claim(self._stored)
-        with self._writing():
-            key = copy_claim_key(self._copier, self._attempt)
-            await self._target.put(key, [memoryview(claim)])
-        self._renewed_s = begun_s
+        # One after the other, or an older one could come last.
+        async with self._renewing:
+            begun_s, stored = anyio.current_time(), frozenset(self._stored)
+            with self._writing():
+                key = copy_claim_key(self._copier, self._attempt)
+                await self._target.put(key, [memoryview(encode_copy_claim(stored))])
+            self._renewed_s, self._noted = begun_s, stored
 
     async def _keep_claim(self) -> None:
         """Renews the claim now and then, and soon after an object was completed."""
@@ -419,6 +427,7 @@ class _Copy:
 
     async def _discard(self) -> None:
         """Deletes what can be of no use any more."""
+        self._stored, self._noted = set(), frozenset()
         await self._target.delete_folder(self._attempt)
         await self._withdraw()
 
@@ -572,9 +581,12 @@ def _side(name: str, url: str) -> Iterator[None]:
     """Says in errors which of the two storages they are of."""
     try:
         yield
-    except (FormatError, StorageError) as error:
-        told = {**error.fields, "detail": f"{name} ({url}): {error.detail}"}
-        raise type(error)(**told) from error
+    except (FormatError, StorageError, ExceptionGroup) as error:
+        found = first_error(error)
+        if not isinstance(found, FormatError | StorageError):
+            raise
+        told = {**found.fields, "detail": f"{name} ({url}): {found.detail}"}
+        raise type(found)(**told) from error
 
 
 def _checked(key: str, spans: tuple[Span, ...], view: memoryview) -> int:

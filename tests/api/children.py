@@ -65,7 +65,7 @@ def save_and_die_at_operation(
 
 
 def copy_and_die_at_operation(source: str, to: str, *, at: int, when: str) -> None:
-    """A copy that replaces, killed at the operation number ``at`` that writes at the destination."""
+    """A copy that replaces, killed at the writing operation number ``at`` of the destination."""
     with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
         sync.Snapshot(source).copy_to(faulty_url(to), overwrite=True)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import BLOCK_BYTES
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, TensorEntry
+from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, Stored, TensorEntry
 from actorsnap.planning.copying import (
     CopyPlan,
     ObjectCopy,
@@ -76,7 +76,7 @@ def entry(start: int, stop: int, path: str = "x/a") -> TensorEntry:
 
 
 def plan(*manifests: RankManifest) -> CopyPlan:
-    commit = Saved([[Part("x/a", torch.zeros(1))]]).commit()
+    commit = Commit(version=1, world_size=0, attempt="A", created="", manifests=())
     return plan_copy(commit, dict(enumerate(manifests)))
 
 
