@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -215,7 +216,10 @@ async def test_every_operation_fails_once(
                 error = caught
         assert_idle()
         if error is None and not faults[0].was_hit:
-            break
+            # Or the k-th was one that fails by itself.
+            if faults[0].num_operations < k:
+                break
+            continue
         if error is None:  # the commit's answer was lost, or cleaning up failed
             assert side == "destination"
             await assert_whole_copy_or_garbage(to)
@@ -228,7 +232,7 @@ async def test_every_operation_fails_once(
         assert await number_at(to) == 1
         await collect(to)
         assert await leftovers(to) == []
-    assert k > 8
+    assert k > (5 if side == "source" else 15)
 
 
 async def assert_whole_copy_or_garbage(url: str) -> None:
@@ -385,7 +389,7 @@ async def test_a_cancelled_copy_leaves_garbage_only(saved: str, tmp_path: Path) 
     to = str(tmp_path / "to")
     for at in itertools.count(1, 3):
         barrier = Barrier(at)
-        with faulty(lambda inner, barrier=barrier: BarrierStorage(inner, barrier)):
+        with faulty(functools.partial(BarrierStorage, barrier=barrier)):
             task = asyncio.create_task(
                 Snapshot(saved, options=_SMALL_CHUNKS).copy_to(faulty_url(to))
             )
