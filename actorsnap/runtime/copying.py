@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.reader import SnapshotReader, find_commit
+from actorsnap.actors.reader import SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -72,9 +72,6 @@ copy that could not renew its own gives up before."""
 
 _LOOK_S = 0.5
 """So often is looked whether another copy, or a collection, has ended."""
-
-_READ_TRIES = 2
-"""Bytes that arrive with another checksum are read again: they may have changed on the way."""
 
 
 class CopyEventKind(StrEnum):
@@ -515,17 +512,15 @@ class _Copy:
         Raises:
             ChecksumMismatch: bytes are missing, or differ from what was saved.
         """
-        for tries_left in reversed(range(_READ_TRIES)):
-            try:
-                await storage.read_into(copied.key, spans[0].start, [view])
-                return await self._errands.run_blocking(_checked, copied.key, spans, view)
-            except ObjectNotFound as error:
-                raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
-            except ChecksumMismatch as error:
-                if not tries_left:
-                    raise
-                logger.warning("%s: %s; reading it again", storage.url, error)
-        raise AssertionError("unreachable")
+
+        async def read() -> int:
+            await storage.read_into(copied.key, spans[0].start, [view])
+            return await self._errands.run_blocking(_checked, copied.key, spans, view)
+
+        try:
+            return await read_intact(storage, read)
+        except ObjectNotFound as error:
+            raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
 
     # Words
 

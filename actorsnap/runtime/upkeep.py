@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from actorsnap.actors.reader import Request, SnapshotReader, find_commit
+from actorsnap.actors.reader import Request, SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -188,6 +188,11 @@ def verify(
             except FormatError as error:
                 problems.append(error)
 
+        async def check_header(record: ObjectRecord) -> None:
+            header = await storage.get(record.key, 0, record.header_bytes)
+            if crc32c(header) != record.header_crc32c:
+                raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+
         async def check(record: ObjectRecord) -> None:
             nonlocal done
             try:
@@ -198,11 +203,7 @@ def verify(
                         detail=f"has {info.size} bytes, was written with {record.size}",
                     )
                 if level == "full":
-                    header = await storage.get(record.key, 0, record.header_bytes)
-                    if crc32c(header) != record.header_crc32c:
-                        raise ChecksumMismatch(
-                            key=record.key, detail="the safetensors header differs"
-                        )
+                    await read_intact(storage, lambda: check_header(record))
                     requests = [
                         Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
                         for manifest, at in held[record.key]
