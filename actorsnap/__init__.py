@@ -24,6 +24,7 @@ from actorsnap.errors import (
 )
 from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE as __version__
+from actorsnap.runtime.copying import CopyEvent, CopyEventKind, CopyReport
 from actorsnap.runtime.host import shutdown
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
@@ -35,6 +36,9 @@ __all__ = [
     "AccessDenied",
     "ActorSnapError",
     "ChecksumMismatch",
+    "CopyEvent",
+    "CopyEventKind",
+    "CopyReport",
     "FormatError",
     "IncompatibleState",
     "NotASnapshot",

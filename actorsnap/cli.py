@@ -1,4 +1,4 @@
-"""The command line: looks at snapshots, checks, compares, prints and deletes them.
+"""The command line: looks at snapshots, checks, compares, prints, copies and deletes them.
 
 Output goes to stdout, progress and errors to stderr. On a terminal, columns are aligned;
 in a pipe they are separated by tabs. Characters that would steer a terminal are written as
@@ -55,6 +55,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
 from actorsnap.runtime import inputs, reading, upkeep
+from actorsnap.runtime.copying import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.upkeep import VerifyReport
@@ -70,7 +71,7 @@ T = TypeVar("T")
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Look at, check, compare and delete actorsnap snapshots.",
+    help="Look at, check, compare, copy and delete actorsnap snapshots.",
     pretty_exceptions_enable=False,
 )
 
@@ -78,6 +79,14 @@ err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="For the storage's backend; may be repeated. What reads as JSON is taken as such.",
+    ),
+]
 
 _MAX_ALIGNED = 60
 """A longer cell does not push the column behind it further to the right."""
@@ -111,10 +120,10 @@ def _common(
 
 
 @app.command()
-def ls(path: PathArgument, as_json: JsonOption = False) -> None:
+def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = None) -> None:
     """List a snapshot's objects; or, for a folder of snapshots, the snapshots in it."""
     with _errors():
-        source = _source(path)
+        source = _source(path, option)
         try:
             _, manifests = _run(reading.load_index(source))
         except NotASnapshot as error:
@@ -165,10 +174,11 @@ def inspect(
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of the tree to show; below, sums only.")
     ] = None,
+    option: StorageOption = None,
 ) -> None:
     """Show what a snapshot holds: a tree with shapes, dtypes and sizes."""
     with _errors():
-        commit, manifests = _run(reading.load_index(_source(path)))
+        commit, manifests = _run(reading.load_index(_source(path, option)))
         if as_json:
             _print_json(_as_json(path, commit, manifests))
             return
@@ -201,10 +211,11 @@ def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> 
 def verify(
     path: PathArgument,
     full: Annotated[bool, typer.Option("--full", help="Compare every byte.")] = False,
+    option: StorageOption = None,
 ) -> None:
     """Check that a snapshot is whole. Exit code 1 if it is damaged."""
     with _errors(damaged=1):
-        source = _source(path)
+        source = _source(path, option)
         report: VerifyReport
         if full:
             with _progress("verifying") as update:
@@ -223,10 +234,13 @@ def verify(
 def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
     b: Annotated[str, typer.Argument(help="Another one's.")],
+    option: StorageOption = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with _errors():
-        left, right = (_leaves(_run(reading.load_index(_source(path)))[1]) for path in (a, b))
+        left, right = (
+            _leaves(_run(reading.load_index(_source(path, option)))[1]) for path in (a, b)
+        )
         both = left | right
         rows = [row for path in sorted(both) if (row := _difference(path, left, right))]
         _print_columns(rows)
@@ -258,10 +272,11 @@ def cat(
     path: PathArgument,
     object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
     raw: Annotated[bool, typer.Option("--raw", help="The bytes themselves, all.")] = False,
+    option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; of long bytes the beginning, unless --raw."""
     with _errors():
-        value = Snapshot(path).read_object(object)
+        value = Snapshot(path, storage_options=_storage_options(option)).read_object(object)
         if raw:
             data = _raw_bytes(value)
             sys.stdout.flush()
@@ -269,6 +284,57 @@ def cat(
             sys.stdout.buffer.flush()
         else:
             sys.stdout.write(f"{_text_of(value)}\n")
+
+
+@app.command()
+def cp(
+    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
+    to: Annotated[str, typer.Argument(help="Where to, in any storage.", metavar="DST")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace another snapshot that is there.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For scripts: a line for each event.")
+    ] = False,
+    src_option: Annotated[
+        list[str] | None,
+        typer.Option("--src-option", metavar="KEY=VALUE", help="For the backend of SRC."),
+    ] = None,
+    dst_option: Annotated[
+        list[str] | None,
+        typer.Option("--dst-option", metavar="KEY=VALUE", help="For the backend of DST."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="For both, where not said otherwise."),
+    ] = None,
+) -> None:
+    """Copy a snapshot; one that was interrupted goes on where it was."""
+    with _errors():
+        both = _storage_options(option)
+        snapshot = Snapshot(source, storage_options=both | _storage_options(src_option))
+        with _progress("copying") as update:
+
+            def show(event: CopyEvent) -> None:
+                update(event.done_bytes, event.total_bytes)
+                if as_json and event.kind is not CopyEventKind.MOVED:
+                    sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
+                    sys.stdout.flush()
+
+            report = snapshot.copy_to(
+                to,
+                overwrite=overwrite,
+                storage_options=both | _storage_options(dst_option),
+                on_event=show,
+            )
+        if as_json:
+            _write([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
+        elif report.was_there:
+            _write([f"{to} is that snapshot already"])
+        else:
+            objects = _count(report.num_copied, "object", "objects")
+            kept = f"; {_size(report.skipped_bytes)} were there" * bool(report.num_skipped)
+            _write([f"copied {objects}, {_size(report.copied_bytes)}{kept}"])
 
 
 @app.command()
@@ -282,10 +348,11 @@ def rm(
         typer.Option("--force", help="With --garbage: also attempts that may be running."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    option: StorageOption = None,
 ) -> None:
     """Delete a snapshot, or only the garbage beside it."""
     with _errors():
-        source = _source(path)
+        source = _source(path, option)
         if garbage:
             deleted, left = _run(upkeep.collect(source, force=force))
             if not deleted and not left:
@@ -316,8 +383,29 @@ def _what_to_delete(source: Source, path: str) -> str:
 # Calls ----------------------------------------------------------------------------------------
 
 
-def _source(path: str) -> Source:
-    return Source(inputs.make_place(path, None), inputs.resolve_options(None))
+def _source(path: str, option: list[str] | None) -> Source:
+    place = inputs.make_place(path, _storage_options(option))
+    return Source(place, inputs.resolve_options(None))
+
+
+def _storage_options(given: list[str] | None) -> dict[str, Any]:
+    """``storage_options`` from what stands on the command line.
+
+    Raises:
+        UsageError: it is no ``key=value``. Does not repeat it: it may be a secret.
+    """
+    found: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError("an option of the storage is written key=value")
+        if key in found:
+            raise UsageError(f"the option {key!r} of the storage stands there twice")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
 
 
 def _run(script: Script[T]) -> T:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.place import Source
@@ -339,6 +340,50 @@ class Snapshot:
             StorageError: reading failed.
         """
         return await run_async(upkeep.verify(self._source, level=level))
+
+    async def copy_to(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        on_event: Callable[[CopyEvent], object] | None = None,
+    ) -> CopyReport:
+        """Copies the snapshot to another place, in any storage.
+
+        The copy has the same objects, byte for byte, and is committed last. Every byte is
+        compared with its checksum on the way, and at most ``Options.memory_budget_bytes`` are
+        under way. What a copy that was interrupted has completed at ``path`` is not sent again.
+        Attempts that run at ``path`` are not disturbed, and what lies there as garbage is deleted
+        behind the commit. Copying what is committed there already does nothing.
+
+        The handle's ``Options`` hold for both sides; ``timeout_s`` bounds the whole copy.
+
+        Args:
+            path: Where to.
+            overwrite: Replace another snapshot that is committed at ``path``. It stays valid
+                until the copy is committed.
+            storage_options: For the backend of ``path``.
+            on_event: Called for each step, on a worker thread, one call at a time. What it raises
+                ends the copy.
+
+        Raises:
+            UsageError: a bad path or option.
+            ObjectExists: another snapshot is committed at ``path``, or was meanwhile.
+            UnsupportedFormat: a newer release's snapshot would be overwritten.
+            NotASnapshot, FormatError, ChecksumMismatch: there is no snapshot here, or it is
+                damaged; names the object. Nothing was committed.
+            StorageError: reading, or writing, failed, and says which; or another copy of the
+                snapshot to there is under way. Nothing was committed, unless the commit itself
+                was not answered.
+        Cancellation: nothing is committed, or the copy is whole; what is left is garbage, which
+            the next copy uses.
+        """
+        to = inputs.make_place(path, storage_options)
+        inputs.check_flag("overwrite", overwrite)
+        return await run_async(
+            copying.copy(self._source, to, overwrite=overwrite, on_event=on_event)
+        )
 
     async def delete(self) -> None:
         """Deletes the snapshot: first the commit object, then all that attempts left.

@@ -7,13 +7,14 @@ done. In a thread whose event loop runs, every call raises ``UsageError``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.place import Source
@@ -161,6 +162,22 @@ class Snapshot:
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""
         return run_sync(upkeep.verify(self._source, level=level), name="Snapshot.verify")
+
+    def copy_to(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        on_event: Callable[[CopyEvent], object] | None = None,
+    ) -> CopyReport:
+        """See ``actorsnap.Snapshot.copy_to``."""
+        to = inputs.make_place(path, storage_options)
+        inputs.check_flag("overwrite", overwrite)
+        return run_sync(
+            copying.copy(self._source, to, overwrite=overwrite, on_event=on_event),
+            name="Snapshot.copy_to",
+        )
 
     def delete(self) -> None:
         """See ``actorsnap.Snapshot.delete``."""

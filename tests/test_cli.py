@@ -8,9 +8,11 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,15 @@ from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli
 from actorsnap.format.geometry import Box
+from actorsnap.runtime import inputs, upkeep
+from actorsnap.runtime.host import run_async
+from actorsnap.runtime.place import Source
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.fs import open_fs
+from actorsnap.storage.registry import register
 from actorsnap.sync import Snapshot
+from actorsnap.testing import FaultyStorage
+from tests.api.faults import faulty, faulty_url
 from tests.state.saved import Part, Saved
 
 ROOT = Path(__file__).parents[1]
@@ -303,6 +313,37 @@ def test_diff_of_equal_ones(saved: Path, tmp_path: Path) -> None:
     assert (ended.code, ended.out, ended.err) == (0, "equal: 10 leaves\n", "")
 
 
+def test_verify_finds_a_hole(tmp_path: Path) -> None:
+    boxes = [Box((2 * n,), (2,)) for n in (0, 2)]
+    parts = [[Part("m/w", torch.zeros(2), box, (6,))] for box in boxes]
+    path = Saved(parts).write(tmp_path / "shards")
+    for level in ([], ["--full"]):
+        ended = run("verify", *level, path)
+        assert ended.code == 1
+        assert "m/w: no shard has the elements from (2,) up to (4,)" in ended.err
+
+
+def test_ls_looks_one_level_deep(saved: Path, unfinished: Path) -> None:
+    """Below the folders of snapshots there may be millions of objects."""
+
+    async def find() -> dict[str, Any]:
+        return await run_async(
+            upkeep.find_snapshots(Source(inputs.make_place(url, None), Options()))
+        )
+
+    url = faulty_url(saved.parent)
+    storages: list[FaultyStorage] = []
+
+    def wrap(inner: Storage) -> Storage:
+        storages.append(FaultyStorage(inner))
+        return storages[-1]
+
+    with faulty(wrap):
+        found = anyio.run(find)
+    assert {name: commit is None for name, commit in found.items()} == {"dead": True, "s": False}
+    assert "list" not in {*storages[0].counts}
+
+
 def test_diff(saved: Path, tmp_path: Path) -> None:
     other = state()
     other["model"]["big"][77] = 2.0
@@ -383,6 +424,118 @@ def test_cat_of_a_pickled_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ACTORSNAP_ALLOW_PICKLE=true" in ended.err
     monkeypatch.setenv("ACTORSNAP_ALLOW_PICKLE", "true")
     assert run("cat", V1, "pickled/date").out == "datetime.date(2026, 1, 2)\n"
+
+
+# cp -------------------------------------------------------------------------------------------
+
+
+def test_cp(saved: Path, tmp_path: Path) -> None:
+    to = tmp_path / "copy"
+    ended = run("cp", saved, to)
+    assert (ended.code, ended.err) == (0, "")
+    assert re.fullmatch(r"copied 3 objects, 1\.\d MiB\n", ended.out)
+    assert run("diff", saved, to).code == 0
+    assert run("verify", "--full", to).code == 0
+    assert "is that snapshot already" in run("cp", saved, to).out
+
+
+def test_cp_refuses_to_replace(saved: Path, tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "other", state())
+    ended = run("cp", saved, tmp_path / "other")
+    assert ended.code == 4
+    assert "--overwrite" in ended.err
+    assert run("cp", "--overwrite", saved, tmp_path / "other").code == 0
+    assert run("diff", saved, tmp_path / "other").code == 0
+
+
+def test_cp_json_is_a_line_for_each_event(saved: Path, tmp_path: Path) -> None:
+    ended = run("cp", "--json", saved, tmp_path / "copy")
+    events = [json.loads(line) for line in ended.lines]
+    assert [event["kind"] for event in events] == [
+        *("begun", "copied", "copied", "copied", "committed", "done")
+    ]
+    assert {*events[1]} == {"kind", "key", "nbytes", "done_bytes", "total_bytes"}
+    assert events[3]["done_bytes"] <= events[0]["total_bytes"] == events[4]["done_bytes"]
+    assert (events[-1]["num_copied"], events[-1]["was_there"]) == (3, False)
+    (again,) = run("cp", "--json", saved, tmp_path / "copy").lines
+    assert json.loads(again)["was_there"] is True
+
+
+def test_cp_of_nothing(saved: Path, tmp_path: Path) -> None:
+    ended = run("cp", tmp_path / "none", tmp_path / "copy")
+    assert ended.code == 3
+    assert "the copy's source" in ended.err
+    (data,) = saved.glob("*/data/model/*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    ended = run("cp", saved, tmp_path / "copy")
+    assert ended.code == 4
+    assert str(data.relative_to(saved)) in ended.err
+    assert run("ls", tmp_path / "copy").code == 3
+
+
+def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
+    code, text = on_a_terminal("cp", long, tmp_path / "copy")
+    assert code == 0
+    assert "copying" in text
+    assert "━" in text
+    assert "copied 2 objects, 11.8 MiB" in text.replace("\r", "").splitlines()[-1]
+
+
+# Options of storages --------------------------------------------------------------------------
+
+
+class _Noting:
+    """The storage ``optional://<path>``: notes what it is opened with."""
+
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    @classmethod
+    def open(cls, url: str, context: StorageContext) -> Storage:
+        path = url.removeprefix("optional://")
+        cls.seen.append((path, dict(context.options)))
+        return open_fs(path, replace(context, options={}))
+
+
+register("optional", _Noting.open)
+
+
+@pytest.mark.parametrize(
+    "command", [["ls"], ["inspect"], ["verify"], ["cat", "progress/step"], ["rm", "--yes"]]
+)
+def test_options_reach_the_storage(saved: Path, command: list[str]) -> None:
+    _Noting.seen.clear()
+    given = ["--option", "region=eu=1", "--option", "path_style=true", "--option", "parts=3"]
+    ended = run(command[0], f"optional://{saved}", *command[1:], *given)
+    assert ended.code == 0, ended.err
+    assert _Noting.seen
+    for _, options in _Noting.seen:
+        assert options == {"region": "eu=1", "path_style": True, "parts": 3}
+
+
+def test_each_side_of_a_copy_has_options(saved: Path, tmp_path: Path) -> None:
+    _Noting.seen.clear()
+    source, to = f"optional://{saved}", f"optional://{tmp_path / 'copy'}"
+    given = ["--option", "a=x", "--option", "b=x", "--src-option", "a=y", "--dst-option", "b=z"]
+    assert run("cp", source, to, *given).code == 0
+    assert dict(_Noting.seen) == {
+        str(saved): {"a": "y", "b": "x"},
+        str(tmp_path / "copy"): {"a": "x", "b": "z"},
+    }
+
+
+@pytest.mark.parametrize("given", ["hunter2", "=hunter2"])
+def test_a_bad_option_is_not_repeated(saved: Path, given: str) -> None:
+    ended = run("ls", saved, "--option", given)
+    assert ended.code == 2
+    assert "key=value" in ended.err
+    assert "hunter2" not in ended.err + ended.out
+
+
+def test_an_option_twice(saved: Path) -> None:
+    ended = run("ls", saved, "--option", "key=hunter1", "--option", "key=hunter2")
+    assert ended.code == 2
+    assert "'key'" in ended.err
+    assert "hunter" not in ended.err
 
 
 # rm -------------------------------------------------------------------------------------------

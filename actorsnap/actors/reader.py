@@ -40,7 +40,7 @@ from actorsnap.planning.restore import Range, Read, plan_reads
 from actorsnap.state.tensors import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 
-__all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit"]
+__all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit", "read_intact"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ async def find_commit(storage: Storage) -> Commit | None:
         return decode_commit(await storage.get(COMMIT_KEY))
 
     try:
-        return await _read_intact(storage, read)
+        return await read_intact(storage, read)
     except ObjectNotFound:
         return None
 
 
-async def _read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
+async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
     """What ``read`` returns; over a network it has two tries, for a bit may flip on the way.
 
     Raises:
@@ -140,7 +140,7 @@ class SnapshotReader:
             return await self._run_blocking(decode_rank_manifest, data, record, record.key)
 
         try:
-            return await _read_intact(self.storage, read)
+            return await read_intact(self.storage, read)
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=record.key, detail="the rank manifest is missing") from error
 
@@ -246,7 +246,7 @@ class FetcherPool:
                 pass
             for read in rest:
                 with _missing_is_damage(read):
-                    await _read_intact(
+                    await read_intact(
                         self._storage, functools.partial(self._fetch_one, requests, read)
                     )
 

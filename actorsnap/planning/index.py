@@ -14,7 +14,7 @@ grew; that, and the containers, it takes from rank 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -35,12 +35,14 @@ from actorsnap.format.manifest import (
     ViewEntry,
     is_same_tensor,
 )
+from actorsnap.planning.restore import find_hole
 
 __all__ = [
     "AnyEntry",
     "Index",
     "Shard",
     "ShardedEntry",
+    "holes",
     "index_of",
     "named_entries",
     "named_ranks",
@@ -112,6 +114,29 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
             elsewhere={},
         )
     return _Merger(manifests, rank).index()
+
+
+def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
+    """Yields an error per tensor whose shards, of all ranks together, do not cover it.
+
+    Meshes of several ranks may have different tensors of one name, which are not told apart here.
+    """
+    shards: dict[str, tuple[TensorEntry, set[Box]]] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry) and entry.offsets is not None:
+                first, boxes = shards.setdefault(entry.path, (entry, set()))
+                if not is_same_tensor(first, entry):
+                    detail = "ranks have shards of different tensors under this path"
+                    yield FormatError(key=entry.path, detail=detail)
+                    continue
+                boxes.add(Box(entry.offsets, entry.shape))
+    for path, (first, boxes) in shards.items():
+        assert first.global_shape is not None
+        hole = find_hole(Box.whole(first.global_shape), sorted(boxes, key=lambda b: b.offsets))
+        if hole is not None:
+            detail = f"no shard has the elements from {hole.offsets} up to {hole.stops}"
+            yield FormatError(key=path, detail=detail)
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:

@@ -21,7 +21,7 @@ from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
 
-__all__ = ["BoxRead", "Part", "Range", "Read", "plan_boxes", "plan_reads"]
+__all__ = ["BoxRead", "Part", "Range", "Read", "find_hole", "plan_boxes", "plan_reads"]
 
 
 # Boxes of a tensor ----------------------------------------------------------------------------
@@ -122,8 +122,12 @@ class _Finder:
         return self._order[low : bisect_left(self._starts, start + box.sizes[self._dim])]
 
 
+def find_hole(whole: Box, parts: Sequence[Box]) -> Box | None:
+    """Returns a box in ``whole`` that is in none of the parts, or None if they cover it."""
+    return None if covers_exactly(whole, parts) else _hole(whole, parts)
+
+
 def _hole(whole: Box, parts: Sequence[Box]) -> Box | None:
-    """Returns a box in ``whole`` that is in none of the parts."""
     left = [whole]
     for part in parts:
         boxes, left = left, []

@@ -5,11 +5,11 @@ Implements "Crash windows" of ``docs/format.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from actorsnap.format.layout import Attempt
 
-__all__ = ["MAX_ATTEMPT_S", "collectable"]
+__all__ = ["MAX_ATTEMPT_S", "collectable", "unclaimed"]
 
 MAX_ATTEMPT_S = 24 * 3600
 """No attempt commits later than this after it began; the coordinator keeps to it."""
@@ -44,3 +44,14 @@ def collectable(
         if is_dead or is_old or name == superseded:
             garbage.append(name)
     return garbage
+
+
+def unclaimed(garbage: Sequence[str], claims: Mapping[str, Collection[str]]) -> list[str]:
+    """The attempts in ``garbage`` that no copy under way claims.
+
+    Args:
+        garbage: See ``collectable``; copies that are in it are not under way.
+        claims: Attempts, and the copies that claim them.
+    """
+    dead = frozenset(garbage)
+    return [name for name in garbage if dead.issuperset(claims.get(name, ()))]

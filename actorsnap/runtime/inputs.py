@@ -41,7 +41,8 @@ def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     """
     url = check_url(path)
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise UsageError(f"storage_options must be a dict, not {storage_options!r}")
+        # Not what it is: there may be secrets in it.
+        raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
     return Place(url=url, at=absolute(url), storage_options=dict(storage_options or {}))
 
 

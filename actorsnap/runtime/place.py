@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -14,29 +14,35 @@ import anyio
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.reader import FetcherPool, SnapshotReader, find_commit
 from actorsnap.errors import ChecksumMismatch, ObjectNotFound, StorageError
+from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
 from actorsnap.format.layout import Attempt, manifest_key
-from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
-from actorsnap.planning.retention import collectable
+from actorsnap.planning.retention import collectable, unclaimed
+from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
-from actorsnap.storage.base import RunBlocking, Storage, StorageContext
+from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
 from actorsnap.storage.registry import find_opener, is_ready, open_storage
 
 __all__ = [
+    "MAX_SMALL_READS",
+    "Claims",
     "Place",
     "Source",
     "collect_garbage",
     "find_attempts",
+    "find_claims",
+    "find_collectable",
     "open_place",
     "open_ready_place",
 ]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MANIFEST_READS = 16
-"""So many rank manifests are read at a time."""
+MAX_SMALL_READS = 16
+"""So many rank manifests, or other small objects, are read or looked for at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +56,7 @@ class Place:
 
     url: str
     at: str
-    storage_options: dict[str, Any]
+    storage_options: dict[str, Any] = field(repr=False)  # there may be secrets in it
 
 
 async def open_place(
@@ -146,15 +152,12 @@ class Source:
         commit = await reader.commit()
         if self._kept is None or self._kept[0] != commit:
             manifests: dict[int, RankManifest] = {}
-            records = iter(enumerate(commit.manifests))
 
-            async def read() -> None:
-                for rank, record in records:
-                    manifests[rank] = await reader.manifest(record)
+            async def read(named: tuple[int, ManifestRecord]) -> None:
+                rank, record = named
+                manifests[rank] = await reader.manifest(record)
 
-            async with anyio.create_task_group() as tasks:
-                for _ in range(min(_MAX_MANIFEST_READS, len(commit.manifests))):
-                    tasks.start_soon(read)
+            await for_each(enumerate(commit.manifests), read, at_once=MAX_SMALL_READS)
             self._kept = commit, dict(sorted(manifests.items()))
             self._views = {}
         return self._kept
@@ -223,10 +226,37 @@ async def collect_garbage(
         FormatError: the commit object is of a newer or another format; nothing was deleted.
         StorageError: listing, reading or deleting failed.
     """
-    now_s = time.time()
-    attempts = garbage = await find_attempts(storage)
-    if not force:
-        garbage = await host.run_blocking(_find_collectable, host, attempts, now_s, superseded)
+    attempts = await find_attempts(storage)
+    if force:
+        return await _delete_attempts(storage, attempts, attempts)
+    garbage = await find_collectable(host, attempts, superseded)
+    claims = await find_claims(storage, attempts) if garbage else NO_CLAIMS
+    garbage = unclaimed(garbage, claims.copies)
+    if claims.copies.keys().isdisjoint(garbage):
+        return await _delete_attempts(storage, attempts, garbage)
+    # A copy may resume what an interrupted one left. It claims first and looks for collections
+    # then; this the other way round: one of the two sees the other.
+    async with _announced(host, storage):
+        claims = await find_claims(storage, await find_attempts(storage))
+        return await _delete_attempts(storage, attempts, unclaimed(garbage, claims.copies))
+
+
+@asynccontextmanager
+async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
+    """Says in the storage that what copies have left is being deleted."""
+    collector = host.new_attempt()
+    try:
+        await storage.put(collection_key(str(collector)), [memoryview(b"{}")])
+        yield
+        await storage.delete_folder(str(collector))
+    finally:
+        host.end_attempt(collector)
+
+
+async def _delete_attempts(
+    storage: Storage, attempts: Sequence[str], garbage: Sequence[str]
+) -> list[str]:
+    """Deletes garbage, but what is committed now."""
     try:
         commit = await find_commit(storage)
         spared = {commit.attempt} if commit is not None else set()
@@ -247,6 +277,36 @@ async def find_attempts(storage: Storage) -> list[str]:
     return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What attempts at a place claim.
+
+    Attributes:
+        copies: Attempts that are being copied there, or were: who says so, in which object.
+        collections: Attempts that delete what copies have left.
+    """
+
+    copies: Mapping[str, Mapping[str, ObjectInfo]]
+    collections: Sequence[str]
+
+
+NO_CLAIMS = Claims(copies={}, collections=())
+
+
+async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
+    """The claims that lie in the attempts' folders."""
+    copies: dict[str, dict[str, ObjectInfo]] = {}
+    collections: list[str] = []
+    for owner in attempts:
+        async for info in storage.list(claim_prefix(owner)):
+            attempt = parse_claim(owner, info.key)
+            if attempt:
+                copies.setdefault(attempt, {})[owner] = info
+            elif attempt is not None:
+                collections.append(owner)
+    return Claims(copies=copies, collections=collections)
+
+
 async def _is_complete(storage: Storage, attempt: str) -> bool:
     try:
         await storage.stat(manifest_key(attempt, 0))
@@ -255,13 +315,19 @@ async def _is_complete(storage: Storage, attempt: str) -> bool:
     return True
 
 
-def _find_collectable(
-    host: Host, attempts: Iterable[str], now_s: float, superseded: str | None
+async def find_collectable(
+    host: Host, attempts: Iterable[str], superseded: str | None = None
 ) -> list[str]:
-    return collectable(
-        attempts,
-        now_s=now_s,
-        host=host_id(),
-        may_run=host.may_run,
-        superseded=superseded,
-    )
+    """See ``planning.retention.collectable``."""
+
+    def find() -> list[str]:
+        return collectable(
+            attempts,
+            now_s=now_s,
+            host=host_id(),
+            may_run=host.may_run,
+            superseded=superseded,
+        )
+
+    now_s = time.time()
+    return await host.run_blocking(find)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from actorsnap.actors.reader import Request, SnapshotReader, find_commit
+from actorsnap.actors.reader import Request, SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -23,19 +23,23 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.layout import attempt_of
+from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     BytesEntry,
     Commit,
+    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
     TensorEntry,
     decode_commit,
 )
+from actorsnap.planning.index import holes
+from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (
+    MAX_SMALL_READS,
     Source,
     collect_garbage,
     find_attempts,
@@ -174,29 +178,23 @@ def verify(
     ) -> VerifyReport:
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
-        num_objects = done = 0
-        total = 0
+        manifests: dict[str, RankManifest] = {}
+        done = 0
         meter = _Meter(progress)
-        # Several ranks may have written one object.
-        work: dict[str, tuple[ObjectRecord, list[tuple[RankManifest, Stored]]]] = {}
-        for named in commit.manifests:
+
+        async def read(record: ManifestRecord) -> None:
             try:
-                manifest = await reader.manifest(named)
+                manifests[record.key] = await reader.manifest(record)
             except FormatError as error:
                 problems.append(error)
-                continue
-            for record in manifest.objects:
-                if work.setdefault(record.key, (record, []))[0] != record:
-                    detail = "ranks disagree about its size or header"
-                    problems.append(FormatError(key=record.key, detail=detail))
-            for entry in manifest.entries:
-                if isinstance(entry, TensorEntry | BytesEntry):
-                    at = entry.data
-                    work[manifest.objects[at.object].key][1].append((manifest, at))
-                    total += at.stop - at.start
-        await run_blocking(meter.begin, total)
-        for record, held in work.values():
-            num_objects += 1
+
+        async def check_header(record: ObjectRecord) -> None:
+            header = await storage.get(record.key, 0, record.header_bytes)
+            if crc32c(header) != record.header_crc32c:
+                raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+
+        async def check(record: ObjectRecord) -> None:
+            nonlocal done
             try:
                 info = await storage.stat(record.key)
                 if info.size != record.size:
@@ -205,15 +203,10 @@ def verify(
                         detail=f"has {info.size} bytes, was written with {record.size}",
                     )
                 if level == "full":
-                    header = await storage.get(record.key, 0, record.header_bytes)
-                    if crc32c(header) != record.header_crc32c:
-                        raise ChecksumMismatch(
-                            key=record.key, detail="the safetensors header differs"
-                        )
-                    pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+                    await read_intact(storage, lambda: check_header(record))
                     requests = [
                         Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
-                        for manifest, at in held
+                        for manifest, at in held[record.key]
                     ]
                     await pool.fetch(requests)
                     done += record.size
@@ -228,14 +221,47 @@ def verify(
                 if damage is None or other is not None:
                     raise
                 problems.append(_leaves(damage)[0])
+
+        await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
+        in_order = [manifests[r.key] for r in commit.manifests if r.key in manifests]
+        records, held, contradictions = await run_blocking(_stored_in, in_order)
+        problems += contradictions
+        if len(manifests) == len(commit.manifests):
+            problems += await run_blocking(lambda: list(holes(in_order)))
+        total = sum(at.stop - at.start for each in held.values() for _, at in each)
+        await run_blocking(meter.begin, total)
+        pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+        # Of bytes, the pool reads many at a time by itself.
+        parallel_objects = storage.capabilities.preferred_parallel_objects
+        at_once = parallel_objects if level == "full" else MAX_SMALL_READS
+        await for_each(records, check, at_once=at_once)
         if problems:
             await reader.check_replaced()
         return VerifyReport(
-            level=level, num_objects=num_objects, nbytes=done, problems=tuple(problems)
+            level=level, num_objects=len(records), nbytes=done, problems=tuple(problems)
         )
 
     report: VerifyReport = yield step
     return report
+
+
+def _stored_in(
+    manifests: Sequence[RankManifest],
+) -> tuple[list[ObjectRecord], dict[str, list[tuple[RankManifest, Stored]]], list[FormatError]]:
+    """The data objects, each once, what lies in them by key, and where ranks disagree."""
+    records: dict[str, ObjectRecord] = {}
+    held: dict[str, list[tuple[RankManifest, Stored]]] = {}
+    contradictions: list[FormatError] = []
+    for manifest in manifests:
+        for record in manifest.objects:
+            held.setdefault(record.key, [])
+            if records.setdefault(record.key, record) != record:
+                detail = "ranks disagree about its size or header"
+                contradictions.append(FormatError(key=record.key, detail=detail))
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry):
+                held[manifest.objects[entry.data.object].key].append((manifest, entry.data))
+    return list(records.values()), held, contradictions
 
 
 def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
@@ -260,19 +286,20 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
         found: dict[str, Commit | FormatError | None] = {}
         async with source.opened(host, "list") as (storage, _, errands):
 
+            async def look(name: str) -> None:
+                try:
+                    found[name] = decode_commit(await storage.get(f"{name}/{COMMIT_KEY}"))
+                except ObjectNotFound:
+                    if any(map(Attempt.parse, await storage.list_folders(name))):
+                        found[name] = None
+                except FormatError as error:
+                    found[name] = error
+
             async def perform() -> None:
-                async for info in storage.list(""):
-                    name, _, key = info.key.partition("/")
-                    if key == COMMIT_KEY:
-                        try:
-                            found[name] = decode_commit(await storage.get(info.key))
-                        except FormatError as error:
-                            found[name] = error
-                    elif attempt_of(key) is not None:
-                        found.setdefault(name, None)
+                await for_each(await storage.list_folders(), look, at_once=MAX_SMALL_READS)
 
             await errands.run(perform)
-        return found
+        return dict(sorted(found.items()))
 
     found: dict[str, Commit | FormatError | None] = yield step
     return found

@@ -64,6 +64,12 @@ def save_and_die_at_operation(
         return save(faulty_url(url), number, how=how, overwrite=overwrite)
 
 
+def copy_and_die_at_operation(source: str, to: str, *, at: int, when: str) -> None:
+    """A copy that replaces, killed at the writing operation number ``at`` of the destination."""
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
+        sync.Snapshot(source).copy_to(faulty_url(to), overwrite=True)
+
+
 _WRITING = ("open", "mkdir", "ftruncate", "pwritev", "fsync", "rename", "link", "unlink", "rmdir")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actorsnap.format.layout import Attempt
-from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable
+from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable, unclaimed
 
 NOW = 1_800_000_000.0
 
@@ -41,3 +41,11 @@ def test_a_replaced_attempt_is_garbage_although_its_process_runs() -> None:
 
 def test_what_is_no_attempt_is_never_touched() -> None:
     assert collect("my-files", "", "data") == []
+
+
+def test_what_a_running_copy_claims_is_kept() -> None:
+    copied, running, dead = name(host="b" * 8), name(pid=1), name(pid=2)
+    garbage = [copied, dead]
+    assert unclaimed(garbage, {}) == garbage
+    assert unclaimed(garbage, {copied: [dead]}) == garbage
+    assert unclaimed(garbage, {copied: [dead, running]}) == [dead]

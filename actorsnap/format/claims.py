@@ -1,0 +1,71 @@
+"""Names and writes claims: what keeps copies and collectors of garbage out of each other's way.
+
+A copy writes under the name of the attempt that it copies, whose process is long gone, or is
+elsewhere: by its name alone that attempt would be garbage. So the copy makes an attempt of its own
+at the destination, in whose folder it claims the other one. Implements "Claims" of
+``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+__all__ = [
+    "claim_prefix",
+    "collection_key",
+    "copy_claim_key",
+    "decode_copy_claim",
+    "encode_copy_claim",
+    "parse_claim",
+]
+
+_COLLECT = "collect"
+_COPY = "copy/"
+
+
+class _CopyClaim(msgspec.Struct):
+    stored: list[str]
+
+
+def claim_prefix(owner: str) -> str:
+    """Returns what the keys of an attempt's claims begin with."""
+    return f"{owner}/claim/"
+
+
+def copy_claim_key(owner: str, attempt: str) -> str:
+    """Returns the key by which a copy, the attempt ``owner``, claims the attempt it copies."""
+    return f"{claim_prefix(owner)}{_COPY}{attempt}"
+
+
+def collection_key(owner: str) -> str:
+    """Returns the key by which ``owner`` says that it deletes what copies have left."""
+    return f"{claim_prefix(owner)}{_COLLECT}"
+
+
+def parse_claim(owner: str, key: str) -> str | None:
+    """Returns the attempt that a claim names; ``""`` for a collection, None for no claim."""
+    rest = key.removeprefix(claim_prefix(owner))
+    if rest == _COLLECT:
+        return ""
+    attempt = rest.removeprefix(_COPY)
+    is_claim = rest.startswith(_COPY) and not attempt.startswith(".") and "/" not in attempt
+    return attempt if is_claim and attempt else None
+
+
+def encode_copy_claim(stored: Iterable[str]) -> bytes:
+    """Encodes the claim of a copy.
+
+    Args:
+        stored: Keys of the objects that are complete.
+    """
+    return msgspec.json.encode(_CopyClaim(sorted(stored)))
+
+
+def decode_copy_claim(data: bytes) -> list[str]:
+    """Returns the keys of complete objects; none where the claim is unreadable."""
+    try:
+        return msgspec.json.decode(data, type=_CopyClaim).stored
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []

@@ -1,0 +1,174 @@
+"""Plans the copy of a snapshot: which objects, in which order, in which writes, and what need
+not be sent again.
+
+A copy has the same objects under the same keys, byte for byte: data objects first, then the rank
+manifests, then the commit object, as ``docs/format.md`` ("Write order") demands. Every byte lies in
+a span whose checksum the source's manifests tell, and writes are cut between spans. It must not
+know storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+
+import msgspec
+
+from actorsnap.errors import FormatError
+from actorsnap.format.manifest import (
+    BLOCK_BYTES,
+    BytesEntry,
+    Commit,
+    ObjectRecord,
+    RankManifest,
+    Stored,
+    TensorEntry,
+)
+
+__all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "Span", "cut", "plan_copy", "sort_leftovers"]
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Bytes ``[start, stop)`` of an object, and their CRC32C."""
+
+    start: int
+    stop: int
+    crc32c: int
+
+
+class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An object to copy.
+
+    Attributes:
+        key, size: In bytes.
+        head: Of a data object its header; of a rank manifest all of it.
+        data: What leaves have in it behind that, rising and without gaps.
+    """
+
+    key: str
+    size: int
+    head: Span
+    data: tuple[Stored, ...] = ()
+
+    def spans(self) -> Iterator[Span]:
+        """All bytes, in order."""
+        yield self.head
+        for stored in self.data:
+            start = stored.start
+            for crc32c in stored.crc32c:
+                stop = min(start + BLOCK_BYTES, stored.stop)
+                yield Span(start, stop, crc32c)
+                start = stop
+
+
+class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The objects of a snapshot, but for the commit object.
+
+    Attributes:
+        data: Data objects, each once.
+        manifests: Rank manifests: written when all data objects are complete.
+    """
+
+    data: tuple[ObjectCopy, ...]
+    manifests: tuple[ObjectCopy, ...]
+
+    @property
+    def objects(self) -> tuple[ObjectCopy, ...]:
+        return (*self.data, *self.manifests)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(each.size for each in self.objects)
+
+
+def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan:
+    """Returns what there is to copy.
+
+    Raises:
+        FormatError: Ranks contradict each other about an object, or bytes of one are no leaf's.
+    """
+    records: dict[str, ObjectRecord] = {}
+    data: dict[str, set[Stored]] = {}
+    for manifest in manifests.values():
+        for record in manifest.objects:
+            if records.setdefault(record.key, record) != record:
+                raise FormatError(key=record.key, detail="ranks disagree about its size or header")
+            data.setdefault(record.key, set())
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
+                # Its number is that of one manifest: what ranks share may have several.
+                at = msgspec.structs.replace(entry.data, object=0)
+                data[manifest.objects[entry.data.object].key].add(at)
+    return CopyPlan(
+        data=tuple([_data_object(records[key], data[key]) for key in records]),
+        manifests=tuple(
+            [
+                ObjectCopy(key=m.key, size=m.size, head=Span(0, m.size, m.crc32c))
+                for m in commit.manifests
+            ]
+        ),
+    )
+
+
+def _data_object(record: ObjectRecord, data: Collection[Stored]) -> ObjectCopy:
+    ordered = tuple(sorted(data, key=lambda stored: stored.start))
+    at = record.header_bytes
+    for start, stop in chain(((s.start, s.stop) for s in ordered), [(record.size, record.size)]):
+        if start != at:
+            what = "belong to no leaf" if start > at else "belong to several leaves"
+            detail = f"the bytes from {min(at, start)} up to {max(at, start)} {what}"
+            raise FormatError(key=record.key, detail=detail)
+        at = stop
+    head = Span(0, record.header_bytes, record.header_crc32c)
+    return ObjectCopy(key=record.key, size=record.size, head=head, data=ordered)
+
+
+def cut(
+    copied: ObjectCopy, *, chunk_bytes: int, min_write_bytes: int = 1, max_writes: int | None = None
+) -> Iterator[tuple[Span, ...]]:
+    """Yields the object's spans, write by write.
+
+    Args:
+        chunk_bytes: A write has at most so many, unless one span has more or the rest demands it.
+        min_write_bytes: Each but the last write has at least so many.
+        max_writes: There are at most so many.
+    """
+    enough = max(chunk_bytes - BLOCK_BYTES, min_write_bytes, 1)
+    if max_writes is not None:
+        enough = max(enough, -(-copied.size // max_writes))
+    batch: list[Span] = []
+    for span in copied.spans():
+        batch.append(span)
+        if span.stop - batch[0].start >= enough:
+            yield tuple(batch)
+            batch = []
+    if batch:
+        yield tuple(batch)
+
+
+class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
+    """What an interrupted copy left at the destination.
+
+    Attributes:
+        complete: Keys of objects that may be kept, if their bytes are right.
+        others: Keys to delete.
+    """
+
+    complete: frozenset[str]
+    others: tuple[str, ...]
+
+
+def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[str]) -> Leftovers:
+    """Returns what of an interrupted copy may be kept.
+
+    Bytes alone do not tell: a file that was never synced reads well until the machine fails.
+
+    Args:
+        found: Keys and sizes in the attempt's folder at the destination.
+        stored: Keys that a copy has noted as complete.
+    """
+    noted = frozenset(stored)
+    complete = frozenset(
+        [o.key for o in plan.objects if o.key in noted and found.get(o.key) == o.size]
+    )
+    return Leftovers(complete=complete, others=tuple([key for key in found if key not in complete]))

@@ -1,0 +1,598 @@
+"""The body of ``Snapshot.copy_to``, as a script (see ``runtime.taking``).
+
+The copy has the source's objects under the same keys, attempt included, so that manifests and
+commit object are the same bytes. What there is to copy, and what need not be sent again, is decided
+by ``planning.copying``. Each byte is compared with the checksum that the source's manifests tell
+while it passes, and the checksum goes with it to the destination.
+
+To those who collect garbage there the attempt would seem dead. So the copy is an attempt of its
+own beside it, whose claim protects the other one, and tells who resumes which objects are complete
+(``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from enum import StrEnum
+
+import anyio
+import msgspec
+
+from actorsnap.actors.errands import Errands, first_error
+from actorsnap.actors.reader import SnapshotReader, find_commit, read_intact
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    UnsupportedFormat,
+)
+from actorsnap.format.checksum import combine, crc32c
+from actorsnap.format.claims import copy_claim_key, decode_copy_claim, encode_copy_claim
+from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
+from actorsnap.options import chunk_within
+from actorsnap.planning.copying import (
+    CopyPlan,
+    ObjectCopy,
+    Span,
+    cut,
+    plan_copy,
+    sort_leftovers,
+)
+from actorsnap.runtime.concurrently import for_each
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.place import (
+    Claims,
+    Place,
+    Source,
+    collect_garbage,
+    find_attempts,
+    find_claims,
+    find_collectable,
+    open_place,
+)
+from actorsnap.runtime.reading import begins_anew
+from actorsnap.storage.base import ObjectWriter, Storage
+
+__all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 15.0
+"""So often a copy renews its claim."""
+
+_STALE_S = 120.0
+"""A claim that was not renewed for so long is a dead copy's, also if its process cannot be seen. A
+copy that could not renew its own gives up before."""
+
+_LOOK_S = 0.5
+"""So often is looked whether another copy, or a collection, has ended."""
+
+
+class CopyEventKind(StrEnum):
+    """What has happened to a copy."""
+
+    BEGUN = "begun"
+    MOVED = "moved"
+    COPIED = "copied"
+    SKIPPED = "skipped"
+    COMMITTED = "committed"
+
+
+class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a copy.
+
+    Attributes:
+        kind: ``begun``: it is known what there is to do; ``moved``: some bytes have arrived;
+            ``copied``, ``skipped``: an object is complete at the destination, or was before;
+            ``committed``: the last one.
+        key: The object's; empty for others.
+        nbytes: Of the object, or what has moved; 0 for others.
+        done_bytes, total_bytes: Of the snapshot; what is skipped is done.
+    """
+
+    kind: CopyEventKind
+    key: str = ""
+    nbytes: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a copy did.
+
+    Attributes:
+        attempt: Of the snapshot, there as here.
+        was_there: It was committed there before; nothing was done.
+        num_copied, copied_bytes: Objects that were sent.
+        num_skipped, skipped_bytes: Objects that an interrupted copy had left, and were whole.
+    """
+
+    attempt: str
+    was_there: bool = False
+    num_copied: int = 0
+    copied_bytes: int = 0
+    num_skipped: int = 0
+    skipped_bytes: int = 0
+
+
+@begins_anew
+def copy(
+    source: Source,
+    to: Place,
+    *,
+    overwrite: bool,
+    on_event: Callable[[CopyEvent], object] | None = None,
+) -> Script[CopyReport]:
+    """Copies a snapshot; ``on_event`` is called on worker threads, one call at a time."""
+
+    async def step(host: Host) -> CopyReport:
+        async with source.opened(host, "copy") as (storage, reader, errands):
+            async with _destination(host, to, errands) as (target, copier):
+                job = _Copy(host, source, storage, target, copier, errands, on_event)
+                return await errands.run(job.run, reader, overwrite)
+
+    report: CopyReport = yield step
+    return report
+
+
+@asynccontextmanager
+async def _destination(
+    host: Host, to: Place, errands: Errands
+) -> AsyncIterator[tuple[Storage, str]]:
+    """The storage that is copied to, and the name of the copy's own attempt."""
+    copier = host.new_attempt()
+    try:
+        target = await open_place(
+            host, to, fsync=True, run_blocking=errands.run_blocking, scratch=str(copier)
+        )
+        try:
+            yield target, str(copier)
+        finally:
+            await errands.clean_up(target.aclose)
+    finally:
+        host.end_attempt(copier)
+
+
+class _Copy:
+    """One copy under way."""
+
+    def __init__(
+        self,
+        host: Host,
+        source: Source,
+        storage: Storage,
+        target: Storage,
+        copier: str,
+        errands: Errands,
+        on_event: Callable[[CopyEvent], object] | None,
+    ) -> None:
+        self._host = host
+        self._source = source
+        self._storage = storage
+        self._target = target
+        self._copier = copier
+        self._errands = errands
+        self._on_event = on_event
+        self._telling = anyio.Lock()
+        self._attempt = ""
+        self._stored: set[str] = set()
+        self._noted: frozenset[str] = frozenset()
+        self._has_news = anyio.Event()
+        self._renewing = anyio.Lock()
+        self._renewed_s = 0.0
+        self._report = CopyReport(attempt="")
+        self._done_bytes = self._total_bytes = 0
+        options = source.options
+        self._chunk_bytes = chunk_within(options.chunk_bytes, host.budget.limit_bytes)
+        self._moving = anyio.CapacityLimiter(options.num_uploaders)
+
+    async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
+        """Copies.
+
+        Raises:
+            ActorSnapError: it is not committed; what was written is garbage, and is resumed.
+        """
+        with self._reading():
+            commit, manifests = await self._source.index(reader)
+            plan = await self._host.run_blocking(plan_copy, commit, manifests)
+        self._attempt = commit.attempt
+        self._report = CopyReport(attempt=commit.attempt)
+        if await self._is_there(commit, overwrite):
+            return msgspec.structs.replace(self._report, was_there=True)
+        try:
+            async with anyio.create_task_group() as tasks:
+                await self._renew()
+                tasks.start_soon(self._keep_claim)
+                earlier = await self._take_turn()
+                was_there = await self._is_there(commit, overwrite)
+                if not was_there:
+                    await self._perform(commit, plan, earlier, overwrite)
+                tasks.cancel_scope.cancel()
+        except BaseException:
+            if self._noted != self._stored:
+                await self._errands.clean_up(self._renew)  # for whoever resumes
+            raise
+        await self._errands.clean_up(self._withdraw)
+        return msgspec.structs.replace(self._report, was_there=was_there)
+
+    async def _perform(
+        self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool
+    ) -> None:
+        self._total_bytes = plan.total_bytes
+        await self._tell(CopyEventKind.BEGUN)
+        kept = await self._resume(plan, earlier)
+        await self._copy_all(plan.data, kept)
+        await self._copy_all(plan.manifests, kept)
+        await self._check_complete(plan)
+        replaced = await self._commit(commit, overwrite)
+        logger.info("%s: committed a copy of %s", self._target.url, self._storage.url)
+
+        async def collect() -> None:
+            for copier in earlier.copies[self._attempt]:
+                if copier != self._copier:
+                    await self._target.delete_folder(copier)
+            await collect_garbage(self._host, self._target, superseded=replaced)
+
+        await self._errands.clean_up(collect)
+        await self._tell(CopyEventKind.COMMITTED)
+
+    # What is there
+
+    async def _is_there(self, commit: Commit, overwrite: bool) -> bool:
+        """Whether the very snapshot is committed at the destination.
+
+        Raises:
+            ObjectExists: another one is, or a damaged one, and ``overwrite`` is not given.
+            UnsupportedFormat, NotASnapshot: it is not this release's to replace.
+        """
+        what = "another snapshot is committed there"
+        try:
+            with self._writing():
+                older = await find_commit(self._target)
+            if older is None or older == commit:
+                return older is not None
+            # Its objects would have to be replaced while it is valid.
+            is_refused = not overwrite or older.attempt == commit.attempt
+        except (UnsupportedFormat, NotASnapshot):
+            raise
+        except FormatError as error:
+            what, is_refused = f"there is a damaged snapshot ({error})", not overwrite
+        if is_refused:
+            raise ObjectExists(
+                op="copy",
+                key=COMMIT_KEY,
+                backend=self._target.url,
+                detail=f"{what}. Copy to another path, delete it, or pass overwrite=True (on the "
+                "command line --overwrite): it stays valid until the copy is committed",
+            )
+        return False
+
+    async def _take_turn(self) -> Claims:
+        """Waits for collections, and sees that no other copy writes the same attempt.
+
+        Both have claimed before they look. So at least one sees the other; the older one waits
+        for the younger one, which may have looked before, and that gives up if it has not.
+
+        Raises:
+            StorageError: an older copy is under way; it may be tried again.
+        """
+        while True:
+            with self._writing():
+                claims = await find_claims(self._target, await find_attempts(self._target))
+            copiers = claims.copies.get(self._attempt, {})
+            mine = copiers.get(self._copier)
+            if mine is None:
+                raise self._refused("the claim of this copy was deleted", retryable=True)
+            fresh = [
+                name
+                for name, info in copiers.items()
+                if name != self._copier and mine.modified_s - info.modified_s < _STALE_S
+            ]
+            rivals = await self._alive(fresh)
+            if any(rival < self._copier for rival in rivals):
+                await self._errands.clean_up(self._withdraw)
+                raise self._refused(
+                    f"another copy of this snapshot to there is under way ({rivals[0]}). Wait for "
+                    "it; if it died on another machine, try again in a few minutes",
+                    retryable=True,
+                )
+            if not rivals and not await self._alive(claims.collections):
+                return claims
+            await anyio.sleep(_LOOK_S)
+
+    async def _alive(self, attempts: Sequence[str]) -> list[str]:
+        dead = await find_collectable(self._host, attempts)
+        return [name for name in attempts if name not in dead]
+
+    async def _resume(self, plan: CopyPlan, earlier: Claims) -> frozenset[str]:
+        """Deletes what cannot be used of an interrupted copy; returns the keys of the rest.
+
+        Raises:
+            StorageError: objects of the attempt lie there that no copy has left.
+        """
+        with self._writing():
+            found = await self._sizes()
+            others = [
+                info for name, info in earlier.copies[self._attempt].items() if name != self._copier
+            ]
+            if found and not others:
+                raise self._refused(
+                    "leftovers of the same attempt lie there, and no copy has left them. "
+                    "Delete them by `actorsnap rm --garbage`, or copy to another path"
+                )
+            noted: list[str] = []
+            for info in others:
+                try:
+                    noted += decode_copy_claim(await self._target.get(info.key))
+                except ObjectNotFound:
+                    logger.debug("%s: %s is gone", self._target.url, info.key)
+            leftovers = sort_leftovers(plan, found, noted)
+            await self._target.delete(leftovers.others)
+        # Complete also for whoever resumes this copy.
+        self._stored |= leftovers.complete
+        self._has_news.set()
+        return leftovers.complete
+
+    async def _check_complete(self, plan: CopyPlan) -> None:
+        """Sees that what is about to be committed is there: whoever deletes by force asks nobody.
+
+        Raises:
+            StorageError: it is not, or others may have taken this copy for dead.
+        """
+        with self._writing():
+            found = await self._sizes()
+        for copied in plan.objects:
+            if found.get(copied.key) != copied.size:
+                raise StorageError(
+                    op="copy",
+                    key=copied.key,
+                    backend=self._target.url,
+                    detail="the object was deleted or changed before the copy was committed",
+                )
+        self._check_renewed()
+
+    async def _sizes(self) -> dict[str, int]:
+        prefix = f"{self._attempt}/"
+        return {info.key: info.size async for info in self._target.list(prefix)}
+
+    async def _commit(self, commit: Commit, overwrite: bool) -> str | None:
+        """Makes the copy a snapshot; returns the attempt that it replaces, if it is known."""
+        data = encode_commit(commit)
+        replaced = None
+        try:
+            with self._writing():
+                if not overwrite:
+                    await self._target.put_if_absent(COMMIT_KEY, data)
+                else:
+                    try:
+                        older = await find_commit(self._target)
+                        replaced = older.attempt if older is not None else None
+                    except ChecksumMismatch:
+                        logger.info("%s: replacing a damaged snapshot", self._target.url)
+                    await self._target.put(COMMIT_KEY, [memoryview(data)])
+        except StorageError as error:
+            # Its answer may have been lost, or its first try been repeated by the backend.
+            if await self._is_committed(commit):
+                return replaced
+            if isinstance(error, ObjectExists):
+                await self._errands.clean_up(self._discard)
+            raise
+        return replaced
+
+    async def _is_committed(self, commit: Commit) -> bool:
+        try:
+            return await find_commit(self._target) == commit
+        except ActorSnapError:
+            logger.debug("the commit object cannot be read", exc_info=True)
+            return False
+
+    # The claim
+
+    async def _renew(self) -> None:
+        # One after the other, or an older one could come last.
+        async with self._renewing:
+            begun_s, stored = anyio.current_time(), frozenset(self._stored)
+            with self._writing():
+                key = copy_claim_key(self._copier, self._attempt)
+                await self._target.put(key, [memoryview(encode_copy_claim(stored))])
+            self._renewed_s, self._noted = begun_s, stored
+
+    async def _keep_claim(self) -> None:
+        """Renews the claim now and then, and soon after an object was completed."""
+        while True:
+            with anyio.move_on_after(_BEAT_S):
+                await self._has_news.wait()
+            self._has_news = anyio.Event()
+            self._check_renewed()
+            await self._renew()
+
+    def _check_renewed(self) -> None:
+        if anyio.current_time() - self._renewed_s > _STALE_S / 2:
+            raise self._refused(
+                "this copy stood still for so long that another one may have taken its place",
+                retryable=True,
+            )
+
+    async def _withdraw(self) -> None:
+        await self._target.delete_folder(self._copier)
+
+    async def _discard(self) -> None:
+        """Deletes what can be of no use any more."""
+        self._stored, self._noted = set(), frozenset()
+        await self._target.delete_folder(self._attempt)
+        await self._withdraw()
+
+    # Bytes
+
+    async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
+        async def perform(copied: ObjectCopy) -> None:
+            if copied.key in kept and await self._is_whole(copied):
+                await self._count(CopyEventKind.SKIPPED, copied)
+            else:
+                await self._copy_one(copied, is_left=copied.key in kept)
+                await self._count(CopyEventKind.COPIED, copied)
+
+        at_once = self._target.capabilities.preferred_parallel_objects
+        await for_each(objects, perform, at_once=at_once)
+
+    async def _copy_one(self, copied: ObjectCopy, *, is_left: bool) -> None:
+        with self._writing():
+            if is_left:
+                self._stored.discard(copied.key)
+                await self._target.delete([copied.key])
+            writer = await self._target.writer(copied.key, copied.size)
+        try:
+            await self._for_each_write(copied, lambda spans: self._move(copied, spans, writer))
+            with self._writing():
+                await writer.complete()
+        except BaseException:
+            await self._errands.clean_up(writer.abort)
+            raise
+        self._stored.add(copied.key)
+        self._has_news.set()
+
+    async def _is_whole(self, copied: ObjectCopy) -> bool:
+        """Whether all bytes of an object at the destination are right."""
+
+        async def check(spans: tuple[Span, ...]) -> None:
+            nbytes = spans[-1].stop - spans[0].start
+            with await self._host.budget.lease(nbytes) as lease:
+                with self._writing():
+                    await self._read(self._target, copied, spans, lease.view)
+
+        is_whole = True
+        try:
+            await self._for_each_write(copied, check)
+        except* ChecksumMismatch as group:
+            logger.info("sent again: %s", group.exceptions[0])
+            is_whole = False
+        return is_whole
+
+    async def _for_each_write(
+        self, copied: ObjectCopy, perform: Callable[[tuple[Span, ...]], Awaitable[None]]
+    ) -> None:
+        """Awaits ``perform`` for each write of an object, several at a time."""
+        limits = self._target.capabilities
+        writes = cut(
+            copied,
+            chunk_bytes=self._chunk_bytes,
+            min_write_bytes=limits.min_write_bytes,
+            max_writes=limits.max_writes,
+        )
+
+        async def in_turn(spans: tuple[Span, ...]) -> None:
+            async with self._moving:
+                await perform(spans)
+
+        await for_each(writes, in_turn, at_once=self._source.options.num_uploaders)
+
+    async def _move(
+        self, copied: ObjectCopy, spans: tuple[Span, ...], writer: ObjectWriter
+    ) -> None:
+        start = spans[0].start
+        nbytes = spans[-1].stop - start
+        with await self._host.budget.lease(nbytes) as lease:
+            with self._reading():
+                checksum = await self._read(self._storage, copied, spans, lease.view)
+            with self._writing():
+                await writer.write_at(start, [lease.view], checksum)
+        await self._tell(CopyEventKind.MOVED, copied.key, nbytes)
+
+    async def _read(
+        self, storage: Storage, copied: ObjectCopy, spans: tuple[Span, ...], view: memoryview
+    ) -> int:
+        """Fills ``view`` and compares it; returns the checksum of all of it.
+
+        Raises:
+            ChecksumMismatch: bytes are missing, or differ from what was saved.
+        """
+
+        async def read() -> int:
+            await storage.read_into(copied.key, spans[0].start, [view])
+            return await self._errands.run_blocking(_checked, copied.key, spans, view)
+
+        try:
+            return await read_intact(storage, read)
+        except ObjectNotFound as error:
+            raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
+
+    # Words
+
+    async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
+        report = self._report
+        if kind is CopyEventKind.COPIED:
+            self._report = msgspec.structs.replace(
+                report,
+                num_copied=report.num_copied + 1,
+                copied_bytes=report.copied_bytes + copied.size,
+            )
+        else:
+            self._report = msgspec.structs.replace(
+                report,
+                num_skipped=report.num_skipped + 1,
+                skipped_bytes=report.skipped_bytes + copied.size,
+            )
+        await self._tell(kind, copied.key, copied.size)
+
+    async def _tell(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
+        if kind in (CopyEventKind.MOVED, CopyEventKind.SKIPPED):
+            self._done_bytes += nbytes
+        if self._on_event is None:
+            return
+        async with self._telling:
+            event = CopyEvent(
+                kind=kind,
+                key=key,
+                nbytes=nbytes,
+                done_bytes=self._done_bytes,
+                total_bytes=self._total_bytes,
+            )
+            await self._host.run_blocking(self._on_event, event)
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return _side("the copy's source", self._storage.url)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return _side("the copy's destination", self._target.url)
+
+    def _refused(self, detail: str, *, retryable: bool = False) -> StorageError:
+        return StorageError(
+            op="copy",
+            key=self._attempt,
+            backend=self._target.url,
+            detail=detail,
+            retryable=retryable,
+        )
+
+
+@contextmanager
+def _side(name: str, url: str) -> Iterator[None]:
+    """Says in errors which of the two storages they are of."""
+    try:
+        yield
+    except (FormatError, StorageError, ExceptionGroup) as error:
+        found = first_error(error)
+        if not isinstance(found, FormatError | StorageError):
+            raise
+        told = {**found.fields, "detail": f"{name} ({url}): {found.detail}"}
+        raise type(found)(**told) from error
+
+
+def _checked(key: str, spans: tuple[Span, ...], view: memoryview) -> int:
+    """Compares bytes with their checksums; returns the checksum of all of them."""
+    first = spans[0].start
+    total = 0
+    for span in spans:
+        if crc32c(view[span.start - first : span.stop - first]) != span.crc32c:
+            raise ChecksumMismatch(
+                key=key,
+                detail=f"the bytes from {span.start} up to {span.stop} differ from what was saved",
+            )
+        total = combine(total, span.crc32c, span.stop - span.start)
+    return total
