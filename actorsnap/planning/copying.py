@@ -15,8 +15,8 @@ from itertools import chain
 import msgspec
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import (
-    BLOCK_BYTES,
     BytesEntry,
     Commit,
     ObjectRecord,
@@ -54,9 +54,9 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """All bytes, in order."""
         yield self.head
         for stored in self.data:
-            start = stored.start
+            start, block_bytes = stored.start, stored.block_bytes
             for crc32c in stored.crc32c:
-                stop = min(start + BLOCK_BYTES, stored.stop)
+                stop = min(start + block_bytes, stored.stop)
                 yield Span(start, stop, crc32c)
                 start = stop
 
@@ -133,7 +133,7 @@ def cut(
         min_write_bytes: Each but the last write has at least so many.
         max_writes: There are at most so many.
     """
-    enough = max(chunk_bytes - BLOCK_BYTES, min_write_bytes, 1)
+    enough = max(chunk_bytes - MAX_BLOCK_BYTES, min_write_bytes, 1)
     if max_writes is not None:
         enough = max(enough, -(-copied.size // max_writes))
     batch: list[Span] = []

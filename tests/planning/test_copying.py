@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError
-from actorsnap.format.checksum import BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, Stored, TensorEntry
 from actorsnap.planning.copying import (
@@ -30,16 +30,16 @@ _HEADER = 4096
 def object_of(sizes: list[int]) -> ObjectCopy:
     at, data = _HEADER, []
     for size in sizes:
-        num_blocks = -(-size // BLOCK_BYTES)
+        num_blocks = -(-size // MAX_BLOCK_BYTES)
         data.append(Stored(0, at, at + size, tuple(range(num_blocks))))
         at += size
     return ObjectCopy(key="a", size=at, head=Span(0, _HEADER, 1), data=tuple(data))
 
 
 @given(
-    sizes=st.lists(st.integers(1, 5 * BLOCK_BYTES), max_size=12),
-    chunk_bytes=st.integers(2, 6).map(lambda n: n * BLOCK_BYTES),
-    min_write_bytes=st.sampled_from([1, BLOCK_BYTES, 5 * BLOCK_BYTES]),
+    sizes=st.lists(st.integers(1, 5 * MAX_BLOCK_BYTES), max_size=12),
+    chunk_bytes=st.integers(2, 6).map(lambda n: n * MAX_BLOCK_BYTES),
+    min_write_bytes=st.sampled_from([1, MAX_BLOCK_BYTES, 5 * MAX_BLOCK_BYTES]),
     max_writes=st.sampled_from([None, 1, 2, 7]),
 )
 def test_writes_cover_the_object_and_keep_the_limits(
@@ -62,7 +62,7 @@ def test_writes_cover_the_object_and_keep_the_limits(
     assert all(length >= min_write_bytes for length in lengths[:-1])
     assert max_writes is None or len(writes) <= max_writes
     if max_writes is None and min_write_bytes < chunk_bytes:
-        assert max(lengths) <= max(chunk_bytes, min_write_bytes + BLOCK_BYTES)
+        assert max(lengths) <= max(chunk_bytes, min_write_bytes + MAX_BLOCK_BYTES)
 
 
 def manifest(rank: int, *entries: TensorEntry, size: int = _HEADER + 8) -> RankManifest:
