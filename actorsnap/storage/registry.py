@@ -38,6 +38,8 @@ ENTRY_POINT_GROUP = "actorsnap.storage"
 _BUILT_IN = {
     "file": "actorsnap.storage.fs:open_fs",
     "fs": "actorsnap.storage.fs:open_fs",
+    "gcs": "actorsnap.storage.gs:open_gs",
+    "gs": "actorsnap.storage.gs:open_gs",
     "memory": "actorsnap.storage.memory:open_memory",
 }
 
