@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from actorsnap.errors import UsageError
+from actorsnap.planning.packing import least_write_bytes
 
 __all__ = [
     "Capabilities",
@@ -84,6 +85,17 @@ class Capabilities:
     max_writes: int | None = None
     has_joined_writers: bool = True
     checks_crc32c: bool = False
+
+    def least_write_bytes(self, size: int) -> int:
+        """The least size of a ``write_at`` to an object of ``size`` bytes, but for the one that
+        ends it: as ``planning`` cuts chunks, which keeps to both limits.
+
+        ``offset // least_write_bytes(size)`` is another number for every write.
+        """
+        return least_write_bytes(
+            size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
+        )
+
     has_conditional_put: bool = True
     preferred_parallel_objects: int = 4
 
