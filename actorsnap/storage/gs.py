@@ -23,14 +23,12 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Sequence
 
 import anyio
 import anyio.lowlevel
 
 from actorsnap.errors import (
-    ActorSnapError,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -46,7 +44,8 @@ from actorsnap.storage.base import (
     check_key,
 )
 from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, truncated
-from actorsnap.storage.settings import read_options
+from actorsnap.storage.many import for_each
+from actorsnap.storage.options import convert_options
 from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wrappers import LimitedStorage, RetryPolicy, RetryStorage
 
@@ -54,13 +53,9 @@ __all__ = ["GsStorage", "open_gs"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
-_FIRST_DELAY_S = 0.5
-_MAX_DELAY_S = 30.0
 # How long cleanup may take when the caller is cancelled.
 _CLEANUP_S = 30.0
 # So often is tried to delete components; more of them are not worth the object.
@@ -75,23 +70,17 @@ def open_gs(url: str, context: StorageContext) -> Storage:
     Raises:
         UsageError: the URL has no bucket or a malformed prefix, or an option is unknown.
     """
-    options = read_options(GsOptions, context.options, "gs")
+    options = convert_options(context.options, GsOptions, scheme="gs")
     place = url.partition("://")[2].rstrip("/")
     bucket, _, prefix = place.partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(f"{url!r} names no bucket: gs://bucket or gs://bucket/prefix")
     if prefix:
         check_key(prefix)
-    return RetryStorage(
-        LimitedStorage(
-            GsStorage(bucket, prefix, options, context), max_operations=options.max_concurrency
-        ),
-        policy=RetryPolicy(
-            max_attempts=options.max_attempts,
-            first_delay_s=_FIRST_DELAY_S,
-            max_delay_s=_MAX_DELAY_S,
-        ),
-    )
+    storage = GsStorage(bucket, prefix, options, context)
+    limited = LimitedStorage(storage, max_operations=options.max_concurrency)
+    policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
+    return RetryStorage(limited, policy=policy)
 
 
 class GsStorage(Storage):
@@ -251,7 +240,7 @@ class GsStorage(Storage):
         async def delete(name: str) -> None:
             await self._delete("delete", names[name], name)
 
-        await self._concurrently(delete, names)
+        await for_each(delete, names, at_once=self._max_concurrency)
 
     async def _delete(self, op: str, key: str, name: str) -> None:
         try:
@@ -295,24 +284,6 @@ class GsStorage(Storage):
     async def _crc32c(self, views: Sequence[memoryview]) -> int:
         return await self._run(crc32c_of, flat(views))
 
-    async def _concurrently(self, do: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
-        """Does all; raises the first error when the others have ended."""
-        failures: list[ActorSnapError] = []
-        waiting = iter([*items])
-
-        async def work() -> None:
-            for item in waiting:
-                try:
-                    await do(item)
-                except ActorSnapError as error:
-                    failures.append(error)
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(self._max_concurrency):
-                tasks.start_soon(work)
-        if failures:
-            raise failures[0]
-
 
 class _GsWriter(ObjectWriter):
     """One object, or components that will be one. States: open -> composed -> ended."""
@@ -353,11 +324,13 @@ class _GsWriter(ObjectWriter):
             return
         crc = await self._storage._crc32c(views) if crc32c is None else crc32c
         self._is_whole = self._is_opener and num == self.size
-        name, storage_class = f"{self._folder}{offset:016x}", _COMPONENT_CLASS
-        if self._is_whole:
-            name, storage_class = self._name, self._storage._class
         await self._client.upload(
-            "write_at", self.key, name, flat(views), crc, storage_class=storage_class
+            "write_at",
+            self.key,
+            self._name if self._is_whole else f"{self._folder}{offset:016x}",
+            flat(views),
+            crc,
+            storage_class=self._storage._class if self._is_whole else _COMPONENT_CLASS,
         )
 
     async def complete(self) -> None:
@@ -447,7 +420,7 @@ class _GsWriter(ObjectWriter):
                 storage_class=_COMPONENT_CLASS,
             )
 
-        await self._storage._concurrently(compose, range(len(groups)))
+        await for_each(compose, range(len(groups)), at_once=self._storage._max_concurrency)
         return [composed[number] for number in range(len(groups))]
 
     async def release(self) -> None:
@@ -481,7 +454,7 @@ class _GsWriter(ObjectWriter):
         if not self._is_whole:
             pages = self._storage._pages(op, self.key, self._folder)
             names = [resource.name async for page in pages for resource in page]
-            await self._storage._concurrently(delete, names)
+            await for_each(delete, names, at_once=self._storage._max_concurrency)
 
     def _error(self, op: str, detail: str, *, retryable: bool = False) -> StorageError:
         return StorageError(

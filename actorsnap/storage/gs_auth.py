@@ -8,8 +8,10 @@ that the caller gave. Must not know buckets or requests.
 
 from __future__ import annotations
 
-import anyio
+from typing import cast
+
 import aiohttp
+import anyio
 from gcloud.aio.auth import Token
 from gcloud.aio.storage import SCOPES
 
@@ -90,15 +92,16 @@ class Credentials:
                 with anyio.fail_after(self._limit_s):
                     if self._source is None:
                         self._source = await self._run(self._load)
-                    token = await self._source.get()
+                    token = cast("str", await self._source.get())
             except TimeoutError as error:
                 raise CredentialsError(
                     f"no access token came within {self._limit_s:g} s. {_REMEDY}",
                     is_retryable=True,
                 ) from error
             except aiohttp.ClientResponseError as error:
+                said = f"{error.status} {error.message[:300]}"
                 raise CredentialsError(
-                    f"the access token was refused: {error.status} {error.message[:300]}. {_REMEDY}",
+                    f"no access token was given: {said}. {_REMEDY}",
                     is_retryable=error.status >= 500 or error.status == 429,
                 ) from error
             except aiohttp.ClientError as error:
@@ -110,7 +113,6 @@ class Credentials:
                     f"the credentials cannot be used: {type(error).__name__}: {error}. {_REMEDY}",
                     is_retryable=False,
                 ) from error
-            assert token is not None
             return token
 
     def forget(self, token: str) -> bool:

@@ -19,7 +19,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
 import anyio
@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 _ROOT = "https://storage.googleapis.com"
 _FIELDS = "name,size,crc32c,generation,updated"
-# A transfer may take a second for each so many bytes, on top of what any request may.
-_SLOWEST_BYTES_S = 1 << 20
 _DETAIL_CHARS = 300
 
 
@@ -56,23 +54,25 @@ class GsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``storage_options`` of ``gs://``.
 
     Attributes:
-        endpoint: Root URL of the service. Default: ``STORAGE_EMULATOR_HOST``, which needs no
+        endpoint_url: Of another service. Default: ``STORAGE_EMULATOR_HOST``, which needs no
             credentials, or Google's.
         anonymous: Send no credentials, for emulators and public buckets.
         credentials_file: A service account's key, an authorized user, or the configuration of
             a workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
         user_project: The project that pays for the requests.
-        storage_class: Of the objects written. Default: the bucket's.
-        kms_key: Cloud KMS key that encrypts what is written, by its full resource name.
-        ca_bundle: File of the certificate authorities that are trusted instead of the system's.
-        max_concurrency: Requests in flight at once.
-        max_attempts: Tries of a request, the first included.
-        connect_s, stall_s, request_s: How long connecting, a pause in a transfer, and a request
-            may take. A transfer may take longer than a request by a second per MiB.
+        storage_class: Of new objects. Default: the bucket's.
+        kms_key: Cloud KMS key that encrypts new objects, by its full resource name.
+        ca_bundle: A file of trusted certificate authorities.
+        max_concurrency: Requests at once.
+        max_attempts: Tries per request, the first included.
+        connect_timeout_s: For one address, and for the TLS handshake.
+        stall_timeout_s: So long may the service be silent.
+        request_timeout_s: For a request without bulk bytes.
+        transfer_timeout_s: For a write, or a range that is read.
     """
 
-    endpoint: str | None = None
+    endpoint_url: str | None = None
     anonymous: bool = False
     credentials_file: str | None = None
     token: str | None = None
@@ -80,16 +80,30 @@ class GsOptions(msgspec.Struct, frozen=True, kw_only=True):
     storage_class: str | None = None
     kms_key: str | None = None
     ca_bundle: str | None = None
-    max_concurrency: int = 16
-    max_attempts: int = 8
-    connect_s: float = 10.0
-    stall_s: float = 20.0
-    request_s: float = 60.0
+    max_concurrency: int = 32
+    max_attempts: int = 12
+    connect_timeout_s: float = 10.0
+    stall_timeout_s: float = 30.0
+    request_timeout_s: float = 120.0
+    transfer_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if sum([self.anonymous, self.token is not None, self.credentials_file is not None]) > 1:
+            raise ValueError("anonymous, token and credentials_file exclude each other")
+        if self.endpoint_url is not None:
+            url = urlsplit(self.endpoint_url)
+            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+                raise ValueError("endpoint_url must be http://host or https://host, without a user")
+        for name in ("max_concurrency", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        for name in ("connect", "stall", "request", "transfer"):
+            if not getattr(self, f"{name}_timeout_s") > 0:
+                raise ValueError(f"{name}_timeout_s must be greater than 0")
 
     def __repr__(self) -> str:
         # A token must not get into logs.
-        shown = {**msgspec.structs.asdict(self), "token": self.token and "..."}
-        return f"GsOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,17 +150,19 @@ class GsClient:
     def __init__(
         self, bucket: str, url: str, options: GsOptions, run_blocking: RunBlocking
     ) -> None:
-        emulator = None if options.endpoint else os.environ.get("STORAGE_EMULATOR_HOST")
+        emulator = None if options.endpoint_url else os.environ.get("STORAGE_EMULATOR_HOST")
         if emulator and "://" not in emulator:
             emulator = f"http://{emulator}"
-        self._root = (options.endpoint or emulator or _ROOT).rstrip("/")
+        self._root = (options.endpoint_url or emulator or _ROOT).rstrip("/")
         self._is_anonymous = options.anonymous or bool(emulator)
         self._bucket = bucket
         self._url = url
         self._options = options
         self._run = run_blocking
         self._timeout = aiohttp.ClientTimeout(
-            total=options.request_s, sock_connect=options.connect_s, sock_read=options.stall_s
+            total=options.request_timeout_s,
+            sock_connect=options.connect_timeout_s,
+            sock_read=options.stall_timeout_s,
         )
         self._connecting = anyio.Lock()
         self._connected: _Connected | None = None
@@ -185,12 +201,14 @@ class GsClient:
         self._object_url(op, key, name)  # refuses what is no name
         url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{urlencode(params)}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
-        deadline_s = self._deadline_s(views)
 
         async def send(wire: Wire, headers: Mapping[str, str]) -> Response:
             return await wire.send(
                 Request(
-                    method="POST", url=url, headers={**content, **headers}, deadline_s=deadline_s
+                    method="POST",
+                    url=url,
+                    headers={**content, **headers},
+                    deadline_s=self._options.transfer_timeout_s,
                 ),
                 body,
             )
@@ -282,12 +300,14 @@ class GsClient:
         stop = offset + num_bytes(views)
         url = f"{self._object_url(op, key, name)}?{urlencode({'alt': 'media', **self._params()})}"
         bounds = {"range": f"bytes={offset}-{stop - 1}"}
-        deadline_s = self._deadline_s(views)
 
         async def receive(wire: Wire, headers: Mapping[str, str]) -> Response:
             return await wire.receive(
                 Request(
-                    method="GET", url=url, headers={**bounds, **headers}, deadline_s=deadline_s
+                    method="GET",
+                    url=url,
+                    headers={**bounds, **headers},
+                    deadline_s=self._options.transfer_timeout_s,
                 ),
                 views,
             )
@@ -319,9 +339,10 @@ class GsClient:
         given = {name: value for name, value in params.items() if value}
 
         async def call(calls: Calls, headers: dict[str, str]) -> dict[str, Any]:
-            return await calls.list_objects(
+            answer: dict[str, Any] = await calls.list_objects(
                 self._bucket, params=given, headers=headers, timeout=self._timeout
             )
+            return answer
 
         found = await self._control(op, key, call)
         return Page(
@@ -369,9 +390,6 @@ class GsClient:
     def _write_params(self) -> dict[str, str]:
         key = self._options.kms_key
         return self._params() if key is None else {**self._params(), "kmsKeyName": key}
-
-    def _deadline_s(self, views: Sequence[memoryview]) -> float:
-        return self._options.request_s + num_bytes(views) / _SLOWEST_BYTES_S
 
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
@@ -533,7 +551,9 @@ class _Connected:
             connector=aiohttp.TCPConnector(ssl=tls, limit=options.max_concurrency)
         )
         self.credentials: Credentials | GivenToken = (
-            Credentials(options.credentials_file, self.session, run_blocking, options.request_s)
+            Credentials(
+                options.credentials_file, self.session, run_blocking, options.request_timeout_s
+            )
             if options.token is None
             else GivenToken(options.token)
         )
@@ -543,8 +563,8 @@ class _Connected:
         )
         self.wire = Wire(
             run_blocking,
-            connect_s=options.connect_s,
-            stall_s=options.stall_s,
+            connect_s=options.connect_timeout_s,
+            stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
             ssl_context=tls,
         )

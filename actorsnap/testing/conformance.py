@@ -135,6 +135,11 @@ def _write_bytes(storage: Storage, at_least: int) -> int:
     return max(at_least, storage.capabilities.min_write_bytes)
 
 
+def _need_joined_writers(storage: Storage) -> None:
+    if not storage.capabilities.has_joined_writers:
+        pytest.skip("the backend says that an object has one writer")
+
+
 class StorageConformance:
     """Subclass it, name the class ``Test...`` and give the fixture ``make_storage``."""
 
@@ -323,6 +328,7 @@ class StorageConformance:
     async def test_parts_from_joined_writers(
         self, storage: Storage, make_storage: MakeStorage
     ) -> None:
+        _need_joined_writers(storage)
         part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
@@ -346,6 +352,7 @@ class StorageConformance:
 
     @_bounded
     async def test_a_released_writer_writes_no_more(self, storage: Storage) -> None:
+        _need_joined_writers(storage)
         opener = await storage.writer("key", 3)
         joined = await storage.join_writer(opener.token)
         await joined.release()
@@ -360,6 +367,7 @@ class StorageConformance:
 
     @_bounded
     async def test_join_after_abort_fails(self, storage: Storage) -> None:
+        _need_joined_writers(storage)
         writer = await storage.writer("key", 3)
         await writer.abort()
 
