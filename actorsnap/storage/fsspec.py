@@ -466,8 +466,8 @@ class FsspecStorage(Storage):
                 kind = ObjectNotFound
         elif isinstance(error, PermissionError) or status in (401, 403):
             kind = AccessDenied
-        elif isinstance(error, NotImplementedError):
-            detail = f"the implementation cannot do it: {said}. Is it read-only?"
+        elif isinstance(error, NotImplementedError) or status in (405, 501):
+            detail = f"it cannot be done there; is the place read-only? {detail}"
         elif status in (429, 503):
             kind, retryable = Throttled, True
         elif isinstance(status, int):

@@ -8,7 +8,7 @@ that the caller gave. Must not know buckets or requests.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import aiohttp
 import anyio
@@ -76,7 +76,7 @@ class Credentials:
         self._session = session
         self._run = run_blocking
         self._limit_s = limit_s
-        self._source: Token | None = None
+        self._source: Any = None  # of ``Token``, once it is needed
         # gcloud-aio lets all who wait share the task that fetches a token, so that the
         # cancellation of one would come to the others: one at a time.
         self._turn = anyio.Lock()
@@ -92,7 +92,7 @@ class Credentials:
                 with anyio.fail_after(self._limit_s):
                     if self._source is None:
                         self._source = await self._run(self._load)
-                    token = cast("str", await self._source.get())
+                    token: str = await self._source.get()
             except TimeoutError as error:
                 raise CredentialsError(
                     f"no access token came within {self._limit_s:g} s. {_REMEDY}",

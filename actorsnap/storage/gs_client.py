@@ -525,7 +525,9 @@ class GsClient:
                 f"Saving needs the role roles/storage.objectUser on {place}, reading "
                 "roles/storage.objectViewer",
             )
-        return error(StorageError, retryable=status == 408 or status >= 500)
+        # What arrived was not what the metadata says: damaged on the way.
+        is_damaged = status == 400 and "crc32c" in said.lower()
+        return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
     def _unreachable(self, op: str, key: str, error: Exception) -> StorageError:
         if isinstance(error, aiohttp.ClientSSLError):
