@@ -5,11 +5,12 @@ fault says so in a ``with``, which fails if the fault did not happen::
 
     with FaultProxy("http://127.0.0.1:9000") as proxy:
         with proxy.fault(Answer(status=503), method="PUT", pattern="partNumber=2", times=3):
-            await actorsnap.Snapshot.take(url, state, storage_options={"endpoint_url": proxy.endpoint})
+            options = {"endpoint_url": proxy.endpoint}
+            await actorsnap.Snapshot.take(url, state, storage_options=options)
 
-Works in front of S3, Google Cloud Storage and whatever else speaks HTTP/1.1 in plain text; the client
-may be offered TLS. ``actorsnap/testing/relay.py`` is the process that does it. This module
-starts, asks and ends that process and must not know how requests are passed on.
+It works in front of S3, Google Cloud Storage and whatever else speaks HTTP/1.1 in plain text;
+to the client it speaks TLS if asked to. ``actorsnap/testing/relay.py`` is the process that
+does all this. This module starts, asks and ends it, and must not know how.
 """
 
 from __future__ import annotations

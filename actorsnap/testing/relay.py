@@ -61,15 +61,16 @@ class Answer(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drop(Fault):
-    """The proxy reads the request and answers that all is well: with the MD5 of the body as etag, and
-    the checksums the request came with. The server hears nothing of it."""
+    """The proxy reads the request and answers that all is well: with the body's MD5 as etag and
+    the checksums that the request came with. The server hears nothing of it."""
 
     status: int = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoseAnswer(Fault):
-    """The server does what it was asked to and answers; the client's connection is reset instead."""
+    """The server does what it was asked to; the client's connection is reset instead of the
+    answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

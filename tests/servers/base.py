@@ -183,7 +183,7 @@ class Server(abc.ABC):
         while not self._answers():
             for process in self._processes:
                 if process.poll() is not None:
-                    raise ServerFailed(f"{process.args} ended\n{self.logs()}")
+                    raise ServerFailed(f"{process.args!r} ended\n{self.logs()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(f"no answer in {self.start_within_s} s\n{self.logs()}")
             time.sleep(0.02)
@@ -218,13 +218,20 @@ class S3Server(Server):
 
         ``options`` go to ``create_client``, for instance other keys. To be closed.
         """
+        config = Config(
+            s3={"addressing_style": "path"},
+            retries={"total_max_attempts": 1},
+            # Over TLS checksums come as trailers by default, which Ceph does not understand.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
         defaults = {
             "endpoint_url": (through or self).endpoint,
             "region_name": self.region,
             "aws_access_key_id": self.access_key,
             "aws_secret_access_key": self.secret_key,
             "verify": through and through.ca_file,
-            "config": Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
+            "config": config,
         }
         return botocore.session.get_session().create_client("s3", **(defaults | options))
 
@@ -270,7 +277,10 @@ class GcsServer(Server):
         return bucket
 
     def storage_options(self, through: FaultProxy | None = None) -> dict[str, Any]:
-        return {"endpoint_url": (through or self).endpoint}
+        options: dict[str, Any] = {"endpoint_url": (through or self).endpoint, "anonymous": True}
+        if through is not None and through.ca_file is not None:
+            options["ca_bundle"] = through.ca_file
+        return options
 
     def env(self, through: FaultProxy | None = None) -> dict[str, str]:
         return {"STORAGE_EMULATOR_HOST": (through or self).endpoint}

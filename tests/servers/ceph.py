@@ -40,7 +40,14 @@ class CephServer(S3Server):
     @classmethod
     def missing(cls) -> str | None:
         return missing_programs(
-            "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "monmaptool", "setpriv"
+            "ceph-mon",
+            "ceph-osd",
+            "radosgw",
+            "radosgw-admin",
+            "rados",
+            "ceph",
+            "monmaptool",
+            "setpriv",
         )
 
     def make_user(self, name: str) -> Keys:
@@ -49,6 +56,12 @@ class CephServer(S3Server):
         keys = Keys(f"KEY-{name}", f"secret-{name}")
         self._make_user(name, keys)
         return keys
+
+    def num_pieces(self) -> int:
+        """How many pieces of objects the cluster holds, of all buckets; those included that are
+        deleted but not freed."""
+        pool = ("-p", "default.rgw.buckets.data")
+        return len(self._run("rados", *self._conf, *pool, "ls").splitlines())
 
     def _launch(self) -> None:
         cluster, osd = str(uuid.uuid4()), str(uuid.uuid4())
