@@ -39,6 +39,7 @@ _BUILT_IN = {
     "file": "actorsnap.storage.fs:open_fs",
     "fs": "actorsnap.storage.fs:open_fs",
     "memory": "actorsnap.storage.memory:open_memory",
+    "s3": "actorsnap.storage.s3:open_s3",
 }
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
