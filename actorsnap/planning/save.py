@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import UsageError
+from actorsnap.format.layout import MAX_HEADER_BYTES
 from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import (
     Arranged,
@@ -350,8 +351,10 @@ def plan_save(
     for group in groups:
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
-        line = _Line(group.items, objects)
-        wanted = _fill(loads, group.holders, line.nbytes)
+        line = _Line(group.items, objects, rules)
+        # Twice as much: cuts move to edges and rows nearby.
+        least_bytes = max(_MIN_RANGE_BYTES, 2 * rules.min_write_bytes)
+        wanted = _fill(loads, group.holders, line.nbytes, least_bytes)
         writers: list[list[int]] = [[] for _ in objects]
         for rank, parts in zip(wanted, line.divide(list(wanted.values())), strict=True):
             if not parts:
@@ -578,18 +581,20 @@ def _disagreement(
 # Levels and cuts
 
 
-def _fill(loads: Sequence[int], holders: Sequence[int], nbytes: int) -> dict[int, int]:
+def _fill(
+    loads: Sequence[int], holders: Sequence[int], nbytes: int, least_bytes: int
+) -> dict[int, int]:
     """Pours ``nbytes`` over the holders, to the lightest ones first.
 
     Returns:
         Per writer, in rank order, its bytes. All writers end up on one level, and each gets at
-        least ``_MIN_RANGE_BYTES``, or there is one only.
+        least ``least_bytes``, or there is one only.
     """
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
     while count < len(order):
         load = loads[order[count]]
-        if (nbytes + below + load) // (count + 1) - load < _MIN_RANGE_BYTES:
+        if (nbytes + below + load) // (count + 1) - load < least_bytes:
             break
         count, below = count + 1, below + load
     level, rest = divmod(nbytes + below, count)
@@ -605,12 +610,16 @@ class _Line:
     Args:
         items: The group's.
         objects: What ``arrange`` made of them.
+        rules: Sizes.
 
     Attributes:
         nbytes: How many there are.
     """
 
-    def __init__(self, items: Sequence[Item], objects: Sequence[Arranged]) -> None:
+    def __init__(
+        self, items: Sequence[Item], objects: Sequence[Arranged], rules: PackingRules
+    ) -> None:
+        self._rules = rules
         self._items = [items[index] for arranged in objects for index in arranged.items]
         self._edges = [0, *accumulate([item.nbytes for item in self._items])]
         counts = accumulate([len(arranged.items) for arranged in objects])
@@ -627,7 +636,8 @@ class _Line:
         target = 0
         for left, right in pairwise(sizes):
             target += left
-            cuts.append(max(cuts[-1], self._cut(target, min(left, right) // _SLACK)))
+            cut = max(cuts[-1], self._cut(target, min(left, right) // _SLACK))
+            cuts.append(self._with_room(cuts[-1], cut))
         cuts.append(self.nbytes)
         ranges: list[tuple[ObjectPart, ...]] = []
         number, count = 0, len(self._object_edges) - 1
@@ -654,10 +664,21 @@ class _Line:
             index = bisect_right(edges, target) - 1
             low, high = edges[index], edges[index + 1]
             nearest = low if target - low <= high - target else high
-            if abs(nearest - target) <= slack:
+            if abs(nearest - target) <= slack or not self._rules.has_joined_writers:
                 return nearest
         row = _row_bytes(self._items[index])
         return low + (target - low + row // 2) // row * row
+
+    def _with_room(self, previous: int, cut: int) -> int:
+        """Returns ``cut``, or the edge or cut before it, if there is less than a write between."""
+        index = bisect_right(self._object_edges, cut) - 1
+        begin = max(previous, self._object_edges[index])
+        if begin == cut:
+            return cut
+        low, high = self._object_edges[index : index + 2]
+        # The header is not known here.
+        least_bytes = self._rules.least_write_bytes(high - low + MAX_HEADER_BYTES)
+        return cut if cut - begin >= least_bytes else begin
 
 
 def _row_bytes(item: Item) -> int:

@@ -46,7 +46,7 @@ from actorsnap.runtime.place import (
 )
 from actorsnap.runtime.ranks import Team
 from actorsnap.state.capture import Captured
-from actorsnap.storage.base import Storage
+from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 from actorsnap.transport.store import StoreSave
@@ -413,9 +413,8 @@ class SaveJob:
     ) -> CoordinatorActor:
         options, membership = self._options, self._membership
         world_size = 1 if membership is None else membership.team.world_size
-        max_objects = options.max_objects
-        if self._storage is not None:
-            max_objects = min(max_objects, self._storage.capabilities.preferred_parallel_objects)
+        storage = self._storage
+        can = Capabilities() if storage is None else storage.capabilities
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=str(self._attempt),
@@ -425,8 +424,11 @@ class SaveJob:
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=chunk_within(options.chunk_bytes, self._host.budget.limit_bytes),
-                    max_objects=max_objects,
+                    max_objects=min(options.max_objects, can.preferred_parallel_objects),
                     min_object_bytes=options.min_object_bytes,
+                    min_write_bytes=can.min_write_bytes,
+                    max_writes=can.max_writes,
+                    has_joined_writers=can.has_joined_writers,
                 ),
                 memory=None if membership is None else membership.memory,
             ),

@@ -1,9 +1,10 @@
 """Where snapshots are stored: the seam, the registry and the policies around a backend.
 
 ``base`` states what a backend must do; ``registry`` finds one by URL; ``wrappers`` adds
-policies. Backends are imported only when a URL asks for them.
+policies, and ``adaptive`` the one that learns. Backends are imported only when a URL asks for them.
 """
 
+from actorsnap.storage.adaptive import AdaptiveStatistics, AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -25,6 +26,8 @@ from actorsnap.storage.wrappers import (
 )
 
 __all__ = [
+    "AdaptiveStatistics",
+    "AdaptiveStorage",
     "Capabilities",
     "LimitedStorage",
     "ObjectInfo",

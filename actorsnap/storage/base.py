@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from actorsnap.errors import UsageError
+from actorsnap.planning.packing import least_write_bytes
 
 __all__ = [
     "Capabilities",
@@ -71,8 +72,8 @@ class Capabilities:
             may be called from any thread. Spares a thread hop per chunk; the async verbs
             must work all the same.
         min_write_bytes: Least size of a ``write_at``, but of the one that ends the object.
-        max_writes: Most ``write_at`` calls for one object, those of joined writers included;
-            None for any number.
+        max_writes: Most ranges that one object is written in, those of joined writers included;
+            None for any number. See ``least_write_bytes``.
         has_joined_writers: Several ranks may write one object: ``join_writer`` works.
         checks_crc32c: A ``write_at`` whose bytes have another CRC32C than it says is refused.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
@@ -84,6 +85,17 @@ class Capabilities:
     max_writes: int | None = None
     has_joined_writers: bool = True
     checks_crc32c: bool = False
+
+    def least_write_bytes(self, size: int) -> int:
+        """The least size of a ``write_at`` to an object of ``size`` bytes, but for the one that
+        ends it. The planner's chunks are no smaller, and so no more than ``max_writes``.
+
+        ``offset // least_write_bytes(size)`` is another number for every write.
+        """
+        return least_write_bytes(
+            size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
+        )
+
     has_conditional_put: bool = True
     preferred_parallel_objects: int = 4
 
@@ -140,7 +152,8 @@ class ObjectWriter(ABC):
 
         Args:
             offset: In bytes, from the object's start.
-            views: C-contiguous; together at least ``min_write_bytes``, or up to the object's end.
+            views: C-contiguous; together at least ``Capabilities.least_write_bytes(size)``, or up
+                to the object's end.
             crc32c: Of all their bytes, if the caller knows it.
 
         Raises:

@@ -318,15 +318,13 @@ class _MemoryWriter(ObjectWriter):
 
     def _fault(self) -> str:
         """What is wrong with how the object was written; empty if nothing is."""
-        rules, ranges = self._capabilities, self._upload.ranges
-        if rules.max_writes is not None and len(ranges) > rules.max_writes:
-            return f"{len(ranges)} writes, where {rules.max_writes} are allowed"
+        least_bytes = self._capabilities.least_write_bytes(self.size)
         position = 0
-        for start, stop in sorted(ranges):
+        for start, stop in sorted(self._upload.ranges):
             if start > position:
                 break
-            if stop - start < rules.min_write_bytes and stop < self.size:
-                return f"[{start}, {stop}) is less than {rules.min_write_bytes} bytes"
+            if stop - start < least_bytes and stop < self.size:
+                return f"[{start}, {stop}) is less than {least_bytes} bytes"
             position = max(position, stop)
         return f"byte {position} of {self.size} was never written" if position < self.size else ""
 

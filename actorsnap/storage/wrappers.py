@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from abc import abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -21,7 +22,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ __all__ = [
     "PrefixStorage",
     "RetryPolicy",
     "RetryStorage",
+    "TurnsStorage",
     "Wrapper",
     "WriterWrapper",
     "without_blocking_io",
@@ -247,22 +249,109 @@ class _PrefixWriter(WriterWrapper):
             await self.inner.release()
 
 
-class LimitedStorage(Wrapper):
-    """At most ``max_operations`` verbs at a time; more wait their turn, first come first served.
+class TurnsStorage(Wrapper):
+    """Verbs that wait for their turn; a subclass says when that comes.
 
-    Counts each ``write_at`` and each step of ``list`` as one operation; a writer that is open
-    but idle, and ``abort``, count nothing: cleanup must not wait behind what it cleans up.
-    Blocking I/O is off, for a worker thread cannot wait its turn on the loop. For use on one
-    event loop.
+    Each ``write_at`` and each step of ``list`` is one operation; a writer that is open but idle,
+    and ``abort``, are none: cleanup must not wait behind what it cleans up. Blocking I/O is off,
+    for a worker thread cannot wait its turn on the loop. For use on one event loop.
 
     Cancellation: a waiting call ends without effect; a running one as the inner says.
     """
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+
+    @abstractmethod
+    def _turn(self) -> AbstractAsyncContextManager[object]:
+        """Waits for the turn of an operation, which ends with the context."""
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        async with self._turn():
+            await self.inner.put(key, views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        async with self._turn():
+            await self.inner.put_if_absent(key, data)
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        async with self._turn():
+            return _TurnsWriter(self, await self.inner.writer(key, size))
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        async with self._turn():
+            return _TurnsWriter(self, await self.inner.join_writer(token))
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        async with self._turn():
+            return await self.inner.get(key, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        async with self._turn():
+            await self.inner.read_into(key, offset, views)
+
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        raise NotImplementedError("who waits for a turn has no blocking I/O")
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async with _closing(self.inner.list(prefix)) as found:
+            while True:
+                async with self._turn():
+                    info = await anext(found, None)
+                if info is None:
+                    return
+                yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        async with self._turn():
+            await self.inner.delete(keys)
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        async with self._turn():
+            return await self.inner.list_folders(folder)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        async with self._turn():
+            return await self.inner.delete_folder(folder)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        async with self._turn():
+            return await self.inner.stat(key)
+
+
+class _TurnsWriter(WriterWrapper):
+    def __init__(self, storage: TurnsStorage, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._turn = storage._turn
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        async with self._turn():
+            await self.inner.write_at(offset, views, crc32c)
+
+    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError("who waits for a turn has no blocking I/O")
+
+    async def complete(self) -> None:
+        async with self._turn():
+            await self.inner.complete()
+
+    async def release(self) -> None:
+        async with self._turn():
+            await self.inner.release()
+
+
+class LimitedStorage(TurnsStorage):
+    """At most ``max_operations`` verbs at a time; more wait their turn, first come first served."""
 
     def __init__(self, inner: Storage, *, max_operations: int) -> None:
         if max_operations < 1:
             raise UsageError(f"max_operations must be 1 or more, not {max_operations}")
         super().__init__(inner)
-        self.capabilities = without_blocking_io(inner.capabilities)
         # Not a CapacityLimiter: that one knows tasks, and a task that iterates `list` may well
         # call other verbs of the same storage in between.
         self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
@@ -271,97 +360,27 @@ class LimitedStorage(Wrapper):
         """How many calls wait."""
         return self._turns.statistics()
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        async with self._turns:
-            await self.inner.put(key, views)
-
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        async with self._turns:
-            await self.inner.put_if_absent(key, data)
-
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        async with self._turns:
-            return _LimitedWriter(await self.inner.writer(key, size), self._turns)
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        async with self._turns:
-            return _LimitedWriter(await self.inner.join_writer(token), self._turns)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        async with self._turns:
-            return await self.inner.get(key, start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        async with self._turns:
-            await self.inner.read_into(key, offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        raise NotImplementedError("a limited storage has no blocking I/O")
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with _closing(self.inner.list(prefix)) as found:
-            while True:
-                async with self._turns:
-                    info = await anext(found, None)
-                if info is None:
-                    return
-                yield info
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        async with self._turns:
-            await self.inner.delete(keys)
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        async with self._turns:
-            return await self.inner.list_folders(folder)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        async with self._turns:
-            return await self.inner.delete_folder(folder)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        async with self._turns:
-            return await self.inner.stat(key)
-
-
-class _LimitedWriter(WriterWrapper):
-    def __init__(self, inner: ObjectWriter, turns: anyio.Semaphore) -> None:
-        super().__init__(inner)
-        self._turns = turns
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        async with self._turns:
-            await self.inner.write_at(offset, views, crc32c)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError("a limited storage has no blocking I/O")
-
-    async def complete(self) -> None:
-        async with self._turns:
-            await self.inner.complete()
-
-    async def release(self) -> None:
-        async with self._turns:
-            await self.inner.release()
+    def _turn(self) -> AbstractAsyncContextManager[object]:
+        return self._turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """When to try again: exponential backoff with a cap, and jitter.
 
+    The defaults outlast a service that is away for a minute.
+
     Attributes:
         max_attempts: Tries in all, the first included.
         first_delay_s: Upper bound of the first wait; it doubles with each failure.
-        max_delay_s: Upper bound of every wait.
+        max_delay_s: Upper bound of every wait that the storage has not asked for.
+        max_total_s: No try begins later than so long after the first failure.
     """
 
-    max_attempts: int
-    first_delay_s: float
-    max_delay_s: float
+    max_attempts: int = 20
+    first_delay_s: float = 0.25
+    max_delay_s: float = 10.0
+    max_total_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -371,20 +390,32 @@ class RetryPolicy:
                 "0 <= first_delay_s <= max_delay_s must hold, "
                 f"not {self.first_delay_s} and {self.max_delay_s}"
             )
+        if not self.max_total_s >= 0:
+            raise UsageError(f"max_total_s must be 0 or more, not {self.max_total_s}")
 
-    def delay_s(self, num_failures: int, fraction: float) -> float | None:
+    def delay_s(
+        self,
+        num_failures: int,
+        fraction: float,
+        *,
+        elapsed_s: float = 0.0,
+        retry_after_s: float | None = None,
+    ) -> float | None:
         """The wait after ``num_failures`` failures (1 or more), or None to give up.
 
         Args:
             num_failures: Tries so far; all failed.
             fraction: Where in the jitter's range to land, in [0, 1). The range is the upper
                 half of the backoff: ranks that failed together must spread, but not hurry.
+            elapsed_s: Since the first failure.
+            retry_after_s: The least wait that the storage has asked for.
         """
-        if num_failures >= self.max_attempts:
-            return None
         # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
         backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
-        return backoff * (0.5 + 0.5 * fraction)
+        delay_s = max(backoff * (0.5 + 0.5 * fraction), retry_after_s or 0.0)
+        if num_failures >= self.max_attempts or elapsed_s + delay_s > self.max_total_s:
+            return None
+        return delay_s
 
 
 class RetryStorage(Wrapper):
@@ -412,28 +443,29 @@ class RetryStorage(Wrapper):
         policy: RetryPolicy,
         uniform: Callable[[], float] = random.random,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         super().__init__(inner)
         self.capabilities = without_blocking_io(inner.capabilities)
         self._policy = policy
         self._uniform = uniform
         self._sleep = sleep
+        self._clock = clock
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         await self._retry(lambda: self.inner.put(key, views))
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        num_failures = 0
+        failures = _Failures()
         while True:
             try:
                 return await self.inner.put_if_absent(key, data)
             except ObjectExists:
-                if not num_failures or not await self._holds(key, data):
+                if not failures.count or not await self._holds(key, data):
                     raise
                 return None
             except StorageError as error:
-                num_failures += 1
-                await self._wait(error, num_failures)
+                await self._wait(error, failures)
 
     async def writer(self, key: str, size: int) -> ObjectWriter:
         return _RetryWriter(self, await self._retry(lambda: self.inner.writer(key, size)))
@@ -454,19 +486,18 @@ class RetryStorage(Wrapper):
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         last = ""
-        num_failures = 0
+        failures = _Failures()
         while True:
             try:
                 async with _closing(self.inner.list(prefix)) as found:
                     async for info in found:
                         if info.key > last:  # else it was shown before the failure
                             last = info.key
-                            num_failures = 0
+                            failures = _Failures()
                             yield info
                 return
             except StorageError as error:
-                num_failures += 1
-                await self._wait(error, num_failures)
+                await self._wait(error, failures)
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._retry(lambda: self.inner.delete(keys))
@@ -487,22 +518,41 @@ class RetryStorage(Wrapper):
             return False
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        num_failures = 0
+        failures = _Failures()
         while True:
             try:
                 return await call()
             except StorageError as error:
-                num_failures += 1
-                await self._wait(error, num_failures)
+                await self._wait(error, failures)
 
-    async def _wait(self, error: StorageError, num_failures: int) -> None:
+    async def _wait(self, error: StorageError, failures: _Failures) -> None:
         """Waits before the next try, or raises ``error`` if there is to be none."""
-        delay_s = self._policy.delay_s(num_failures, self._uniform()) if error.retryable else None
+        now_s = self._clock()
+        failures.count += 1
+        if failures.count == 1:
+            failures.first_s = now_s
+        elapsed_s = now_s - failures.first_s
+        delay_s = None
+        if error.retryable:
+            delay_s = self._policy.delay_s(
+                failures.count,
+                self._uniform(),
+                elapsed_s=elapsed_s,
+                retry_after_s=error.retry_after_s,
+            )
         if delay_s is None:
-            if num_failures > 1:
-                error.add_note(f"given up after {num_failures} tries")
+            if failures.count > 1:
+                error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
         await self._sleep(delay_s)
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Of one call, in a row."""
+
+    count: int = 0
+    first_s: float = 0.0
 
 
 class _RetryWriter(WriterWrapper):

@@ -55,6 +55,7 @@ from actorsnap.errors import (
     StorageError,
     UsageError,
 )
+from actorsnap.format.checksum import crc32c
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
 
 __all__ = ["MakeStorage", "StorageConformance"]
@@ -128,6 +129,11 @@ async def _write(storage: Storage, key: str, data: bytes) -> None:
     if data:
         await writer.write_at(0, [memoryview(data)])
     await writer.complete()
+
+
+def _skip_unless_joined(storage: Storage) -> None:
+    if not storage.capabilities.has_joined_writers:
+        pytest.skip("objects of the backend have one writer")
 
 
 def _write_bytes(storage: Storage, at_least: int) -> int:
@@ -319,10 +325,77 @@ class StorageConformance:
         assert (await storage.stat("folder/key")).size == len(data)
         assert await keys_in(storage) == ["folder/key"]
 
+    @pytest.mark.parametrize("seed", range(2))
+    @_bounded
+    async def test_parts_of_any_sizes_that_are_allowed(self, storage: Storage, seed: int) -> None:
+        rng = random.Random(seed)
+        least = max(1000, storage.capabilities.min_write_bytes)
+        sizes = [least + rng.choice([0, 1, 777, least - 1]) for _ in range(3)]
+        sizes += [2 * least, least, rng.choice([1, least // 3])]  # the last one may be small
+        data = pattern(sum(sizes), seed)
+        writer = await storage.writer("key", len(data))
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        parts = list(zip(starts, sizes, strict=True))
+        rng.shuffle(parts)
+        async with anyio.create_task_group() as tasks:
+            for start, size in parts:
+                view = memoryview(data)[start : start + size]
+                checksum = crc32c(view) if rng.random() < 0.7 else None
+                tasks.start_soon(writer.write_at, start, [view[:7], view[7:]], checksum)
+        await writer.complete()
+        assert await storage.get("key") == data
+
+    @_bounded
+    async def test_a_range_may_be_written_again(self, storage: Storage) -> None:
+        size = _write_bytes(storage, 1000)
+        data = pattern(size + 100)
+        first, last = memoryview(data)[:size], memoryview(data)[size:]
+        writer = await storage.writer("key", len(data))
+        for _ in range(2):
+            await writer.write_at(size, [last], crc32c(last))
+            await writer.write_at(0, [first], crc32c(first))
+        await writer.complete()
+        assert await storage.get("key") == data
+
+    @pytest.mark.parametrize("num_parts", [1, 2])
+    @_bounded
+    async def test_a_write_that_is_not_what_it_says_is_refused(
+        self, storage: Storage, num_parts: int
+    ) -> None:
+        if not storage.capabilities.checks_crc32c:
+            pytest.skip("the backend does not check what it is sent")
+        size = _write_bytes(storage, 1000)
+        data = pattern(num_parts * size)
+        views = views_of(data, size)
+        writer = await storage.writer("key", len(data))
+
+        async def write_all(flaw: int) -> None:
+            for n, view in enumerate(views):
+                await writer.write_at(n * size, [view], crc32c(view) ^ flaw)
+            await writer.complete()
+
+        # Where one write is the whole object, `complete` may be what sends it.
+        with pytest.raises(StorageError) as raised:
+            await write_all(flaw=1)
+        assert raised.value.retryable
+        assert await keys_in(storage) == []
+        await write_all(flaw=0)
+        assert await storage.get("key") == data
+
+    @_bounded
+    async def test_joining_where_objects_have_one_writer(self, storage: Storage) -> None:
+        if storage.capabilities.has_joined_writers:
+            pytest.skip("the backend has joined writers")
+        writer = await storage.writer("key", 3)
+        with pytest.raises(UsageError):
+            await storage.join_writer(writer.token)
+        await writer.abort()
+
     @_bounded
     async def test_parts_from_joined_writers(
         self, storage: Storage, make_storage: MakeStorage
     ) -> None:
+        _skip_unless_joined(storage)
         part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
@@ -346,6 +419,7 @@ class StorageConformance:
 
     @_bounded
     async def test_a_released_writer_writes_no_more(self, storage: Storage) -> None:
+        _skip_unless_joined(storage)
         opener = await storage.writer("key", 3)
         joined = await storage.join_writer(opener.token)
         await joined.release()
@@ -360,6 +434,7 @@ class StorageConformance:
 
     @_bounded
     async def test_join_after_abort_fails(self, storage: Storage) -> None:
+        _skip_unless_joined(storage)
         writer = await storage.writer("key", 3)
         await writer.abort()
 
@@ -748,6 +823,7 @@ class StorageConformance:
         capabilities = storage.capabilities
         assert capabilities == storage.capabilities
         assert capabilities.min_write_bytes >= 1
+        assert capabilities.max_writes is None or capabilities.max_writes >= 1
         assert capabilities.preferred_parallel_objects >= 1
         assert storage.url
 
@@ -775,6 +851,7 @@ class StorageConformance:
     async def test_blocking_io_from_threads(self, storage: Storage) -> None:
         if not storage.capabilities.has_blocking_io:
             pytest.skip("the backend has no blocking I/O")
+        _skip_unless_joined(storage)
         part = _write_bytes(storage, 50_000)
         data = pattern(8 * part)
         target = bytearray(len(data))

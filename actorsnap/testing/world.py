@@ -154,6 +154,7 @@ class SimulatedSave:
 
     def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
         world_size = len(self.states)
+        can = storage.capabilities
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=self.attempt,
@@ -162,7 +163,12 @@ class SimulatedSave:
                 world_size=world_size,
                 release=RELEASE,
                 rules=PackingRules(
-                    chunk_bytes=self.chunk_bytes, max_objects=2, min_object_bytes=_MIB
+                    chunk_bytes=self.chunk_bytes,
+                    max_objects=2,
+                    min_object_bytes=_MIB,
+                    min_write_bytes=can.min_write_bytes,
+                    max_writes=can.max_writes,
+                    has_joined_writers=can.has_joined_writers,
                 ),
                 memory=memory,
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 import trio.testing
 
-from actorsnap.errors import ObjectNotFound, StorageError
-from actorsnap.format.checksum import block_checksums
+from actorsnap.errors import ObjectNotFound, StorageError, UsageError
+from actorsnap.format.checksum import block_checksums, crc32c_of
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -26,8 +26,10 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.state.stateful import StateDict
-from actorsnap.storage.base import Storage, StorageContext
-from actorsnap.storage.memory import open_memory
+from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
+from actorsnap.storage.memory import MemoryStorage, open_memory
+from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.wrappers import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage, SimulatedSave
 from actorsnap.testing.faults import Verb
 
@@ -70,6 +72,10 @@ def world_of(world_size: int, storages: list[Storage] | Storage, **changes: Any)
         "replicated": ["model/**"],
     }
     return SimulatedSave(**(settings | changes))
+
+
+def tensor_of(nbytes: int) -> torch.Tensor:
+    return torch.arange(nbytes).to(torch.uint8)
 
 
 async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
@@ -198,6 +204,73 @@ async def test_a_budget_below_the_state_still_stages_everything() -> None:
         statistics = budget.statistics()
         assert statistics.leased_bytes == 0
         assert statistics.peak_bytes <= 2 * MIB  # one chunk, larger than the whole budget
+
+
+class Recording(Wrapper):
+    """Notes each write: its key, offset, size, and whether it came with its CRC32C."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.writes: list[tuple[str, int, int, bool]] = []
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        return _RecordingWriter(self, await self.inner.writer(key, size))
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        return _RecordingWriter(self, await self.inner.join_writer(token))
+
+
+class _RecordingWriter(WriterWrapper):
+    def __init__(self, storage: Recording, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        is_right = crc32c == crc32c_of(views)
+        self._storage.writes.append((self.key, offset, num_bytes(views), is_right))
+        await self.inner.write_at(offset, views, crc32c)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+async def test_each_write_brings_its_checksum_and_is_as_the_storage_wants_it(copies: bool) -> None:
+    rules = Capabilities(min_write_bytes=5 * MIB, max_writes=4, checks_crc32c=True)
+    storage = Recording(MemoryStorage(f"world-{next(_names)}", capabilities=rules))
+    state = {"model": StateDict({f"w{n}": tensor_of(n * 100_001) for n in range(30)})}
+    world = world_of(3, storage, copies=copies, states=[state] * 3, replicated=["**"])
+    assert await world.run() == dict.fromkeys(range(3))
+    await read_back(storage)  # and `complete` has looked
+    sizes = {key: (await storage.stat(key)).size for key, *_ in storage.writes}
+    assert max(sizes.values()) > 15 * MIB
+    for key, offset, nbytes, is_right in storage.writes:
+        assert is_right
+        assert nbytes >= rules.least_write_bytes(sizes[key]) or offset + nbytes == sizes[key]
+
+
+async def test_one_writer_per_object_is_enough() -> None:
+    rules = Capabilities(has_joined_writers=False)
+    storage = MemoryStorage(f"world-{next(_names)}", capabilities=rules)
+    state = {"model": StateDict({f"w{n}": tensor_of(MIB) for n in range(8)})}
+    world = world_of(4, storage, states=[state] * 4, replicated=["**"])
+    assert await world.run() == dict.fromkeys(range(4))
+    commit, manifests = await read_back(storage)
+    keys = [held.key for manifest in manifests for held in manifest.objects]
+    assert len(keys) == len({*keys})
+    assert commit.world_size == 4
+
+
+async def test_a_budget_below_the_least_write_is_refused_before_anything_is_stored() -> None:
+    rules = Capabilities(min_write_bytes=5 * MIB)
+    storage = MemoryStorage(f"world-{next(_names)}", capabilities=rules)
+    state = {"model": StateDict(w=tensor_of(20 * MIB))}
+    world = world_of(2, storage, copies=True, budget_bytes=3 * MIB, states=[state] * 2)
+    outcomes = await world.run()
+    for failure in outcomes.values():
+        assert failure is not None
+        with pytest.raises(UsageError, match="memory_budget_bytes=3145728 is too small"):
+            raise failure.to_error()
+    assert [info.key async for info in storage.list("")] == []
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.format.checksum import BLOCK_BYTES, block_checksums, combine, crc32c
+from actorsnap.format.checksum import (
+    BLOCK_BYTES,
+    append_blocks,
+    block_checksums,
+    combine,
+    crc32c,
+    crc32c_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,30 @@ def test_combine_of_long_tails(length: int) -> None:
 def test_combine_of_lengths_that_no_buffer_has(crc: int, first: int, second: int) -> None:
     # Appending n then m zero bytes is appending n + m: the operators form a group.
     assert combine(combine(crc, 0, first), 0, second) == combine(crc, 0, first + second)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 40))
+def test_combine_of_powers_of_two_agrees_with_two_halves(
+    first: int, second: int, power: int
+) -> None:
+    # A power of two is looked up; one less and one more are multiplied.
+    whole = combine(first, second, 2**power)
+    assert whole == combine(combine(first, 0, 2**power - 1), 0, 1) ^ second
+
+
+@given(st.binary(max_size=50), st.binary(max_size=200), st.sampled_from([1, 8, 16, 64]))
+def test_blocks_are_appended(head: bytes, data: bytes, block_bytes: int) -> None:
+    view = memoryview(data)
+    checksums = block_checksums(view, block_bytes)
+    assert append_blocks(crc32c(head), view, checksums, block_bytes) == crc32c(head + data)
+    assert crc32c_of([memoryview(head), view]) == crc32c(head + data)
+
+
+def test_full_blocks_are_not_hashed_again() -> None:
+    view = memoryview(bytes(3 * BLOCK_BYTES))
+    zeros, others = block_checksums(view), block_checksums(memoryview(b"x" * len(view)))
+    assert append_blocks(0, view, zeros) == crc32c(view)
+    assert append_blocks(0, view, others) == crc32c(b"x" * len(view))
 
 
 def test_combine_refuses_a_negative_length() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +26,8 @@ MIB = 1 << 20
 
 
 def rules(**changes: int) -> PackingRules:
-    values = {"chunk_bytes": 16 * MIB, "max_objects": 4, "min_object_bytes": 64 * MIB}
-    return PackingRules(**(values | changes))
+    usual = PackingRules(chunk_bytes=16 * MIB, max_objects=4, min_object_bytes=64 * MIB)
+    return msgspec.structs.replace(usual, **changes)
 
 
 def make(path: str, dtype: str, numel: int) -> Item:

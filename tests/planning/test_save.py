@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.format.manifest import BLOCK_BYTES
-from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, RankPlan, pack
+from actorsnap.planning.packing import (
+    Item,
+    ObjectPlan,
+    PackingRules,
+    RankPlan,
+    check_memory,
+    pack,
+)
 from actorsnap.planning.save import (
     Inventory,
     SavePlan,
@@ -117,7 +124,7 @@ class World:
         for index, chunk in enumerate(plan.chunks):
             assert (chunk.object, chunk.index, chunk.start) == (number, index, at)
             at = chunk.stop
-            assert chunk.stop - chunk.start <= max(self.rules.chunk_bytes, len(plan.header))
+            self._check_size(plan, chunk.start, chunk.stop)
             inside = max(0, min(chunk.stop, len(plan.header)) - chunk.start)
             for piece in plan.pieces(chunk):
                 assert piece.start == done[piece.item]
@@ -128,6 +135,15 @@ class World:
         assert at == leaves
         assert plan.nbytes == at - plan.chunks[0].start
         assert done == [e - s for s, e in zip(plan.starts, plan.ends, strict=True)]
+
+    def _check_size(self, plan: ObjectPlan, start: int, stop: int) -> None:
+        least = self.rules.least_write_bytes(plan.size)
+        assert stop - start >= least or stop == plan.size
+        most = self.rules.chunk_bytes
+        if least > 1:  # a chunk, and a rest that is too little for another
+            most = max(most, least + BLOCK_BYTES) + least
+        assert stop - max(start, len(plan.header)) <= most
+        assert start > 0 or stop <= max(most, len(plan.header)) + most
 
     def _check_objects(self) -> None:
         writers: dict[str, list[tuple[int, ObjectPlan]]] = {}
@@ -145,6 +161,13 @@ class World:
                 assert plan.chunks[0].start == at
                 at = plan.chunks[-1].stop
             assert at == opener.size
+            numbers = [
+                chunk.start // self.rules.least_write_bytes(opener.size)
+                for _, plan in found
+                for chunk in plan.chunks
+            ]
+            assert numbers == sorted(set(numbers)), "they can number the writes"
+            assert len(numbers) <= (self.rules.max_writes or len(numbers))
         for rank, plans in enumerate(self.objects):
             assert self.plan.joiners[rank] == tuple(
                 tuple(other for other, _ in writers[plan.key] if other != rank)
@@ -261,6 +284,90 @@ def test_every_byte_is_written_once_by_a_holder_and_every_object_opened_once(
             min_object_bytes=min_object_bytes,
         ),
     ).check()
+
+
+@given(
+    worlds(),
+    st.sampled_from([2 * MIB, 16 * MIB]),
+    st.sampled_from([1, 5 * MIB, 11 * MIB]),
+    st.sampled_from([None, 10_000, 7, 2, 1]),
+    st.booleans(),
+)
+def test_what_the_storage_demands_of_writes_is_kept(
+    holdings: Holdings, chunk_bytes: int, min_write_bytes: int, max_writes: int | None, joins: bool
+) -> None:
+    world = World(
+        holdings,
+        PackingRules(
+            chunk_bytes=chunk_bytes,
+            max_objects=2,
+            min_object_bytes=20 * MIB,
+            min_write_bytes=min_write_bytes,
+            max_writes=max_writes,
+            has_joined_writers=joins,
+        ),
+    )
+    world.check()
+    assert joins or not any(plan.is_shared for plans in world.objects for plan in plans)
+
+
+CLOUD = PackingRules(
+    chunk_bytes=16 * MIB,
+    max_objects=4,
+    min_object_bytes=64 * MIB,
+    min_write_bytes=5 * MIB,
+    max_writes=10_000,
+)
+
+
+@given(st.integers(1, 8), lists_of_items("x"), st.integers(0, 1 << 30))
+@example(8, [make("m/w", 1 << 30)], 0)
+@example(8, [make(f"m/{n}", 3 * MIB, dtype="uint8") for n in range(27)], 0)
+@example(7, [make("m/w", 10 * MIB)], 0)
+def test_many_writers_of_an_object_store_are_balanced(
+    world: int, items: list[Item], more: int
+) -> None:
+    items = [*items, make("m/more", more, dtype="uint8")]
+    sim = World([{None: items}] * world, CLOUD)
+    sim.check()
+    whole = max((item.nbytes for item in items if item.is_whole), default=0)
+    mean = sum(sim.loads) / world
+    assert max(sim.loads) <= max(1.05 * mean, mean + CLOUD.chunk_bytes) + whole
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 1000])
+def test_the_largest_object_of_s3(world: int) -> None:
+    sim = World([{None: [make("m/w", (5 << 40) - MIB, dtype="uint8")]}] * world, CLOUD)
+    sim.check()
+    (size,) = {plan.size for plans in sim.objects for plan in plans}
+    least = CLOUD.least_write_bytes(size)
+    assert 524 * MIB < least < 525 * MIB
+    chunks = [chunk for plans in sim.objects for plan in plans for chunk in plan.chunks]
+    assert 4000 < len(chunks) <= 10_000
+    assert max(sim.loads) <= 1.05 * sum(sim.loads) / world + least
+
+
+def test_without_joined_writers_ranks_share_out_whole_objects() -> None:
+    items = [make(f"m/{n}", 32 * MIB, dtype="uint8") for n in range(16)]
+    rules = msgspec.structs.replace(CLOUD, has_joined_writers=False)
+    sim = World([{None: items}] * 4, rules)
+    sim.check()
+    assert sim.loads == [4 * 32 * MIB] * 4
+    assert not any(plan.is_shared for plans in sim.objects for plan in plans)
+
+
+def test_copies_of_large_chunks_must_fit_into_the_budget() -> None:
+    items = [make("m/w", 5 << 40, dtype="uint8")]
+    objects = World([{(): items}], CLOUD).objects[0]
+    needed = max(chunk.stop - chunk.start for chunk in objects[0].chunks[1:])
+    check_memory(objects, CLOUD, needed)
+    with pytest.raises(UsageError, match=f"copies of {needed} bytes, memory_budget_bytes"):
+        check_memory(objects, CLOUD, needed - MIB)
+
+
+def test_a_budget_below_a_chunk_is_no_matter_of_the_storage() -> None:
+    objects = World([{(): [make("m/w", 64 * MIB)]}]).objects[0]
+    check_memory(objects, RULES, 1)
 
 
 def step_bytes(items: Sequence[Item]) -> int:

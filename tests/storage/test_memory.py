@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from actorsnap.errors import ObjectExists, StorageError, UsageError
-from actorsnap.storage import StorageContext, open_storage
+from actorsnap.storage import Capabilities, StorageContext, open_storage
 from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in
@@ -38,6 +38,20 @@ class TestMemory(StorageConformance):
         return lambda: open_storage(f"memory://{name}", context)
 
 
+class TestMemoryAsACloud(StorageConformance):
+    """The suite keeps to what a storage may demand of writes: the memory would refuse."""
+
+    num_many = 50
+    num_examples = 10
+
+    @pytest.fixture
+    def make_storage(self, name: str) -> MakeStorage:
+        rules = Capabilities(
+            min_write_bytes=60_000, max_writes=20, has_joined_writers=False, checks_crc32c=True
+        )
+        return lambda: MemoryStorage(name, capabilities=rules)
+
+
 class TestMemoryPrefix(StorageConformance):
     num_many = 50
     num_examples = 10
@@ -56,6 +70,32 @@ async def test_prefixes_are_places_of_one_space(name: str) -> None:
     assert await keys_in(space) == ["a/b/key", "a/bc/key"]
     assert await keys_in(MemoryStorage(name, "a")) == ["b/key", "bc/key"]
     assert await keys_in(MemoryStorage(name, "a/b")) == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("size", "cuts", "fault"),
+    [
+        (1000, [0, 300, 600], ""),
+        (1000, [0, 300, 600, 999], ""),
+        (1000, [0, 99, 600], r"\[0, 99\) is less than 250"),
+        (1000, [0, 300, 549], r"\[300, 549\) is less than 250"),
+        (200, [0, 100], ""),
+        (200, [0, 99], "less than 100"),
+    ],
+)
+@bounded(10)
+async def test_writes_are_held_to_the_capabilities(
+    name: str, size: int, cuts: list[int], fault: str
+) -> None:
+    rules = Capabilities(min_write_bytes=100, max_writes=4)
+    writer = await MemoryStorage(name, capabilities=rules).writer("key", size)
+    for start, stop in itertools.pairwise([*cuts, size]):
+        await writer.write_at(start, [memoryview(bytes(stop - start))])
+    if fault:
+        with pytest.raises(StorageError, match=fault):
+            await writer.complete()
+    else:
+        await writer.complete()
 
 
 @bounded(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.storage import (
+    AdaptiveStorage,
     LimitedStorage,
     ObjectInfo,
     ObjectWriter,
@@ -119,6 +121,11 @@ class TestPrefix(WrappedConformance):
 class TestLimited(WrappedConformance):
     def wrap(self, inner: Storage) -> Storage:
         return LimitedStorage(inner, max_operations=2)
+
+
+class TestAdaptive(WrappedConformance):
+    def wrap(self, inner: Storage) -> Storage:
+        return AdaptiveStorage(inner, max_operations=3, first_operations=2)
 
 
 class TestRetry(WrappedConformance):
@@ -300,7 +307,10 @@ def test_a_policy_stays_in_its_bounds(
     max_attempts: int, delays_s: list[float], num_failures: int, fraction: float
 ) -> None:
     policy = RetryPolicy(
-        max_attempts=max_attempts, first_delay_s=delays_s[0], max_delay_s=delays_s[1]
+        max_attempts=max_attempts,
+        first_delay_s=delays_s[0],
+        max_delay_s=delays_s[1],
+        max_total_s=math.inf,
     )
     delay_s = policy.delay_s(num_failures, fraction)
     assert (delay_s is None) == (num_failures >= max_attempts)
@@ -310,7 +320,14 @@ def test_a_policy_stays_in_its_bounds(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_attempts": 0}, {"first_delay_s": -1.0}, {"max_delay_s": 0.5}]
+    "wrong",
+    [
+        {"max_attempts": 0},
+        {"first_delay_s": -1.0},
+        {"max_delay_s": 0.5},
+        {"max_total_s": -1.0},
+        {"max_total_s": math.nan},
+    ],
 )
 def test_policies_that_make_no_sense(wrong: dict[str, float]) -> None:
     fields = {"max_attempts": 1, "first_delay_s": 1.0, "max_delay_s": 1.0, **wrong}
@@ -328,6 +345,54 @@ async def test_waits_grow_to_the_cap_and_then_the_error_comes(name: str) -> None
     assert faulty.counts == {Verb.GET: 4}
     # Uniform is 0.0, so each wait is half of the backoff: 1, 2, and 4 capped to 3.
     assert sleeps.delays_s == [0.5, 1.0, 1.5]
+
+
+def test_the_defaults_outlast_a_minute_however_the_jitter_falls() -> None:
+    policy = RetryPolicy()
+    elapsed_s, num_failures = 0.0, 1
+    while (delay_s := policy.delay_s(num_failures, 0.0, elapsed_s=elapsed_s)) is not None:
+        elapsed_s, num_failures = elapsed_s + delay_s, num_failures + 1
+    assert 60 < elapsed_s < 120
+
+
+@bounded(10)
+async def test_the_time_is_bounded_besides_the_tries(name: str) -> None:
+    now_s = 100.0
+
+    async def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += delay_s
+
+    policy = RetryPolicy(max_attempts=1000, first_delay_s=1.0, max_delay_s=4.0, max_total_s=30.0)
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, is_lasting=True, error=BUSY)
+    storage = RetryStorage(
+        faulty, policy=policy, uniform=lambda: 0.5, sleep=sleep, clock=lambda: now_s
+    )
+    with pytest.raises(Throttled):
+        await storage.get("key")
+    # Waits of 0.75, 1.5, then 3 each.
+    assert now_s == 100.0 + 0.75 + 1.5 + 9 * 3.0
+    assert faulty.counts == {Verb.GET: 12}
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "delays_s"), [(0.1, [0.5]), (7.5, [7.5]), (119.0, [119.0]), (121.0, [])]
+)
+@bounded(10)
+async def test_the_storage_may_ask_for_longer_waits(
+    name: str, asked_s: float, delays_s: list[float]
+) -> None:
+    sleeps = Sleeps()
+    busy = Throttled(op="any", key="any", backend="test", retry_after_s=asked_s)
+    assert pickle.loads(pickle.dumps(busy)).retry_after_s == asked_s
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, error=busy)
+    storage = retrying(faulty, sleeps)
+    if delays_s:
+        await storage.put("key", [memoryview(b"x")])
+    else:
+        with pytest.raises(Throttled):
+            await storage.put("key", [memoryview(b"x")])
+    assert sleeps.delays_s == delays_s
 
 
 @bounded(10)
