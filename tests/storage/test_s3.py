@@ -1,4 +1,4 @@
-"""Storage in buckets: the contract on servers that run here, and what only this backend promises."""
+"""Storage in buckets: the contract, and what only this backend promises."""
 
 from __future__ import annotations
 
