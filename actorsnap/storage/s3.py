@@ -42,6 +42,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import combine, crc32c_of
+from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -60,7 +61,7 @@ from actorsnap.storage.s3_client import (
 )
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
-from actorsnap.storage.wrappers import LimitedStorage, RetryPolicy, RetryStorage
+from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["S3Storage", "open_s3"]
 
@@ -85,8 +86,8 @@ def open_s3(url: str, context: StorageContext) -> Storage:
     options = convert_options(context.options, S3Options, scheme="s3")
     storage = S3Storage(url, context, options)
     policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
-    limited = LimitedStorage(storage, max_operations=options.max_concurrency)
-    return RetryStorage(limited, policy=policy)
+    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
+    return RetryStorage(adaptive, policy=policy)
 
 
 class S3Storage(Storage):
