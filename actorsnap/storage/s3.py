@@ -224,12 +224,8 @@ class S3Storage(Storage):
         """Objects in key order, a page of 1000 per request."""
         async for page in self._pages("list", Prefix=self._prefix + prefix):
             for each in page.get("Contents", ()):
-                modified: datetime = each["LastModified"]
-                yield ObjectInfo(
-                    key=each["Key"].removeprefix(self._prefix),
-                    size=each["Size"],
-                    modified_s=modified.timestamp(),
-                )
+                key = each["Key"].removeprefix(self._prefix)
+                yield ObjectInfo(key=key, size=each["Size"], modified_s=_modified_s(each))
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, 1000 per request. Cancellation: some are deleted."""
@@ -337,8 +333,7 @@ class S3Storage(Storage):
 
     async def _stat(self, op: str, key: str) -> ObjectInfo:
         answer = await self.call(op, key, "head_object")
-        modified: datetime = answer["LastModified"]
-        return ObjectInfo(key=key, size=answer["ContentLength"], modified_s=modified.timestamp())
+        return ObjectInfo(key=key, size=answer["ContentLength"], modified_s=_modified_s(answer))
 
     async def _receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
         stop = offset + num_bytes(views)
@@ -662,6 +657,11 @@ def _properties(options: S3Options) -> dict[str, str]:
         "Tagging": urlencode(options.tags) or None,
     }
     return {name: value for name, value in params.items() if value is not None}
+
+
+def _modified_s(answer: Mapping[str, Any]) -> float:
+    modified: datetime | None = answer.get("LastModified")
+    return 0.0 if modified is None else modified.timestamp()
 
 
 def _code(error: StorageError) -> str | None:

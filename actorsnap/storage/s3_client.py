@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import io
 import ssl
@@ -40,6 +41,7 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 from botocore.httpsession import get_cert_path
+from botocore.loaders import Loader, create_loader
 from botocore.parsers import create_parser
 from botocore.utils import get_environ_proxies
 
@@ -393,6 +395,12 @@ class _Read:
         return self._body
 
 
+@functools.cache
+def _loader() -> Loader:
+    """What reads the models of services, 0.1 s at a time, for all clients once."""
+    return create_loader()
+
+
 def _opened(options: S3Options) -> tuple[AioSession, Any]:
     """A session and its client; on a worker thread, with a loop of its own for that long.
 
@@ -401,6 +409,7 @@ def _opened(options: S3Options) -> tuple[AioSession, Any]:
 
     async def open_client() -> tuple[AioSession, Any]:
         session = AioSession(profile=options.profile)
+        session.register_component("data_loader", _loader())
         if options.access_key_id is not None:
             session.set_credentials(
                 options.access_key_id, options.secret_access_key, options.session_token
