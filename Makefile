@@ -7,18 +7,23 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all bench docs lint format clean
+.PHONY: demo test test-all servers bench docs lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
 	$(BIN)/python examples/fsdp_resume.py
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
-test: lint
+# CI must have the servers that the tests talk to; elsewhere tests skip what is missing.
+test: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint
+test-all: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest
+
+# What pip does not bring of them: Debian packages, as root.
+servers:
+	tests/servers/install.sh
 
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench $(BENCH_ARGS)

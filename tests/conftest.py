@@ -29,6 +29,9 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+pytest_plugins = ["tests.servers.fixtures"]
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"

@@ -16,12 +16,14 @@ import anyio.to_thread
 
 from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
 from actorsnap.testing.network import SimulatedNetwork
+from actorsnap.testing.proxy import FaultProxy
 from actorsnap.testing.world import SimulatedSave
 
 if TYPE_CHECKING:
     from actorsnap.testing.conformance import StorageConformance
 
 __all__ = [
+    "FaultProxy",
     "FaultyStorage",
     "SimulatedNetwork",
     "SimulatedSave",
