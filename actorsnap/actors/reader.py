@@ -6,9 +6,11 @@ the very memory that the caller gets. What to read is planned by ``planning.rest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 
@@ -41,6 +43,10 @@ from actorsnap.storage.base import RunBlocking, Storage
 
 __all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit"]
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 _MAX_LISTED = 10_000
 """So many keys are looked at to say what is there instead of a snapshot."""
 
@@ -57,11 +63,28 @@ async def find_commit(storage: Storage) -> Commit | None:
         FormatError: it is damaged, or of a newer or another format.
         StorageError: reading failed.
     """
+
+    async def read() -> Commit:
+        return decode_commit(await storage.get(COMMIT_KEY))
+
     try:
-        data = await storage.get(COMMIT_KEY)
+        return await _read_intact(storage, read)
     except ObjectNotFound:
         return None
-    return decode_commit(data)
+
+
+async def _read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
+    """What ``read`` returns; over a network it has two tries, for a bit may flip on the way.
+
+    Raises:
+        ChecksumMismatch: the second time, too: so they are stored, or too many flip.
+    """
+    if not storage.capabilities.has_blocking_io:
+        try:
+            return await read()
+        except ChecksumMismatch as error:
+            logger.warning("%s; reading it again", error)
+    return await read()
 
 
 class SnapshotReader:
@@ -112,11 +135,15 @@ class SnapshotReader:
             FormatError: it is missing or damaged.
             StorageError: reading failed.
         """
-        try:
+
+        async def read() -> RankManifest:
             data = await self.storage.get(record.key)
+            return await self._run_blocking(decode_rank_manifest, data, record, record.key)
+
+        try:
+            return await _read_intact(self.storage, read)
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=record.key, detail="the rank manifest is missing") from error
-        return await self._run_blocking(decode_rank_manifest, data, record, record.key)
 
     async def _explain_absence(self) -> NotASnapshot:
         keys: list[str] = []
@@ -220,7 +247,9 @@ class FetcherPool:
                 pass
             for read in rest:
                 with _missing_is_damage(read):
-                    await self._fetch_one(requests, read)
+                    await _read_intact(
+                        self._storage, functools.partial(self._fetch_one, requests, read)
+                    )
 
         async def tell_threads() -> None:
             """A cancellation reaches threads by ``has_ended`` only."""

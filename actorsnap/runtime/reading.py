@@ -84,6 +84,10 @@ def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]
 def load_view(source: Source, rank: int) -> Script[Index]:
     """Reads what one rank may read; it is merged on a worker thread."""
     _, manifests = yield from load_index(source)
+    return (yield from _view(source, manifests, rank))
+
+
+def _view(source: Source, manifests: dict[int, RankManifest], rank: int) -> Script[Index]:
     if len(manifests) == 1:
         return source.view(manifests, rank)
     view: Index = yield lambda host: host.run_blocking(source.view, manifests, rank)
@@ -142,7 +146,7 @@ def read_object(
         if int(rank) not in manifests:
             raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
         number, path = int(rank), rest
-    index = yield from load_view(source, number)
+    index = yield from _view(source, manifests, number)
     part = read_one(index.entries, path, out, source.options.allow_pickle, index.elsewhere)
     yield lambda host: fetch(host, source, index, [part], memory_budget_bytes)
     return part.build()
