@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import pickle
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,48 +32,27 @@ from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
 from tests.conftest import LeakCheck
+from tests.servers.base import S3Server
+from tests.servers.ceph import CephServer
+from tests.servers.moto import MotoServer
+from tests.servers.rclone import RcloneServer
 from tests.storage.peers import Peer, repeat, serving
 
 _MIB = 1 << 20
 _SECRETS = ("AKIDOFATEST", "a-secret-of-this-test", "a-token-of-this-test")
 _KEYS = dict(zip(("access_key_id", "secret_access_key", "session_token"), _SECRETS, strict=True))
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[dict[str, Any]]:
-    """``storage_options`` of a moto server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(url, timeout=5).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "moto does not answer"
-                time.sleep(0.05)
-        yield {"endpoint_url": url, "region": "us-east-1", **_KEYS}
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture
-def bucket(moto: dict[str, Any]) -> str:
+def options(moto: MotoServer) -> dict[str, Any]:
+    """``storage_options`` of moto."""
+    return moto.storage_options()
+
+
+@pytest.fixture
+def bucket(moto: MotoServer) -> str:
     """A new one on moto."""
-    name = f"bucket-{next(_numbers)}"
-    request = urllib.request.Request(f"{moto['endpoint_url']}/{name}", method="PUT")
-    urllib.request.urlopen(request, timeout=30).close()
-    return name
+    return moto.make_bucket()
 
 
 def opened(url: str, options: dict[str, Any]) -> Storage:
@@ -93,13 +66,34 @@ def bare(url: str, options: dict[str, Any]) -> S3Storage:
     return S3Storage(url, context, convert_options(options, S3Options, scheme="s3"))
 
 
-class TestMoto(StorageConformance):
-    num_many = 1010
+class OnServer(StorageConformance):
+    num_many = 1010  # two pages
     num_examples = 5
 
     @pytest.fixture
-    def make_storage(self, moto: dict[str, Any], bucket: str) -> MakeStorage:
-        return lambda: opened(f"s3://{bucket}/some/prefix", moto)
+    def make_storage(self, server: S3Server) -> MakeStorage:
+        url, options = server.url(server.make_bucket(), "some/prefix"), server.storage_options()
+        return lambda: opened(url, options)
+
+
+class TestCeph(OnServer):
+    @pytest.fixture
+    def server(self, ceph: CephServer) -> S3Server:
+        return ceph
+
+
+class TestMoto(OnServer):
+    num_many = 50
+
+    @pytest.fixture
+    def server(self, moto: MotoServer) -> S3Server:
+        return moto
+
+
+class TestRclone(OnServer):
+    @pytest.fixture
+    def server(self, rclone: RcloneServer) -> S3Server:
+        return rclone
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -142,14 +136,14 @@ def test_options_hide_what_is_secret() -> None:
 
 
 @bounded(60)
-async def test_objects_get_their_properties(moto: dict[str, Any], bucket: str) -> None:
-    options = {
+async def test_objects_get_their_properties(options: dict[str, Any], bucket: str) -> None:
+    properties = {
         "sse": "aws:kms",
         "kms_key_id": "alias/mine",
         "storage_class": "STANDARD_IA",
         "tags": {"team": "a b+c"},
     }
-    storage = bare(f"s3://{bucket}", {**moto, **options})
+    storage = bare(f"s3://{bucket}", {**options, **properties})
     await storage.put("put", [memoryview(b"x")])
     await storage.put_if_absent("absent", b"x")
     writer = await storage.writer("written", 6 * _MIB)
@@ -168,8 +162,8 @@ async def test_objects_get_their_properties(moto: dict[str, Any], bucket: str) -
 
 
 @bounded(60)
-async def test_a_lost_part_is_found(moto: dict[str, Any], bucket: str) -> None:
-    storage = bare(f"s3://{bucket}", moto)
+async def test_a_lost_part_is_found(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", options)
     data = memoryview(bytes(12 * _MIB))
     for ranges, what in (
         ([(5, 12)], r"part 1, from byte 0 on, is lost"),
@@ -187,8 +181,8 @@ async def test_a_lost_part_is_found(moto: dict[str, Any], bucket: str) -> None:
 
 
 @bounded(60)
-async def test_complete_may_be_repeated(moto: dict[str, Any], bucket: str) -> None:
-    storage = bare(f"s3://{bucket}", moto)
+async def test_complete_may_be_repeated(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", options)
     data = pattern(6 * _MIB)
     writer = await storage.writer("key", len(data))
     await writer.write_at(0, [memoryview(data)])
@@ -202,8 +196,8 @@ async def test_complete_may_be_repeated(moto: dict[str, Any], bucket: str) -> No
 
 
 @bounded(60)
-async def test_writes_shorter_than_a_unit_are_refused(moto: dict[str, Any], bucket: str) -> None:
-    storage = bare(f"s3://{bucket}", {**moto, "part_bytes": 6 * _MIB})
+async def test_writes_shorter_than_a_unit_are_refused(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", {**options, "part_bytes": 6 * _MIB})
     assert storage.capabilities.min_write_bytes == 6 * _MIB
     writer = await storage.writer("key", 20 * _MIB)
     await writer.write_at(0, [memoryview(bytes(5 * _MIB))])
@@ -216,8 +210,10 @@ async def test_writes_shorter_than_a_unit_are_refused(moto: dict[str, Any], buck
 
 
 @bounded(60)
-async def test_unfinished_uploads_are_found_and_removed(moto: dict[str, Any], bucket: str) -> None:
-    storage = bare(f"s3://{bucket}/place", moto)
+async def test_unfinished_uploads_are_found_and_removed(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}/place", options)
     await storage.writer("attempt/data/0", 6 * _MIB)
     await storage.put("other/key", [memoryview(b"x")])
     assert await storage.list_folders() == ["attempt", "other"]
@@ -234,10 +230,10 @@ async def test_unfinished_uploads_are_found_and_removed(moto: dict[str, Any], bu
 
 @bounded(60)
 async def test_storages_share_a_client(
-    moto: dict[str, Any], bucket: str, no_leaks: LeakCheck
+    options: dict[str, Any], bucket: str, no_leaks: LeakCheck
 ) -> None:
-    one, two = (bare(f"s3://{bucket}/{n}", moto) for n in range(2))
-    other = bare(f"s3://{bucket}", {**moto, "region": "eu-west-1"})
+    one, two = (bare(f"s3://{bucket}/{n}", options) for n in range(2))
+    other = bare(f"s3://{bucket}", {**options, "region": "eu-west-1"})
     assert one.client is two.client
     assert one.client is not other.client
     await one.put("key", [memoryview(b"x")])
@@ -251,23 +247,25 @@ async def test_storages_share_a_client(
     assert client.num_users == 0
 
 
-def test_snapshots(moto: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
+def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
     url = f"s3://{bucket}/runs/1"
     model = torch.nn.Linear(1500, 2000)
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    sync.Snapshot.take(url, {"model": model}, storage_options=moto)
+    sync.Snapshot.take(url, {"model": model}, storage_options=options)
     with pytest.raises(ObjectExists):
-        sync.Snapshot.take(url, {"model": model}, storage_options=moto)
+        sync.Snapshot.take(url, {"model": model}, storage_options=options)
     shutdown()  # another runtime, another loop
-    pending = sync.Snapshot.async_take(f"{url}-b", {"model": model}, storage_options=moto)
+    pending = sync.Snapshot.async_take(f"{url}-b", {"model": model}, storage_options=options)
     pending.wait()
     torch.nn.init.zeros_(model.weight)
-    snapshot = sync.Snapshot(url, storage_options=moto)
+    snapshot = sync.Snapshot(url, storage_options=options)
     snapshot.restore({"model": model})
     assert all(torch.equal(saved[name], found) for name, found in model.state_dict().items())
     snapshot.delete()
     shutdown()
-    listing = urllib.request.urlopen(f"{moto['endpoint_url']}/{bucket}", timeout=30).read().decode()
+    listing = (
+        urllib.request.urlopen(f"{options['endpoint_url']}/{bucket}", timeout=30).read().decode()
+    )
     keys = re.findall("<Key>(.*?)</Key>", listing)
     assert len(keys) == 3
     assert all(key.startswith("runs/1-b/") for key in keys)
