@@ -43,6 +43,7 @@ _BUILT_IN = {
     "gcs": "actorsnap.storage.gs:open_gs",
     "gs": "actorsnap.storage.gs:open_gs",
     "memory": "actorsnap.storage.memory:open_memory",
+    "s3": "actorsnap.storage.s3:open_s3",
 }
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

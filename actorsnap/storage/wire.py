@@ -342,20 +342,21 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        response = self._send(request, outgoing)
-        headers: dict[str, str] = {}
-        for name, value in response.getheaders():
-            known = headers.get(name.lower())
-            headers[name.lower()] = value if known is None else f"{known}, {value}"
-        body = b""
-        if incoming is not None and response.status in (200, 206):
-            _fill(response, incoming)
-        else:
-            body = response.read(_MAX_BODY_BYTES)
-            if response.length and len(body) < _MAX_BODY_BYTES:
-                raise _HungUp
-        self.is_reusable = response.isclosed() and not response.will_close
-        return Response(status=response.status, headers=headers, body=body)
+        # Closed in any case: a response keeps its socket open beyond its connection.
+        with self._send(request, outgoing) as response:
+            headers: dict[str, str] = {}
+            for name, value in response.getheaders():
+                known = headers.get(name.lower())
+                headers[name.lower()] = value if known is None else f"{known}, {value}"
+            body = b""
+            if incoming is not None and response.status in (200, 206):
+                _fill(response, incoming)
+            else:
+                body = response.read(_MAX_BODY_BYTES)
+                if response.length and len(body) < _MAX_BODY_BYTES:
+                    raise _HungUp
+            self.is_reusable = response.isclosed() and not response.will_close
+            return Response(status=response.status, headers=headers, body=body)
 
     def _send(self, request: Request, outgoing: Sequence[memoryview]) -> http.client.HTTPResponse:
         url = urlsplit(request.url)
