@@ -12,7 +12,8 @@ Rules:
   in the folder ``<name>.<nonce>.parts``, so below every folder of the key, and are named by their
   offset: the opener finds those of joined writers by listing. Who deletes the key's folder,
   because its owner is dead, deletes them too.
-- The folder has an object ``open`` as long as the writer may be joined.
+- The folder has an object ``open`` as long as the writer may be joined. An object of less than
+  ``min_write_bytes`` is always one write, and needs no folder.
 - CRC32C: each upload says what the service has to find, and the answer what it has found. That
   of a composed object must be what those of its components combine to.
 - Components are of the class STANDARD: others charge for objects that are deleted early.
@@ -35,6 +36,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import combine, crc32c_of
+from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -47,13 +49,15 @@ from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, truncated
 from actorsnap.storage.many import for_each
 from actorsnap.storage.options import convert_options
 from actorsnap.storage.vectored import flat, num_bytes
-from actorsnap.storage.wrappers import LimitedStorage, RetryPolicy, RetryStorage
+from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["GsStorage", "open_gs"]
 
 logger = logging.getLogger(__name__)
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+# Less is not worth a request, and more of them only make the tree of composing deeper.
+_MIN_WRITE_BYTES = 1 << 20
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
 # How long cleanup may take when the caller is cancelled.
@@ -63,7 +67,7 @@ _CLEANUP_TRIES = 3
 
 
 def open_gs(url: str, context: StorageContext) -> Storage:
-    """Opens a prefix of a bucket, with retries and at most ``max_concurrency`` requests at once.
+    """Opens a prefix of a bucket, with retries and as many requests at once as the service bears.
 
     Connects when it is first used. Options: ``GsOptions``.
 
@@ -78,9 +82,8 @@ def open_gs(url: str, context: StorageContext) -> Storage:
     if prefix:
         check_key(prefix)
     storage = GsStorage(bucket, prefix, options, context)
-    limited = LimitedStorage(storage, max_operations=options.max_concurrency)
-    policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
-    return RetryStorage(limited, policy=policy)
+    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
+    return RetryStorage(adaptive, policy=RetryPolicy(max_attempts=options.max_attempts))
 
 
 class GsStorage(Storage):
@@ -93,7 +96,7 @@ class GsStorage(Storage):
         self, bucket: str, prefix: str, options: GsOptions, context: StorageContext
     ) -> None:
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
-        self.capabilities = Capabilities(checks_crc32c=True)
+        self.capabilities = Capabilities(min_write_bytes=_MIN_WRITE_BYTES, checks_crc32c=True)
         self._client = GsClient(bucket, self.url, options, context.run_blocking)
         self._prefix = f"{prefix}/" if prefix else ""
         self._run = context.run_blocking
@@ -125,7 +128,7 @@ class GsStorage(Storage):
         )
 
     async def writer(self, key: str, size: int) -> ObjectWriter:
-        """Opens a new object: notes that it may be joined.
+        """Opens a new object, and notes in the bucket that it may be joined.
 
         Cancellation: a note may be left.
 
@@ -138,9 +141,10 @@ class GsStorage(Storage):
             raise UsageError(f"an object cannot have {size} bytes")
         await self._refuse_existing(key, name)
         writer = _GsWriter(self, key, size, secrets.token_hex(8), is_opener=True)
-        await self._client.upload(
-            "writer", key, writer.marker, [], 0, storage_class=_COMPONENT_CLASS
-        )
+        if writer.has_folder:
+            await self._client.upload(
+                "writer", key, writer.marker, [], 0, storage_class=_COMPONENT_CLASS
+            )
         return writer
 
     async def _refuse_existing(self, key: str, name: str) -> None:
@@ -161,7 +165,8 @@ class GsStorage(Storage):
         """
         nonce, size, key = token.decode().split(" ", 2)
         writer = _GsWriter(self, check_key(key), int(size), nonce, is_opener=False)
-        await self._client.stat("join_writer", key, writer.marker)
+        if writer.has_folder:
+            await self._client.stat("join_writer", key, writer.marker)
         return writer
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -299,6 +304,7 @@ class _GsWriter(ObjectWriter):
         self._name = storage._name(key)
         self._folder = f"{self._name}.{nonce}.parts/"
         self.marker = f"{self._folder}open"
+        self.has_folder = size >= _MIN_WRITE_BYTES
         self._is_opener = is_opener
         self._is_whole = False  # nothing is to be composed
         self._is_composed = False
@@ -320,6 +326,8 @@ class _GsWriter(ObjectWriter):
             )
         if self._is_ended:
             raise self._error("write_at", "the writer was completed, released or aborted")
+        if not self._is_opener and not self.has_folder:
+            raise self._error("write_at", "so small an object is one write, of its opener")
         if not num:
             return
         crc = await self._storage._crc32c(views) if crc32c is None else crc32c
@@ -449,6 +457,8 @@ class _GsWriter(ObjectWriter):
         async def delete(name: str) -> None:
             await self._storage._delete(op, self.key, name)
 
+        if not self.has_folder:
+            return
         # The marker first: nobody joins any more.
         await delete(self.marker)
         if not self._is_whole:
