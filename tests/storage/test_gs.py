@@ -70,7 +70,8 @@ def proxy(fake_gcs: FakeGcsServer) -> Iterator[FaultProxy]:
 class TestGs(StorageConformance):
     @pytest.fixture
     def make_storage(self, fake_gcs: FakeGcsServer, bucket: str) -> MakeStorage:
-        return lambda: opened(fake_gcs.url(bucket, "some/prefix"), fake_gcs.storage_options())
+        options = {**fake_gcs.storage_options(), "max_attempts": 2}
+        return lambda: opened(fake_gcs.url(bucket, "some/prefix"), options)
 
 
 class TestGsOverTls(StorageConformance):
@@ -82,7 +83,7 @@ class TestGsOverTls(StorageConformance):
         self, fake_gcs: FakeGcsServer, bucket: str, tls_files: TlsFiles
     ) -> Iterator[MakeStorage]:
         with FaultProxy(fake_gcs.endpoint, tls=tls_files) as proxy:
-            options = fake_gcs.storage_options(through=proxy)
+            options = {**fake_gcs.storage_options(through=proxy), "max_attempts": 2}
             yield lambda: opened(fake_gcs.url(bucket), options)
 
 
