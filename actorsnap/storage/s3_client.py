@@ -1,0 +1,603 @@
+"""The one client of an S3 endpoint: options, credentials, signatures, requests, errors.
+
+aiobotocore resolves the endpoint, finds and refreshes credentials, builds and parses control
+calls. All bytes go over a ``Wire``, also those of control calls, so that deadlines, cancellation,
+proxies and TLS are the same for both, and nothing needs a thread that the interpreter no longer
+starts at exit. Bulk requests are signed here with botocore's signer, because aiobotocore takes
+no memoryviews.
+
+Clients are shared by all storages of an event loop with equal options. This module must not know
+keys' meaning, writers or retries: a call is one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import io
+import ssl
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, TypeAlias
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
+
+import anyio
+import msgspec
+from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore import UNSIGNED
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    ParamValidationError,
+    ProfileNotFound,
+)
+from botocore.httpsession import get_cert_path
+from botocore.loaders import Loader, create_loader
+from botocore.parsers import create_parser
+from botocore.utils import get_environ_proxies
+
+from actorsnap.errors import (
+    AccessDenied,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    StorageFull,
+    Throttled,
+    UsageError,
+)
+from actorsnap.release import RELEASE
+from actorsnap.storage.base import RunBlocking
+from actorsnap.storage.wire import Request, Response, Wire, WireError
+
+__all__ = [
+    "S3Client",
+    "S3Options",
+    "crc32c_text",
+    "explained",
+    "is_missing",
+    "shared_client",
+]
+
+MIB = 1 << 20
+
+UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+
+
+class S3Options(msgspec.Struct, frozen=True, kw_only=True):
+    """``storage_options`` of ``s3://``. Sizes are bytes, times seconds.
+
+    What is None is found as botocore finds it: environment, configuration files, instance.
+
+    Attributes:
+        endpoint_url: Of another server than Amazon's.
+        region: Of the bucket.
+        profile: A section of the configuration files.
+        addressing_style: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host.
+        access_key_id, secret_access_key, session_token: Instead of botocore's chain.
+        anonymous: Sign nothing, for public buckets.
+        sse: Encryption at rest: ``"AES256"``, ``"aws:kms"`` or ``"aws:kms:dsse"``.
+        kms_key_id: The key of ``sse="aws:kms"``.
+        storage_class: Of new objects.
+        tags: Of new objects.
+        request_payer: Agree to pay for requests to a bucket of others.
+        proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
+        ca_bundle: A file of trusted certificate authorities.
+        max_concurrency: Requests at once.
+        part_bytes: Least size of a part; 5 MiB or more.
+        max_attempts: Tries per request, the first included.
+        connect_timeout_s: For one address, and for the TLS handshake.
+        stall_timeout_s: So long may a server be silent.
+        request_timeout_s: For a request without bulk bytes.
+        transfer_timeout_s: For a part, or a range that is read.
+        has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+    anonymous: bool = False
+    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    kms_key_id: str | None = None
+    storage_class: str | None = None
+    tags: dict[str, str] = {}
+    request_payer: bool = False
+    proxies: dict[str, str] | None = None
+    ca_bundle: str | None = None
+    max_concurrency: int = 32
+    part_bytes: int = 5 * MIB
+    max_attempts: int = 12
+    connect_timeout_s: float = 10.0
+    stall_timeout_s: float = 30.0
+    request_timeout_s: float = 120.0
+    transfer_timeout_s: float = 600.0
+    has_conditional_put: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key belong together")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token needs access_key_id and secret_access_key")
+        if self.kms_key_id is not None and self.sse not in ("aws:kms", "aws:kms:dsse"):
+            raise ValueError("kms_key_id needs sse='aws:kms' or 'aws:kms:dsse'")
+        if self.endpoint_url is not None:
+            url = urlsplit(self.endpoint_url)
+            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+                raise ValueError("endpoint_url must be http://host or https://host, without a user")
+        if not 5 * MIB <= self.part_bytes <= 5120 * MIB:
+            raise ValueError("part_bytes must lie between 5 MiB and 5 GiB")
+        for name in ("max_concurrency", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        for name in ("connect", "stall", "request", "transfer"):
+            if not getattr(self, f"{name}_timeout_s") > 0:
+                raise ValueError(f"{name}_timeout_s must be greater than 0")
+
+    def __repr__(self) -> str:
+        # Proxies may have a password, a KMS key id an account.
+        return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
+
+
+class _Bucket(msgspec.Struct, frozen=True):
+    """Where requests for the objects of a bucket go, and how they are signed.
+
+    Attributes:
+        base_url: Ends with a slash; the object's key follows.
+        region: That signatures name; None where nothing is signed.
+    """
+
+    base_url: str
+    region: str | None
+
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Client]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_client(options: S3Options, run_blocking: RunBlocking) -> S3Client:
+    """The client of the running event loop for these options. To be released once per call."""
+    clients = _clients.setdefault(asyncio.get_running_loop(), {})
+    client = clients.setdefault(
+        msgspec.msgpack.encode(options), S3Client(options, run_blocking=run_blocking)
+    )
+    client.num_users += 1
+    return client
+
+
+class S3Client:
+    """An endpoint with its credentials. Get it by ``shared_client``.
+
+    Attributes:
+        num_users: Storages that have it; with the last one its connections are closed.
+        checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
+            answered. Where it does not, payloads are signed.
+        has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
+        probing: Held while that is found out.
+    """
+
+    def __init__(self, options: S3Options, *, run_blocking: RunBlocking) -> None:
+        self.options = options
+        self.num_users = 0
+        self.checks_crc32c: bool | None = None
+        self.has_conditional_put = options.has_conditional_put
+        self.probing = anyio.Lock()
+        self._run_blocking = run_blocking
+        self._opening = anyio.Lock()
+        self._session: AioSession | None = None
+        self._client: Any = None
+        self._wire: Wire | None = None
+        self._buckets: dict[str, _Bucket] = {}
+
+    async def release(self) -> None:
+        """Gives the client back. The last user closes the connections; credentials are kept."""
+        self.num_users -= 1
+        if not self.num_users and self._wire is not None:
+            wire, self._wire = self._wire, None
+            await wire.aclose()
+
+    def renew(self) -> None:
+        """Looks for credentials anew with the next call: the server says that these expired."""
+        self._client = None
+
+    async def call(self, operation: str, **params: Any) -> dict[str, Any]:
+        """One control call, as aiobotocore's client has it: ``call("head_object", Bucket=...)``.
+
+        Raises:
+            ClientError, BotoCoreError, WireError: see ``explained``.
+        """
+        await self._open()
+        answer: dict[str, Any] = await getattr(self._client, operation)(**params)
+        return answer
+
+    async def send(
+        self,
+        method: str,
+        bucket: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        views: Sequence[memoryview],
+        *,
+        is_signed: bool = False,
+    ) -> Response:
+        """Sends ``views`` as the body of a request.
+
+        Args:
+            is_signed: The signature covers the body, too: its SHA-256 is computed first.
+
+        Raises:
+            ClientError, BotoCoreError, WireError: see ``explained``.
+        Cancellation: at once; the server may have done what was asked.
+        """
+        payload = UNSIGNED_PAYLOAD
+        if is_signed and not self.options.anonymous:
+            payload = await self._run_blocking(_sha256, views)
+        request = await self._request(method, bucket, key, query, headers, payload)
+        response = await self._opened_wire().send(request, views)
+        _raise_for_status(response, method)
+        return response
+
+    async def receive(
+        self,
+        bucket: str,
+        key: str,
+        headers: Mapping[str, str],
+        views: Sequence[memoryview] | None,
+    ) -> Response:
+        """Fills ``views`` with an object's bytes; of None, keeps up to 1 MiB as the body.
+
+        Raises:
+            ClientError, BotoCoreError, WireError: see ``explained``.
+        Cancellation: at once; nothing writes to the views any more.
+        """
+        request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
+        wire = self._opened_wire()
+        response = await (wire.send(request) if views is None else wire.receive(request, views))
+        _raise_for_status(response, "GET")
+        return response
+
+    async def _request(
+        self,
+        method: str,
+        bucket: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        payload: str,
+    ) -> Request:
+        await self._open()
+        at = await self._bucket(bucket)
+        url = at.base_url + quote(key, safe="/~")
+        if query:
+            url += f"?{urlencode(query, quote_via=quote)}"
+        sent = {"User-Agent": f"actorsnap/{RELEASE}", **headers}
+        if at.region is not None:
+            assert self._session is not None
+            credentials = await self._session.get_credentials()
+            if credentials is None:
+                raise NoCredentialsError
+            request = AWSRequest(method=method, url=url, headers=sent)
+            frozen = await credentials.get_frozen_credentials()
+            _Signer(frozen, at.region, payload).add_auth(request)
+            sent = dict(request.headers.items())
+        return Request(
+            method=method, url=url, headers=sent, deadline_s=self.options.transfer_timeout_s
+        )
+
+    async def _bucket(self, name: str) -> _Bucket:
+        found = self._buckets.get(name)
+        if found is None:
+            # A presigned URL tells all that botocore knows: address, region, whether to sign.
+            url = urlsplit(
+                await self._client.generate_presigned_url(
+                    "get_object", Params={"Bucket": name, "Key": "k"}
+                )
+            )
+            scope = parse_qs(url.query).get("X-Amz-Credential", [""])[0].split("/")
+            region = scope[2] if len(scope) == 5 else None
+            host = url.netloc
+            if host == f"{name}.s3.amazonaws.com" and region not in (None, "us-east-1"):
+                # Presigned URLs name the global host, which redirects for a day after a bucket
+                # was made.
+                host = f"{name}.s3.{region}.amazonaws.com"
+            base_url = f"{url.scheme}://{host}{url.path.removesuffix('k')}"
+            found = self._buckets[name] = _Bucket(base_url, region)
+        return found
+
+    async def _open(self) -> None:
+        """Makes what is missing; on a worker thread, for botocore reads files."""
+        if self._client is not None and self._wire is not None:
+            return
+        async with self._opening:
+            if self._client is None:
+                self._session, self._client = await self._run_blocking(_opened, self.options)
+                self._client.meta.events.register("before-send.s3", self._send_control)
+            if self._wire is None:
+                assert self._session is not None
+                endpoint_url = self._client.meta.endpoint_url
+                self._wire = await self._run_blocking(self._new_wire, self._session, endpoint_url)
+
+    def _opened_wire(self) -> Wire:
+        assert self._wire is not None
+        return self._wire
+
+    def _new_wire(self, session: AioSession, endpoint_url: str) -> Wire:
+        options = self.options
+        proxies = options.proxies
+        if proxies is None:
+            proxies = get_environ_proxies(endpoint_url)
+        verify = options.ca_bundle or session.get_config_variable("ca_bundle") or True
+        try:
+            context = ssl.create_default_context(cafile=get_cert_path(verify))
+        except OSError as error:
+            raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
+        return Wire(
+            self._run_blocking,
+            connect_s=options.connect_timeout_s,
+            stall_s=options.stall_timeout_s,
+            max_idle=options.max_concurrency,
+            ssl_context=context,
+            proxy=proxies.get(urlsplit(endpoint_url).scheme),
+        )
+
+    async def _send_control(
+        self, request: AWSPreparedRequest, event_name: str, **_: Any
+    ) -> AioAWSResponse:
+        """What botocore asks before it sends anything itself, which it then does not."""
+        is_long = event_name.endswith("CompleteMultipartUpload")
+        options = self.options
+        headers = {name: _text(value) for name, value in request.headers.items()}
+        for unwanted in ("Content-Length", "Expect"):
+            headers.pop(unwanted, None)
+        response = await self._opened_wire().send(
+            Request(
+                method=request.method,
+                url=request.url,
+                headers=headers,
+                deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
+            ),
+            [memoryview(_body(request.body))],
+        )
+        return AioAWSResponse(request.url, response.status, response.headers, _Read(response.body))
+
+
+class _Signer(S3SigV4Auth):  # type: ignore[misc]
+    """Signs with a payload's hash that is known already."""
+
+    def __init__(self, credentials: Any, region: str, payload: str) -> None:
+        super().__init__(credentials, "s3", region)
+        self._payload = payload
+
+    def payload(self, request: AWSRequest) -> str:
+        return self._payload
+
+
+class _Read:
+    """A body, as ``AioAWSResponse`` reads it."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    async def read(self) -> bytes:
+        return self._body
+
+
+@functools.cache
+def _loader() -> Loader:
+    """What reads the models of services, 0.1 s at a time, for all clients once."""
+    return create_loader()
+
+
+def _opened(options: S3Options) -> tuple[AioSession, Any]:
+    """A session and its client; on a worker thread, with a loop of its own for that long.
+
+    Nothing of them stays bound to that loop: no connection is ever opened by the client.
+    """
+
+    async def open_client() -> tuple[AioSession, Any]:
+        session = AioSession(profile=options.profile)
+        session.register_component("data_loader", _loader())
+        if options.access_key_id is not None:
+            session.set_credentials(
+                options.access_key_id, options.secret_access_key, options.session_token
+            )
+        config = AioConfig(
+            signature_version=UNSIGNED if options.anonymous else "s3v4",
+            # Retries are a policy of the storage, and these would be hidden.
+            retries={"total_max_attempts": 1},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": options.addressing_style, "payload_signing_enabled": False},
+        )
+        context = session.create_client(
+            "s3", region_name=options.region, endpoint_url=options.endpoint_url, config=config
+        )
+        return session, await context.__aenter__()
+
+    return asyncio.run(open_client())
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _body(body: object) -> bytes | bytearray:
+    if body is None:
+        return b""
+    if isinstance(body, str):
+        return body.encode()
+    if isinstance(body, io.IOBase):
+        read: bytes = body.read()
+        return read
+    assert isinstance(body, bytes | bytearray)
+    return body
+
+
+def _sha256(views: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest()
+
+
+def crc32c_text(value: int) -> str:
+    """A CRC32C as S3 writes it."""
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+def _raise_for_status(response: Response, operation: str) -> None:
+    if response.status < 300:
+        return
+    parsed = create_parser("rest-xml").parse(
+        {"status_code": response.status, "headers": response.headers, "body": response.body}, None
+    )
+    raise ClientError(parsed, operation)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+_THROTTLED = {
+    "BandwidthLimitExceeded",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "TooManyRequestsException",
+}
+_PASSING = {
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "OperationAborted",
+    "RequestTimeout",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+}
+"""What the same request may be spared the next time."""
+
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_WRONG_KEYS = {"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
+_FULL = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
+_ELSEWHERE = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+}
+
+
+_NEEDED = (
+    "saving needs s3:PutObject, GetObject, ListBucket, DeleteObject, AbortMultipartUpload, "
+    "ListMultipartUploadParts and ListBucketMultipartUploads"
+)
+
+
+def is_missing(error: ClientError) -> bool:
+    """Whether the object is not there. An answer to HEAD has no more than the status."""
+    return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
+
+
+def explained(
+    error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
+) -> StorageError:
+    """What a call's failure means, and what to do.
+
+    ``error`` is a ``ClientError``, ``BotoCoreError`` or ``WireError``.
+    """
+    if isinstance(error, ClientError):
+        kind, detail, fields = _answered(error, client)
+    else:
+        kind, detail, fields = _unanswered(error)
+    return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
+
+
+_Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
+
+
+def _unanswered(error: Exception) -> _Meaning:
+    if isinstance(error, WireError):
+        remedy = "" if error.is_retryable else "; look at endpoint_url, proxies and ca_bundle"
+        return StorageError, f"{error.detail}{remedy}", {"retryable": error.is_retryable}
+    if isinstance(error, ParamValidationError | ProfileNotFound):
+        return StorageError, str(error), {}
+    assert isinstance(error, BotoCoreError)
+    # No more of its message than the kind: some quote what a credential helper has printed.
+    return (
+        AccessDenied,
+        f"no credentials were found ({type(error).__name__}): set AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, a profile, or storage_options; anonymous=True for public buckets",
+        {},
+    )
+
+
+def _answered(error: ClientError, client: S3Client) -> _Meaning:
+    about = error.response.get("ResponseMetadata", {})
+    status = int(about.get("HTTPStatusCode", 0))
+    headers: Mapping[str, str] = about.get("HTTPHeaders", {})
+    failure = error.response.get("Error", {})
+    code = str(failure.get("Code") or status)
+    said = f"{code} ({status})"
+    wait_s = _seconds(headers.get("retry-after"))
+    if is_missing(error):
+        return ObjectNotFound, f"{said}: no such object", {}
+    if code == "NoSuchBucket":
+        return StorageError, f"{said}: create it, or correct its name or endpoint_url", {}
+    if status == 412:
+        return ObjectExists, f"{said}: the object exists already", {}
+    if code in _THROTTLED or status in (429, 503):
+        return Throttled, f"{said}: the server asks to slow down", {"retry_after_s": wait_s}
+    if code == "RequestTimeTooSkewed":
+        detail = f"{said}: the clock of this machine is wrong{_skew(headers)}; set it (NTP)"
+        return StorageError, detail, {"retryable": True}
+    if code in _EXPIRED:
+        client.renew()
+        is_fixed = client.options.access_key_id is not None
+        remedy = "pass a new session_token" if is_fixed else "log in anew"
+        detail = f"{said}: the credentials have expired: {remedy}"
+        return AccessDenied, detail, {"retryable": not is_fixed}
+    if code in _ELSEWHERE or status in (301, 307, 308):
+        region = headers.get("x-amz-bucket-region") or failure.get("Region")
+        remedy = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
+        return StorageError, f"{said}: it lies in another region: set {remedy}", {}
+    if code in _FULL or status == 507:
+        return StorageFull, f"{said}: no room or no quota is left", {}
+    if code in _WRONG_KEYS:
+        detail = f"{said}: the access key or its secret is wrong for this endpoint"
+        return AccessDenied, detail, {}
+    if status in (401, 403):
+        return AccessDenied, f"{said}: the credentials do not allow it; {_NEEDED}", {}
+    detail = f"{said}: {str(failure.get('Message', ''))[:300]}"
+    is_passing = code in _PASSING or (status >= 500 and status != 501)
+    return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else max(0.0, float(text))
+    except ValueError:
+        return None  # a date: who sends one has no idea how long, either
+
+
+def _skew(headers: Mapping[str, str]) -> str:
+    """How far the clock is off, from the date of the answer."""
+    try:
+        there = parsedate_to_datetime(headers["date"])
+    except (KeyError, ValueError):
+        return ""
+    return f" by {(datetime.now(UTC) - there).total_seconds():+.0f} s"

@@ -1,0 +1,483 @@
+"""An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
+
+Each exchange (one request, one response) runs on a worker thread and blocks there, in calls that
+release the GIL; the event loop only waits. ``docs/decisions/0009`` says why, with measurements.
+Signing, retries, limits and what a status means are the callers': this module knows no object
+store.
+
+A thread in a system call cannot be cancelled, so that its socket is shut down instead: the call
+returns at once, and with it the thread. That is how cancellation and deadlines work here. One
+thing is out of their reach, a name lookup that hangs; it ends when the resolver gives up.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import select
+import socket
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import anyio
+import anyio.lowlevel
+
+from actorsnap.storage.base import RunBlocking
+
+__all__ = ["Request", "Response", "Wire", "WireError", "WrongLength"]
+
+_MAX_BODY_BYTES = 1 << 20
+"""Of an answer that is kept. Errors and listings are far smaller."""
+
+_SMALL_BYTES = 64 * 1024
+"""Smaller neighbours are joined to so much: copying them costs less than a system call each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        url: With scheme and host; path and query are sent as they stand.
+        headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they hold
+            signatures, and so may the URL.
+        deadline_s: The whole exchange may take so long, connecting included.
+    """
+
+    method: str
+    url: str = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What was answered.
+
+    Attributes:
+        headers: By lower-case name; values of repeated ones are joined by commas.
+        body: Empty where it went into the caller's views.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+
+class WireError(Exception):
+    """No whole answer came.
+
+    Attributes:
+        detail: What happened; names the host, never the path, query or headers.
+        is_retryable: Whether the same exchange may succeed later.
+        is_timeout: A deadline is over, or the server was silent for too long.
+    """
+
+    def __init__(self, detail: str, *, is_retryable: bool = True, is_timeout: bool = False) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.is_retryable = is_retryable
+        self.is_timeout = is_timeout
+
+
+class WrongLength(WireError):
+    """The body that was announced is shorter or longer than the views.
+
+    Attributes:
+        num_bytes: Its length; None if the server did not say.
+    """
+
+    def __init__(self, detail: str, *, num_bytes: int | None) -> None:
+        super().__init__(detail, is_retryable=False)
+        self.num_bytes = num_bytes
+
+
+class Wire:
+    """Connections that are kept alive. For use on one event loop.
+
+    Args:
+        run_blocking: Where exchanges run.
+        connect_s: Bound for connecting to one address, and for the TLS handshake.
+        stall_s: So long may nothing move in either direction.
+        max_idle: So many connections are kept per server.
+        ssl_context: For ``https``; the system's trusted authorities if None.
+        proxy: URL of an HTTP proxy, with user and password if it wants them.
+    """
+
+    def __init__(
+        self,
+        run_blocking: RunBlocking,
+        *,
+        connect_s: float,
+        stall_s: float,
+        max_idle: int,
+        ssl_context: ssl.SSLContext | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        self._run_blocking = run_blocking
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+        self._max_idle = max_idle
+        self._ssl_context = ssl_context
+        self._proxy = urlsplit(proxy) if proxy else None
+        self._idle: dict[str, list[_Connection]] = {}
+        self._is_closed = False
+
+    async def send(self, request: Request, views: Sequence[memoryview] = ()) -> Response:
+        """Sends ``views``, back to back, as the body. Keeps up to 1 MiB of the answer's.
+
+        The views are read before this returns and not kept.
+
+        Raises:
+            WireError: no whole answer came; the server may have done what was asked.
+        Cancellation: at once; the server may have done what was asked.
+        """
+        return await self._exchange(request, views, None)
+
+    async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
+        """Fills ``views``, back to back, with the body of a 200 or 206 of just their length.
+
+        Of any other status up to 1 MiB of the body is kept, as by ``send``.
+
+        Raises:
+            WrongLength: the body is to have another length. The views are untouched.
+            WireError: no whole answer came. The views' content is then unspecified.
+        Cancellation: at once; nothing writes to the views any more when this returns.
+        """
+        return await self._exchange(request, (), views)
+
+    async def aclose(self) -> None:
+        """Closes all connections that are idle; others as soon as their exchange ends."""
+        self._is_closed = True
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle.clear()
+        await anyio.lowlevel.checkpoint()
+
+    async def _exchange(
+        self,
+        request: Request,
+        outgoing: Sequence[memoryview],
+        incoming: Sequence[memoryview] | None,
+    ) -> Response:
+        connection = self._take(urlsplit(request.url))
+        result: Response | Exception | None = None
+        try:
+            async with anyio.create_task_group() as guard:
+                guard.start_soon(connection.cut_after, request.deadline_s)
+                try:
+                    result = await self._run_blocking(
+                        connection.exchange, request, outgoing, incoming
+                    )
+                except Exception as error:
+                    result = error
+                connection.has_ended = True
+                guard.cancel_scope.cancel()
+            # A cut because of a cancellation is one, not a failure of the server.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        finally:
+            self._give_back(connection)
+        if isinstance(result, Response):
+            return result
+        assert result is not None
+        raise result
+
+    def _take(self, url: SplitResult) -> _Connection:
+        place = f"{url.scheme}://{url.netloc}"
+        idle = self._idle.get(place)
+        connection = idle.pop() if idle else self._connection(place, url)
+        connection.has_ended = False
+        return connection
+
+    def _connection(self, place: str, url: SplitResult) -> _Connection:
+        context = None
+        if url.scheme == "https":
+            if self._ssl_context is None:
+                self._ssl_context = ssl.create_default_context()
+            context = self._ssl_context
+        return _Connection(
+            place,
+            url,
+            connect_s=self._connect_s,
+            stall_s=self._stall_s,
+            ssl_context=context,
+            proxy=self._proxy,
+        )
+
+    def _give_back(self, connection: _Connection) -> None:
+        idle = self._idle.setdefault(connection.place, [])
+        if connection.is_reusable and not self._is_closed and len(idle) < self._max_idle:
+            idle.append(connection)
+        else:
+            connection.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """One connection to one server, made when it is first needed and again when it was lost.
+
+    All but ``cut_after``, ``cut`` and ``close`` runs on worker threads, one at a time.
+
+    Attributes:
+        place: Scheme, host and port.
+        is_reusable: The last exchange has ended as it should, and another may follow.
+        has_ended: No exchange is under way: nothing to cut.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        url: SplitResult,
+        *,
+        connect_s: float,
+        stall_s: float,
+        ssl_context: ssl.SSLContext | None,
+        proxy: SplitResult | None,
+    ) -> None:
+        self.place = place
+        self.is_reusable = False
+        self.has_ended = False
+        self._is_cut = False
+        self._is_late = False
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+        self._ssl_context = ssl_context
+        self._server = url.hostname or ""
+        self._proxy_headers: dict[str, str] = {}
+        self._names_whole_url = False
+        port = url.port or (80 if ssl_context is None else 443)
+        if proxy is None:
+            super().__init__(self._server, port, timeout=connect_s)
+        else:
+            super().__init__(proxy.hostname or "", proxy.port or 80, timeout=connect_s)
+            headers = _proxy_headers(proxy)
+            if ssl_context is None:
+                self._names_whole_url = True
+                self._proxy_headers = headers
+            else:
+                self.set_tunnel(self._server, port, headers)
+        # http.client calls this to connect; so the socket can be cut while it does.
+        self._create_connection = self._connected
+
+    async def cut_after(self, deadline_s: float) -> None:
+        """Waits, and shuts the socket down then, or when this is cancelled before the end."""
+        try:
+            await anyio.sleep(deadline_s)
+            self._is_late = True
+        finally:
+            if not self.has_ended:
+                self.cut()
+
+    def cut(self) -> None:
+        """Makes whatever a thread does with the socket fail at once."""
+        self._is_cut = True
+        _shut_down(self.sock)
+
+    def exchange(
+        self,
+        request: Request,
+        outgoing: Sequence[memoryview],
+        incoming: Sequence[memoryview] | None,
+    ) -> Response:
+        """Sends a request and receives the response.
+
+        Raises:
+            WireError: see there.
+        """
+        self.is_reusable = False
+        try:
+            self._ready()
+            return self._exchange(request, outgoing, incoming)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._explained(error, request.deadline_s) from error
+
+    def connect(self) -> None:
+        super().connect()
+        if self._ssl_context is not None:
+            # The handshake begins when the socket is known here, and so can be cut.
+            self.sock = self._ssl_context.wrap_socket(
+                self.sock, server_hostname=self._server, do_handshake_on_connect=False
+            )
+            self._check_cut()
+            self.sock.do_handshake()
+        self.sock.settimeout(self._stall_s)
+
+    def _ready(self) -> None:
+        """Connected; anew if the server has hung up meanwhile."""
+        self._check_cut()
+        if self.sock is not None and _is_stale(self.sock):
+            self.close()
+        if self.sock is None:
+            self.connect()
+
+    def _connected(
+        self, address: tuple[str, int], timeout: float, source_address: None
+    ) -> socket.socket:
+        host, port = address
+        failure: OSError | None = None
+        for family, kind, proto, _, resolved in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        ):
+            self.sock = socket.socket(family, kind, proto)
+            try:
+                self._check_cut()
+                self.sock.settimeout(timeout)
+                self.sock.connect(resolved)
+            except OSError as error:
+                self.sock.close()
+                failure = error
+            else:
+                return self.sock
+        raise _NoConnection(f"cannot connect to {host}:{port}: {_said(failure)}") from failure
+
+    def _check_cut(self) -> None:
+        if self._is_cut:
+            raise ConnectionAbortedError("cut")
+
+    def _exchange(
+        self,
+        request: Request,
+        outgoing: Sequence[memoryview],
+        incoming: Sequence[memoryview] | None,
+    ) -> Response:
+        # Closed in any case: a response keeps its socket open beyond its connection.
+        with self._send(request, outgoing) as response:
+            headers: dict[str, str] = {}
+            for name, value in response.getheaders():
+                known = headers.get(name.lower())
+                headers[name.lower()] = value if known is None else f"{known}, {value}"
+            body = b""
+            if incoming is not None and response.status in (200, 206):
+                _fill(response, incoming)
+            else:
+                body = response.read(_MAX_BODY_BYTES)
+                if response.length and len(body) < _MAX_BODY_BYTES:
+                    raise _HungUp
+            self.is_reusable = response.isclosed() and not response.will_close
+            return Response(status=response.status, headers=headers, body=body)
+
+    def _send(self, request: Request, outgoing: Sequence[memoryview]) -> http.client.HTTPResponse:
+        url = urlsplit(request.url)
+        path = (
+            request.url if self._names_whole_url else f"{url.path or '/'}?{url.query}".rstrip("?")
+        )
+        self.putrequest(request.method, path, skip_host=True, skip_accept_encoding=True)
+        self.putheader("Host", _host(url))
+        for name, value in {**request.headers, **self._proxy_headers}.items():
+            self.putheader(name, value)
+        num_bytes = sum(view.nbytes for view in outgoing)
+        if num_bytes or request.method not in ("GET", "HEAD"):
+            self.putheader("Content-Length", str(num_bytes))
+        try:
+            self.endheaders()
+            for view in _joined(outgoing):
+                self.sock.sendall(view)
+        except (BrokenPipeError, ConnectionResetError):
+            # A server that refuses a body answers before it hangs up.
+            self._check_cut()
+            response = self.getresponse()
+            response.will_close = True
+            return response
+        return self.getresponse()
+
+    def _explained(self, error: Exception, deadline_s: float) -> WireError:
+        place = self.place
+        if self._is_late:
+            return WireError(f"{place} took over {deadline_s:g} s", is_timeout=True)
+        if isinstance(error, TimeoutError):
+            return WireError(f"{place} was silent for {self._stall_s:g} s", is_timeout=True)
+        if isinstance(error, _NoConnection):
+            return WireError(str(error), is_timeout=isinstance(error.__cause__, TimeoutError))
+        if isinstance(error, socket.gaierror):
+            return WireError(
+                f"the host of {place} is not known: {error.strerror}",
+                is_retryable=error.errno == socket.EAI_AGAIN,
+            )
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return WireError(
+                f"the certificate of {place} is not trusted: {error.verify_message}",
+                is_retryable=False,
+            )
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return WireError(f"TLS with {place} failed: {error.reason}", is_retryable=False)
+        return WireError(f"the connection to {place} broke: {_said(error)}")
+
+
+class _HungUp(ConnectionError):
+    def __str__(self) -> str:
+        return "the server hung up in mid-body"
+
+
+class _NoConnection(OSError):
+    """No address of the server could be reached."""
+
+
+def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> None:
+    wanted = sum(view.nbytes for view in views)
+    if response.length != wanted:
+        raise WrongLength(
+            f"{wanted} bytes were asked for, and {response.length} are to come",
+            num_bytes=response.length,
+        )
+    for view in views:
+        rest = view.cast("B") if view.nbytes else view[:0]
+        while rest:
+            num_bytes = response.readinto(rest)
+            if not num_bytes:
+                raise _HungUp
+            rest = rest[num_bytes:]
+    response.read()  # takes note of the end
+
+
+def _joined(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
+    """The same bytes, with small neighbours copied together."""
+    small = bytearray()
+    for view in views:
+        if len(small) + view.nbytes <= _SMALL_BYTES:
+            small += view
+            continue
+        if small:
+            yield small
+            small = bytearray()
+        yield view
+    if small:
+        yield small
+
+
+def _host(url: SplitResult) -> str:
+    """What signatures say, too: the port only where it is not the scheme's own."""
+    if url.port == {"http": 80, "https": 443}[url.scheme]:
+        return url.netloc.rpartition(":")[0]
+    return url.netloc
+
+
+def _is_stale(sock: socket.socket) -> bool:
+    """Whether the server has hung up, or says something that nobody asked for."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _shut_down(sock: socket.socket | None) -> None:
+    if sock is None:
+        return
+    try:
+        # Not SSLSocket.shutdown: that one would drop TLS, and a thread go on in plain text.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected yet, or no more
+
+
+def _said(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}

@@ -1,0 +1,552 @@
+"""Storage in buckets: the contract, and what only this backend promises."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import re
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from actorsnap import sync
+from actorsnap.errors import (
+    AccessDenied,
+    ActorSnapError,
+    ObjectExists,
+    StorageError,
+    StorageFull,
+    Throttled,
+    UsageError,
+)
+from actorsnap.runtime.host import shutdown
+from actorsnap.storage import Storage, StorageContext, open_storage
+from actorsnap.storage.options import convert_options
+from actorsnap.storage.s3 import S3Storage
+from actorsnap.storage.s3_client import S3Options
+from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
+from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
+from tests.conftest import LeakCheck
+from tests.servers.base import S3Server
+from tests.servers.ceph import CephServer
+from tests.servers.moto import MotoServer
+from tests.servers.rclone import RcloneServer
+from tests.storage.peers import Peer, repeat, serving
+
+_MIB = 1 << 20
+_SECRETS = ("AKIDOFATEST", "a-secret-of-this-test", "a-token-of-this-test")
+_KEYS = dict(zip(("access_key_id", "secret_access_key", "session_token"), _SECRETS, strict=True))
+
+
+@pytest.fixture
+def options(moto: MotoServer) -> dict[str, Any]:
+    """``storage_options`` of moto."""
+    return moto.storage_options()
+
+
+@pytest.fixture
+def bucket(moto: MotoServer) -> str:
+    """A new one on moto."""
+    return moto.make_bucket()
+
+
+def opened(url: str, options: dict[str, Any]) -> Storage:
+    context = StorageContext(run_blocking=run_blocking_in_thread, options=options)
+    return open_storage(url, context)
+
+
+def bare(url: str, options: dict[str, Any]) -> S3Storage:
+    """Without retries and limits."""
+    context = StorageContext(run_blocking=run_blocking_in_thread)
+    return S3Storage(url, context, convert_options(options, S3Options, scheme="s3"))
+
+
+class OnServer(StorageConformance):
+    num_many = 1010  # two pages
+    num_examples = 5
+
+    @pytest.fixture
+    def make_storage(self, server: S3Server) -> MakeStorage:
+        url, options = server.url(server.make_bucket(), "some/prefix"), server.storage_options()
+        return lambda: opened(url, options)
+
+
+class TestCeph(OnServer):
+    @pytest.fixture
+    def server(self, ceph: CephServer) -> S3Server:
+        return ceph
+
+
+class TestMoto(OnServer):
+    num_many = 50
+
+    @pytest.fixture
+    def server(self, moto: MotoServer) -> S3Server:
+        return moto
+
+
+class TestRclone(OnServer):
+    @pytest.fixture
+    def server(self, rclone: RcloneServer) -> S3Server:
+        return rclone
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regoin": "x"}, "'regoin'; did you mean 'region'"),
+        ({"zzz": 1}, "'zzz'; it has: endpoint_url, region"),
+        ({"region": 5}, r"`\$.region`"),
+        ({"addressing_style": "dns"}, "'dns'"),
+        ({"part_bytes": _MIB}, "part_bytes must lie between 5 MiB"),
+        ({"max_concurrency": 0}, "max_concurrency must be 1 or more"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s must be greater than 0"),
+        ({"secret_access_key": _SECRETS[1]}, "belong together"),
+        ({"session_token": _SECRETS[2]}, "session_token needs"),
+        ({"kms_key_id": "k"}, "kms_key_id needs sse"),
+        ({"endpoint_url": f"http://{_SECRETS[0]}:{_SECRETS[1]}@host"}, "without a user"),
+        ({"endpoint_url": "host:9000"}, "must be http://host"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        opened("s3://bucket", options)
+    assert not any(secret in str(raised.value) for secret in _SECRETS)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///key", "s3://bucket/a//b", "s3://bucket/../x"])
+def test_wrong_urls_are_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        opened(url, {})
+
+
+def test_options_hide_what_is_secret() -> None:
+    given = {**_KEYS, "proxies": {"http": f"http://u:{_SECRETS[1]}@p"}, "region": "r"}
+    shown = repr(convert_options(given, S3Options, scheme="s3"))
+    assert "'r'" in shown
+    assert not any(secret in shown for secret in _SECRETS)
+
+
+@bounded(60)
+async def test_objects_get_their_properties(options: dict[str, Any], bucket: str) -> None:
+    properties = {
+        "sse": "aws:kms",
+        "kms_key_id": "alias/mine",
+        "storage_class": "STANDARD_IA",
+        "tags": {"team": "a b+c"},
+    }
+    storage = bare(f"s3://{bucket}", {**options, **properties})
+    await storage.put("put", [memoryview(b"x")])
+    await storage.put_if_absent("absent", b"x")
+    writer = await storage.writer("written", 6 * _MIB)
+    await writer.write_at(0, [memoryview(bytes(6 * _MIB))])
+    await writer.complete()
+    for key in ("put", "absent", "written"):
+        found = await storage.client.call("head_object", Bucket=bucket, Key=key)
+        assert found["ServerSideEncryption"] == "aws:kms"
+        assert found["StorageClass"] == "STANDARD_IA"
+        tags = await storage.client.call("get_object_tagging", Bucket=bucket, Key=key)
+        assert tags["TagSet"] == [{"Key": "team", "Value": "a b+c"}]
+    await storage.aclose()
+
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+@bounded(60)
+async def test_a_lost_part_is_found(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", options)
+    data = memoryview(bytes(12 * _MIB))
+    for ranges, what in (
+        ([(5, 12)], r"part 1, from byte 0 on, is lost"),
+        ([(0, 5)], r"5242880 of 12582912 bytes"),
+        ([], r"0 of 12582912 bytes"),
+    ):
+        writer = await storage.writer("key", 12 * _MIB)
+        for start, stop in ranges:
+            await writer.write_at(start * _MIB, [data[start * _MIB : stop * _MIB]])
+        with pytest.raises(StorageError, match=what):
+            await writer.complete()
+        await writer.abort()
+    assert await keys_in(storage) == []
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_complete_may_be_repeated(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", options)
+    data = pattern(6 * _MIB)
+    writer = await storage.writer("key", len(data))
+    await writer.write_at(0, [memoryview(data)])
+    await writer.complete()
+    await writer.complete()  # as if the first answer was lost
+    assert await storage.get("key") == data
+    await storage.delete(["key"])
+    with pytest.raises(StorageError):
+        await writer.complete()
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_writes_shorter_than_a_unit_are_refused(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", {**options, "part_bytes": 6 * _MIB})
+    assert storage.capabilities.min_write_bytes == 6 * _MIB
+    writer = await storage.writer("key", 20 * _MIB)
+    await writer.write_at(0, [memoryview(bytes(5 * _MIB))])
+    with pytest.raises(UsageError, match="at least 6291456 bytes"):
+        await writer.write_at(5 * _MIB, [memoryview(bytes(5 * _MIB))])
+    await writer.abort()
+    with pytest.raises(UsageError, match="5 TiB"):
+        await storage.writer("key", (5 << 40) + 1)
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_unfinished_uploads_are_found_and_removed(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}/place", options)
+    await storage.writer("attempt/data/0", 6 * _MIB)
+    await storage.put("other/key", [memoryview(b"x")])
+    assert await storage.list_folders() == ["attempt", "other"]
+    assert await storage.list_folders("attempt") == ["data"]
+    assert await storage.delete_folder("attempt") == ["attempt/data/0"]
+    assert await storage.list_folders() == ["other"]
+    uploads = await storage.client.call("list_multipart_uploads", Bucket=bucket)
+    assert not uploads.get("Uploads")
+    await storage.aclose()
+
+
+# --- the client -----------------------------------------------------------------------------------
+
+
+@bounded(60)
+async def test_storages_share_a_client(
+    options: dict[str, Any], bucket: str, no_leaks: LeakCheck
+) -> None:
+    one, two = (bare(f"s3://{bucket}/{n}", options) for n in range(2))
+    other = bare(f"s3://{bucket}", {**options, "region": "eu-west-1"})
+    assert one.client is two.client
+    assert one.client is not other.client
+    await one.put("key", [memoryview(b"x")])
+    assert await two.list_folders() == []
+    client = one.client
+    await one.aclose()
+    await one.aclose()
+    assert await two.list_folders() == []
+    await two.aclose()
+    await other.aclose()
+    assert client.num_users == 0
+
+
+def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
+    url = f"s3://{bucket}/runs/1"
+    model = torch.nn.Linear(1500, 2000)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sync.Snapshot.take(url, {"model": model}, storage_options=options)
+    with pytest.raises(ObjectExists):
+        sync.Snapshot.take(url, {"model": model}, storage_options=options)
+    shutdown()  # another runtime, another loop
+    pending = sync.Snapshot.async_take(f"{url}-b", {"model": model}, storage_options=options)
+    pending.wait()
+    torch.nn.init.zeros_(model.weight)
+    snapshot = sync.Snapshot(url, storage_options=options)
+    snapshot.restore({"model": model})
+    assert all(torch.equal(saved[name], found) for name, found in model.state_dict().items())
+    snapshot.delete()
+    shutdown()
+    listing = (
+        urllib.request.urlopen(f"{options['endpoint_url']}/{bucket}", timeout=30).read().decode()
+    )
+    keys = re.findall("<Key>(.*?)</Key>", listing)
+    assert len(keys) == 3
+    assert all(key.startswith("runs/1-b/") for key in keys)
+
+
+# --- what servers say -----------------------------------------------------------------------------
+
+
+def _error(code: str, **more: str) -> bytes:
+    fields = "".join(f"<{name}>{value}</{name}>" for name, value in more.items())
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code>{fields}</Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "fields", "body", "kind", "is_retryable", "remedy"),
+    [
+        ("404 Not Found", [], _error("NoSuchBucket"), StorageError, False, "create it"),
+        ("403 Forbidden", [], _error("AccessDenied"), AccessDenied, False, "s3:PutObject"),
+        ("403 Forbidden", [], _error("InvalidAccessKeyId"), AccessDenied, False, "is wrong"),
+        ("403 Forbidden", [], _error("SignatureDoesNotMatch"), AccessDenied, False, "is wrong"),
+        ("400 Bad Request", [], _error("ExpiredToken"), AccessDenied, False, "session_token"),
+        (
+            "403 Forbidden",
+            ["Date: Wed, 01 Jan 2020 00:00:00 GMT"],
+            _error("RequestTimeTooSkewed"),
+            StorageError,
+            True,
+            r"clock of this machine is wrong by \+\d+ s",
+        ),
+        (
+            "301 Moved Permanently",
+            ["x-amz-bucket-region: eu-west-1"],
+            _error("PermanentRedirect"),
+            StorageError,
+            False,
+            "{'region': 'eu-west-1'}",
+        ),
+        (
+            "400 Bad Request",
+            [],
+            _error("AuthorizationHeaderMalformed", Region="eu-west-2"),
+            StorageError,
+            False,
+            "{'region': 'eu-west-2'}",
+        ),
+        ("503 Slow Down", ["Retry-After: 7"], _error("SlowDown"), Throttled, True, "slow down"),
+        ("429 Too Many", [], b"", Throttled, True, "slow down"),
+        ("500 Oops", [], _error("InternalError", Message="try"), StorageError, True, "try"),
+        ("502 Bad Gateway", [], b"<html>proxy</html>", StorageError, True, "502"),
+        ("400 Bad Request", [], _error("BadDigest"), StorageError, True, "BadDigest"),
+        ("400 Bad Request", [], _error("InvalidArgument"), StorageError, False, "InvalidArg"),
+        ("501 Not Implemented", [], _error("NotImplemented"), StorageError, False, "NotImpl"),
+        ("403 Forbidden", [], _error("QuotaExceeded"), StorageFull, False, "no quota"),
+    ],
+)
+@bounded(30)
+async def test_errors_name_the_bucket_and_the_remedy(
+    status: str,
+    fields: list[str],
+    body: bytes,
+    kind: type[StorageError],
+    is_retryable: bool,
+    remedy: str,
+) -> None:
+    def step(peer: Peer) -> None:
+        peer.request()
+        peer.answer(body, status, *fields)
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://thebucket/p", {"endpoint_url": server.url, **_KEYS})
+        errors = []
+        for op, call in (
+            ("put", storage.put("the/key", [memoryview(b"x")])),
+            ("read_into", storage.read_into("the/key", 5, [memoryview(bytearray(3))])),
+            ("list_folders", storage.list_folders()),
+        ):
+            with pytest.raises(kind) as raised:
+                await call
+            errors.append(raised.value)
+            assert raised.value.op == op
+        await storage.aclose()
+    assert [error.key for error in errors] == ["the/key", "the/key", ""]
+    for error in errors:
+        assert type(error) is kind
+        assert error.retryable is is_retryable
+        assert "thebucket" in str(error)
+        assert error.backend == "s3://thebucket/p"
+        assert re.search(remedy.replace("{", r"\{"), str(error))
+        assert pickle.loads(pickle.dumps(error)).fields == error.fields
+        assert (error.retry_after_s == 7) is ("Retry-After: 7" in fields)
+        chain: list[BaseException | None] = [error, error.__cause__, error.__context__]
+        shown = "".join(f"{each} {each!r}" for each in chain)
+        assert not any(secret in shown for secret in _SECRETS)
+
+
+@bounded(30)
+async def test_an_endpoint_that_is_not_there() -> None:
+    with serving(lambda peer: None) as server:
+        pass
+    storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+    for call in (storage.put("key", []), storage.list_folders()):
+        with pytest.raises(StorageError, match="'bucket': cannot connect to 127.0.0.1") as raised:
+            await call
+        assert raised.value.retryable
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_a_silent_endpoint_is_given_up() -> None:
+    with serving(lambda peer: peer.hang()) as server:
+        options = {"endpoint_url": server.url, "stall_timeout_s": 0.2, **_KEYS}
+        storage = bare("s3://bucket", options)
+        for call in (storage.put("key", []), storage.list_folders()):
+            with pytest.raises(StorageError, match="silent for 0.2 s") as raised:
+                await call
+            assert raised.value.retryable
+        await storage.aclose()
+
+
+@pytest.fixture
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+
+
+@pytest.mark.usefixtures("no_credentials")
+@bounded(30)
+async def test_no_credentials() -> None:
+    storage = bare("s3://bucket", {"endpoint_url": "http://127.0.0.1:1"})
+    for call in (storage.put("key", []), storage.list_folders()):
+        with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID"):
+            await call
+    await storage.aclose()
+    storage = bare("s3://bucket", {"endpoint_url": "http://127.0.0.1:1", "profile": "nobody"})
+    with pytest.raises(StorageError, match="nobody"):
+        await storage.put("key", [])
+    await storage.aclose()
+
+
+@pytest.mark.usefixtures("no_credentials")
+@bounded(30)
+async def test_expired_credentials_are_looked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OLD")
+
+    def step(peer: Peer) -> None:
+        _, headers, _ = peer.request()
+        if "Credential=OLD/" in headers["authorization"]:
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "NEW")  # as a sidecar would
+            peer.answer(_error("ExpiredToken"), "400 Bad Request")
+        else:
+            peer.answer(b"data")
+
+    with serving(repeat(step)) as server:
+        storage = opened("s3://bucket", {"endpoint_url": server.url})
+        assert await storage.get("key", 0, 4) == b"data"
+        await storage.aclose()
+
+
+@bounded(30)
+async def test_anonymous_requests_are_not_signed() -> None:
+    seen: list[dict[str, str]] = []
+
+    def step(peer: Peer) -> None:
+        seen.append(peer.request()[1])
+        peer.answer(b"data")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, "anonymous": True})
+        assert await storage.get("key", 0, 4) == b"data"
+        await storage.delete([])
+        await storage.stat("key")
+        await storage.aclose()
+    assert len(seen) == 2
+    assert not any("authorization" in headers for headers in seen)
+
+
+# --- servers that know less -----------------------------------------------------------------------
+
+
+class Lax:
+    """A server that heeds no conditions and compares no checksums. Signatures are not looked at."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.puts: list[tuple[str, dict[str, str], bytes]] = []
+        self.after_put: Callable[[str], None] = lambda path: None
+        self.fields: Callable[[dict[str, str]], list[str]] = lambda headers: []
+
+    def step(self, peer: Peer) -> None:
+        line, headers, body = peer.request()
+        method, target, _ = line.split(" ")
+        path = urlsplit(target).path
+        match method:
+            case "PUT":
+                self.puts.append((target, headers, body))
+                self.objects[path] = body
+                self.after_put(path)
+                peer.answer(b"", "200 OK", 'ETag: "x"', *self.fields(headers))
+            case "POST":
+                for key in re.findall(b"<Key>(.*?)</Key>", body):
+                    self.objects.pop(f"{path}/{key.decode()}", None)
+                peer.answer(b"<DeleteResult/>")
+            case _ if path not in self.objects:
+                peer.answer(b"" if method == "HEAD" else _error("NoSuchKey"), "404 Not Found")
+            case "HEAD":
+                peer.say(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n"
+                    b"Last-Modified: Wed, 01 Jan 2020 00:00:00 GMT\r\n\r\n"
+                )
+            case _:
+                peer.answer(self.objects[path])
+
+
+@bounded(30)
+async def test_a_server_without_conditional_puts_is_found_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lax = Lax()
+    with serving(repeat(lax.step)) as server, caplog.at_level(logging.WARNING):
+        storage = bare("s3://bucket/p", {"endpoint_url": server.url, **_KEYS})
+        before = storage.capabilities
+        await storage.put_if_absent("one", b"one")
+        assert before.has_conditional_put
+        assert not storage.capabilities.has_conditional_put
+        with pytest.raises(ObjectExists):
+            await storage.put_if_absent("one", b"two")
+        assert lax.objects == {"/bucket/p/one": b"one"}, "the probe is left, or the object replaced"
+        assert [record.message for record in caplog.records] == [
+            "s3://bucket/p: the server does not heed If-None-Match: of two writers at the same "
+            "moment the last one wins, and each sees by reading back whose it is"
+        ]
+
+        # Another writer comes between the put and the reading back.
+        lax.after_put = lambda path: lax.objects.update({path: b"theirs"})
+        with pytest.raises(ObjectExists):
+            await storage.put_if_absent("two", b"ours")
+        await storage.aclose()
+
+
+@bounded(30)
+async def test_payloads_are_signed_where_checksums_are_not_compared() -> None:
+    lax = Lax()
+    with serving(repeat(lax.step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+        await storage.put("one", [memoryview(b"o"), memoryview(b"ne")])
+        await storage.put("two", [memoryview(b"two")])
+        await storage.aclose()
+    hashes = [headers["x-amz-content-sha256"] for _, headers, _ in lax.puts]
+    one, two = (hashlib.sha256(data).hexdigest() for data in (b"one", b"two"))
+    assert hashes == ["UNSIGNED-PAYLOAD", one, two]
+    assert [body for _, _, body in lax.puts] == [b"one", b"one", b"two"]
+
+
+@bounded(30)
+async def test_what_arrives_otherwise_is_refused() -> None:
+    lax = Lax()
+    with serving(repeat(lax.step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+        lax.fields = lambda headers: ["x-amz-checksum-crc32c: AAAAAA=="]
+        with pytest.raises(StorageError, match="another CRC32C") as raised:
+            await storage.put("key", [memoryview(b"data")])
+        assert raised.value.retryable
+        lax.fields = lambda headers: [f"x-amz-checksum-crc32c: {headers['x-amz-checksum-crc32c']}"]
+        await storage.put("key", [memoryview(b"data")])
+        await storage.aclose()
+    _, headers, _ = lax.puts[-1]
+    assert headers["x-amz-checksum-crc32c"] == "rth90Q=="
+    assert headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+
+
+@bounded(30)
+async def test_a_server_that_does_not_heed_ranges_restores_nothing() -> None:
+    lax = Lax()
+    with serving(repeat(lax.step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+        lax.objects["/bucket/key"] = b"0123456789"
+        for size in (10, 5):
+            with pytest.raises(ActorSnapError):
+                await storage.read_into("key", 3, [memoryview(bytearray(size))])
+        await storage.aclose()
