@@ -20,6 +20,8 @@ which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire
 from __future__ import annotations
 
 import base64
+import functools
+import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -53,6 +55,7 @@ from actorsnap.storage.base import (
 )
 from actorsnap.storage.options import convert_options
 from actorsnap.storage.s3_client import (
+    UNSIGNED_PAYLOAD,
     S3Client,
     S3Options,
     crc32c_text,
@@ -123,7 +126,9 @@ class S3Storage(Storage):
     def client(self) -> S3Client:
         """The client; on the event loop that uses this storage."""
         if self._shared is None:
-            self._shared = shared_client(self._options, self._context.run_blocking)
+            context = self._context
+            run_waiting = context.run_waiting or context.run_blocking
+            self._shared = shared_client(self._options, run_waiting)
         return self._shared
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
@@ -383,14 +388,17 @@ class S3Storage(Storage):
         }
         client, full = self.client, self._full(key)
         is_signed = is_signed or client.checks_crc32c is False
+        sha256 = functools.partial(self._context.run_blocking, _sha256, views)
         with self._explained(op, key):
+            payload = await sha256() if is_signed else UNSIGNED_PAYLOAD
             response = await client.send(
-                "PUT", self._bucket, full, query, headers, views, is_signed=is_signed
+                "PUT", self._bucket, full, query, headers, views, payload=payload
             )
             reported = response.headers.get("x-amz-checksum-crc32c")
             client.checks_crc32c = reported is not None
             if reported is None and not is_signed:
-                await client.send("PUT", self._bucket, full, query, headers, views, is_signed=True)
+                payload = await sha256()
+                await client.send("PUT", self._bucket, full, query, headers, views, payload=payload)
         if reported is not None and reported != expected:
             raise StorageError(
                 op=op,
@@ -463,6 +471,13 @@ class S3Storage(Storage):
                 )
             except StorageError as error:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
+
+
+def _sha256(views: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest()
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
