@@ -183,6 +183,15 @@ class Host:
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.RunBlocking``."""
+        return await self._run(self._workers.submit, fn, args)
+
+    async def run_waiting(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """See ``storage.base.StorageContext``."""
+        return await self._run(self._workers.submit_waiting, fn, args)
+
+    async def _run(
+        self, submit: Callable[..., None], fn: Callable[..., T], args: tuple[Any, ...]
+    ) -> T:
         await anyio.lowlevel.checkpoint_if_cancelled()
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -197,7 +206,7 @@ class Host:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(settle, result, error)
 
-        self._workers.submit(fn, args, done)
+        submit(fn, args, done)
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)

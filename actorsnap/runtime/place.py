@@ -76,7 +76,7 @@ async def open_place(
     Raises:
         UsageError: unknown scheme or storage option.
     """
-    context = _context(place, fsync, run_blocking or host.run_blocking, scratch)
+    context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch)
     if is_ready(place.at):
         return open_storage(place.at, context)
     opener = await host.run_blocking(find_opener, place.at)
@@ -85,14 +85,18 @@ async def open_place(
 
 def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
     """``open_place`` where the backend ``is_ready``."""
-    return open_storage(place.at, _context(place, fsync, host.run_blocking))
+    return open_storage(place.at, _context(host, place, fsync, host.run_blocking))
 
 
 def _context(
-    place: Place, fsync: bool, run_blocking: RunBlocking, scratch: str = ""
+    host: Host, place: Place, fsync: bool, run_blocking: RunBlocking, scratch: str = ""
 ) -> StorageContext:
     return StorageContext(
-        options=place.storage_options, run_blocking=run_blocking, durable=fsync, scratch=scratch
+        options=place.storage_options,
+        run_blocking=run_blocking,
+        run_waiting=host.run_waiting,
+        durable=fsync,
+        scratch=scratch,
     )
 
 

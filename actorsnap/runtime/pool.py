@@ -1,7 +1,8 @@
 """Worker threads: run blocking calls, one after the other, first come first served.
 
-There are as many as cores: copies and checksums gain nothing from more. A call that hangs in a
-storage must not keep all others from theirs, so that while every thread hangs, more are started.
+There are as many as cores: copies and checksums gain nothing from more. Jobs that wait for a
+network do, so that each of them gets a thread at once. And a call that hangs in a storage must not
+keep all others from theirs: while every thread hangs, more are started.
 See ``docs/decisions/0003-worker-threads.md``. It must not know event loops.
 """
 
@@ -57,6 +58,18 @@ class WorkerPool:
         """Runs ``fn(*args)``; the thread then calls ``done`` with its result or its error."""
         self._jobs.put((fn, args, done))
 
+    def submit_waiting(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        done: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """``submit``, of a job that waits more than it works: on a new thread if none is idle."""
+        num_idle = len(self._threads) - len(self._busy_since) - self._jobs.qsize()
+        if num_idle <= 0:
+            self._add_extra(1)
+        self.submit(fn, args, done)
+
     def relieve(self) -> bool:
         """Starts threads for the jobs that wait, if all others hang.
 
@@ -67,10 +80,7 @@ class WorkerPool:
         busy_since = list(self._busy_since.values())
         latest = time.monotonic() - _HANGS_AFTER_S
         if len(busy_since) == len(self._threads) and all(begin < latest for begin in busy_since):
-            room = self.num_threads + _MAX_EXTRA - len(self._threads)
-            with contextlib.suppress(RuntimeError):  # the interpreter exits
-                for _ in range(min(num_waiting, room)):
-                    self._add(idle_s=_IDLE_S)
+            self._add_extra(num_waiting)
         return num_waiting > 0
 
     def stop(self, timeout_s: float | None) -> None:
@@ -81,6 +91,12 @@ class WorkerPool:
             self._jobs.put(None)
         for thread in threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _add_extra(self, num_wanted: int) -> None:
+        room = self.num_threads + _MAX_EXTRA - len(self._threads)
+        with contextlib.suppress(RuntimeError):  # the interpreter exits
+            for _ in range(min(num_wanted, room)):
+                self._add(idle_s=_IDLE_S)
 
     def _add(self, idle_s: float | None) -> None:
         thread = threading.Thread(

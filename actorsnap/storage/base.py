@@ -52,12 +52,15 @@ class StorageContext:
     Attributes:
         options: The caller's ``storage_options``; unknown names are refused by the backend.
         run_blocking: Where blocking calls go; the loop is never blocked.
+        run_waiting: The same for calls that wait for a network, and can be made to return: more
+            of them run at a time than there are cores. None: ``run_blocking``.
         durable: False lets a backend skip fsync (scratch tiers).
         scratch: A folder for what a crash may leave of writing an object at the root: who
             collects the garbage of the folder's owner collects that, too. Empty for none.
     """
 
     run_blocking: RunBlocking
+    run_waiting: RunBlocking | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = True
     scratch: str = ""

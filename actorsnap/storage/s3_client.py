@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-import hashlib
 import io
 import ssl
 import weakref
@@ -59,6 +58,7 @@ from actorsnap.storage.base import RunBlocking
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
+    "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
     "crc32c_text",
@@ -167,11 +167,11 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 )
 
 
-def shared_client(options: S3Options, run_blocking: RunBlocking) -> S3Client:
+def shared_client(options: S3Options, run_waiting: RunBlocking) -> S3Client:
     """The client of the running event loop for these options. To be released once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     client = clients.setdefault(
-        msgspec.msgpack.encode(options), S3Client(options, run_blocking=run_blocking)
+        msgspec.msgpack.encode(options), S3Client(options, run_waiting=run_waiting)
     )
     client.num_users += 1
     return client
@@ -188,13 +188,13 @@ class S3Client:
         probing: Held while that is found out.
     """
 
-    def __init__(self, options: S3Options, *, run_blocking: RunBlocking) -> None:
+    def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
         self.options = options
         self.num_users = 0
         self.checks_crc32c: bool | None = None
         self.has_conditional_put = options.has_conditional_put
         self.probing = anyio.Lock()
-        self._run_blocking = run_blocking
+        self._run_waiting = run_waiting
         self._opening = anyio.Lock()
         self._session: AioSession | None = None
         self._client: Any = None
@@ -231,20 +231,17 @@ class S3Client:
         headers: Mapping[str, str],
         views: Sequence[memoryview],
         *,
-        is_signed: bool = False,
+        payload: str = UNSIGNED_PAYLOAD,
     ) -> Response:
         """Sends ``views`` as the body of a request.
 
         Args:
-            is_signed: The signature covers the body, too: its SHA-256 is computed first.
+            payload: The body's SHA-256 in hex digits, where the signature is to cover it.
 
         Raises:
             ClientError, BotoCoreError, WireError: see ``explained``.
         Cancellation: at once; the server may have done what was asked.
         """
-        payload = UNSIGNED_PAYLOAD
-        if is_signed and not self.options.anonymous:
-            payload = await self._run_blocking(_sha256, views)
         request = await self._request(method, bucket, key, query, headers, payload)
         response = await self._opened_wire().send(request, views)
         _raise_for_status(response, method)
@@ -323,12 +320,12 @@ class S3Client:
             return
         async with self._opening:
             if self._client is None:
-                self._session, self._client = await self._run_blocking(_opened, self.options)
+                self._session, self._client = await self._run_waiting(_opened, self.options)
                 self._client.meta.events.register("before-send.s3", self._send_control)
             if self._wire is None:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
-                self._wire = await self._run_blocking(self._new_wire, self._session, endpoint_url)
+                self._wire = await self._run_waiting(self._new_wire, self._session, endpoint_url)
 
     def _opened_wire(self) -> Wire:
         assert self._wire is not None
@@ -345,7 +342,7 @@ class S3Client:
         except OSError as error:
             raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
         return Wire(
-            self._run_blocking,
+            self._run_waiting,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
@@ -444,13 +441,6 @@ def _body(body: object) -> bytes | bytearray:
         return read
     assert isinstance(body, bytes | bytearray)
     return body
-
-
-def _sha256(views: Sequence[memoryview]) -> str:
-    digest = hashlib.sha256()
-    for view in views:
-        digest.update(view)
-    return digest.hexdigest()
 
 
 def crc32c_text(value: int) -> str:

@@ -92,3 +92,18 @@ def test_a_start_that_fails_leaves_no_thread(
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError, match="can't start"):
         WorkerPool(2)
+
+
+def test_jobs_that_wait_get_a_thread_each_at_once(pool: WorkerPool) -> None:
+    met = threading.Barrier(6)
+    for _ in range(5):
+        pool.submit_waiting(met.wait, (10,), lambda result, error: None)
+    met.wait(10)  # all five are in it
+    deadline = time.monotonic() + 10
+    while len(pool._threads) > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for _ in range(3):
+        pool.submit_waiting(int, (), lambda result, error: None)
+        time.sleep(0.02)
+    assert len(pool._threads) == 2  # who is idle takes it
