@@ -93,7 +93,7 @@ def test_the_outcome_comes_by_the_deadline(
     with hanging(), caplog.at_level(logging.WARNING, "actorsnap"):
         pending = sync.Snapshot.async_take(faulty_url(tmp_path / "s"), big(), options=SHORT)
         began = time.monotonic()
-        with pytest.raises(SnapshotAborted, match="timeout_s=0.5"):
+        with pytest.raises(SnapshotAborted, match="timeout_s=1 "):
             pending.wait()
         assert time.monotonic() - began < 10  # it was: never
         said = [r.getMessage() for r in caplog.records if "the storage hangs" in r.getMessage()]
