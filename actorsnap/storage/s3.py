@@ -4,10 +4,12 @@ Decides which requests make each verb. Must not know: snapshots, retries, concur
 which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire``).
 
 - Objects of up to 1 MiB are one put, when they are complete; a joined writer cannot write them.
-- Others are multipart uploads. A write is a part; its number is ``offset // unit + 1``, where the
-  unit follows from the object's size. Numbers thus rise with the offset, and are never the same
-  for two writes, which are at least a unit long. So writers on other ranks need to know no more
-  than the upload's id. ``complete`` lists the parts and wants them to cover the object.
+- Others are multipart uploads. A write's first part is number ``offset // unit + 1``, where the
+  unit follows from the object's size; and a write has as many parts as lead to the number of the
+  next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers want,
+  and writers on other ranks need to know no more than the upload's id. A write is a unit or longer,
+  so that no part is less than half of one. ``complete`` lists the parts and wants them to cover the
+  object.
 - Every body has its CRC32C with it. A server that compares it repeats it in the answer. Where one
   does not, payloads are signed: what arrives otherwise is refused for its SHA-256.
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
@@ -27,6 +29,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
@@ -61,7 +64,7 @@ from actorsnap.storage.s3_client import (
     explained,
     shared_client,
 )
-from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.vectored import between, num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
@@ -443,6 +446,18 @@ class S3Storage(Storage):
                 await self.delete([key])
         return False
 
+    async def checksums(
+        self, key: str, parts: Sequence[Sequence[memoryview]], crc32c: int | None
+    ) -> Sequence[int]:
+        """The CRC32C of each part of a write, which as a whole is to have this one."""
+        found = await self._context.run_blocking(lambda: [crc32c_of(part) for part in parts])
+        whole = 0
+        for part, checksum in zip(parts, found, strict=True):
+            whole = combine(whole, checksum, num_bytes(part))
+        if crc32c not in (None, whole):
+            raise self._changed("write_at", key, "what is to be sent")
+        return found
+
     async def put_whole(self, key: str, data: bytes, crc32c: int | None) -> None:
         """The put of a small writer."""
         await self.send("complete", key, {}, self._written, [memoryview(data)], crc32c)
@@ -490,7 +505,7 @@ class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
-        unit: No part is smaller, but the last one.
+        unit: No write is shorter, but the last one.
     """
 
     key: str
@@ -562,22 +577,27 @@ class _PartWriter(_Writer):
 
     def __init__(self, storage: S3Storage, upload: _Upload, *, is_opener: bool) -> None:
         super().__init__(storage, upload, is_opener=is_opener)
-        self._offsets: dict[int, int] = {}
         self._checksums: dict[int, str] = {}
         self._may_be_complete = False
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Sends a part. Cancellation: at once; the part may be there or not."""
+        """Sends one part, or several. Cancellation: at once; they may be there or not."""
         stop = offset + num_bytes(views)
         self._check(offset, stop)
         if stop == offset:
             return
-        number = offset // self._upload.unit + 1
-        if self._offsets.setdefault(number, offset) != offset:
-            raise UsageError(f"{self.key!r}: a write has at least {self._upload.unit} bytes")
-        self._checksums[number] = await self._storage.send_part(self._upload, number, views, crc32c)
+        parts = self._cut(offset, stop, views)
+        checksums: Sequence[int | None] = [crc32c]
+        if len(parts) > 1:
+            checksums = await self._storage.checksums(self.key, parts, crc32c)
+        for number, (part, checksum) in enumerate(
+            zip(parts, checksums, strict=True), offset // self._upload.unit + 1
+        ):
+            self._checksums[number] = await self._storage.send_part(
+                self._upload, number, part, checksum
+            )
 
     async def complete(self) -> None:
         """Makes the object of its parts. Repeatable: an answer may have been lost."""
@@ -608,6 +628,19 @@ class _PartWriter(_Writer):
             await self._storage.abort(self.key, self._upload.id)
         self._has_ended = True
 
+    def _cut(
+        self, offset: int, stop: int, views: Sequence[memoryview]
+    ) -> list[Sequence[memoryview]]:
+        """The parts of a write, about equally long."""
+        unit = self._upload.unit
+        num_parts = stop // unit - offset // unit
+        if stop == self.size:
+            num_parts = max(1, (stop - offset) // unit)
+        elif stop - offset < unit:
+            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
+        cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
+        return [between(views, *cut) for cut in pairwise(cuts)]
+
     async def _parts(self) -> list[dict[str, Any]]:
         """What the server has, of all writers.
 
@@ -629,8 +662,7 @@ class _PartWriter(_Writer):
 
     def _check_parts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         position = 0
-        for part in parts:
-            number = position // self._upload.unit + 1
+        for number, part in enumerate(parts, 1):
             if part["PartNumber"] != number:
                 raise self._failed("complete", f"part {number}, from byte {position} on, is lost")
             known, reported = self._checksums.get(number), part.get("ChecksumCRC32C")
