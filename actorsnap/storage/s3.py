@@ -11,7 +11,8 @@ which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire
   so that no part is less than half of one. ``complete`` lists the parts and wants them to cover the
   object.
 - Every body has its CRC32C with it. A server that compares it repeats it in the answer. Where one
-  does not, payloads are signed: what arrives otherwise is refused for its SHA-256.
+  does not, payloads are signed: what arrives otherwise is refused for its SHA-256. Whether it is
+  is tried once per client; where it is not, the MD5 goes along, which every server compares.
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
   per client, with an object of its own. Where it does not, ``put_if_absent`` looks, puts and reads
   back: of two writers at the same moment the last wins, and both can see which.
@@ -26,11 +27,11 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import anyio
@@ -77,6 +78,8 @@ _MAX_PARTS = 10_000
 _MAX_OBJECT_BYTES = 5 << 40
 _MAX_DELETED = 1000
 """Keys in one request."""
+
+_MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 _CLEANUP_S = 30.0
 """Ending an upload takes no longer, also if the caller is cancelled; what is left is garbage."""
@@ -364,7 +367,7 @@ class S3Storage(Storage):
 
     async def _put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
         headers = {**self._written, "If-None-Match": "*"}
-        # Signed at once: a second try would find what the first has created.
+        # With all checks at once: a second try would find what the first has created.
         await self.send(op, key, {}, headers, views, is_signed=True)
 
     async def send(
@@ -387,28 +390,38 @@ class S3Storage(Storage):
             "x-amz-checksum-crc32c": expected,
             "x-amz-sdk-checksum-algorithm": "CRC32C",
         }
-        client, full = self.client, self._full(key)
-        is_signed = is_signed or client.checks_crc32c is False
-
-        async def sha256() -> str:
-            digest, found = await self._context.run_blocking(_hash, views)
-            if found != crc32c:
-                raise self._changed(op, key, "what is to be sent")
-            return digest
-
-        with self._explained(op, key):
-            payload = await sha256() if is_signed else UNSIGNED_PAYLOAD
-            response = await client.send(
-                "PUT", self._bucket, full, query, headers, views, payload=payload
-            )
-            reported = response.headers.get("x-amz-checksum-crc32c")
+        client, reported = self.client, None
+        if not is_signed and client.checks_crc32c is not False:
+            reported = await self._send(op, key, query, headers, views, UNSIGNED_PAYLOAD)
             client.checks_crc32c = reported is not None
-            if reported is None and not is_signed:
-                payload = await sha256()
-                await client.send("PUT", self._bucket, full, query, headers, views, payload=payload)
-        if reported is not None and reported != expected:
+        if reported is None:
+            has_md5 = is_signed or not await self._checks_sha256(op)
+            hashes = await self._context.run_blocking(_hash, views, has_md5)
+            if hashes.crc32c != crc32c:
+                raise self._changed(op, key, "what is to be sent")
+            if has_md5:
+                headers["Content-MD5"] = hashes.md5
+            reported = await self._send(op, key, query, headers, views, hashes.sha256)
+            client.checks_crc32c = reported is not None
+        if reported not in (None, expected):
             raise self._changed(op, key, "what arrived")
         return expected
+
+    async def _send(
+        self,
+        op: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        views: Sequence[memoryview],
+        payload: str,
+    ) -> str | None:
+        """One request; returns the CRC32C that the server says."""
+        with self._explained(op, key):
+            response = await self.client.send(
+                "PUT", self._bucket, self._full(key), query, headers, views, payload=payload
+            )
+        return response.headers.get("x-amz-checksum-crc32c")
 
     def _changed(self, op: str, key: str, what: str) -> StorageError:
         detail = f"bucket {self._bucket!r}: {what} has another CRC32C"
@@ -431,20 +444,43 @@ class S3Storage(Storage):
         return client.has_conditional_put
 
     async def _probe(self, op: str) -> bool:
+        async with self._probe_key() as key:
+            try:
+                await self._put_conditionally(op, key, [])
+                await self._put_conditionally(op, key, [])
+            except ObjectExists:
+                return True
+            except StorageError as error:
+                if _code(error) != "NotImplemented":
+                    raise
+            return False
+
+    async def _checks_sha256(self, op: str) -> bool:
+        """Whether a body that is not what is signed is refused; tried with one."""
+        client = self.client
+        async with client.probing:
+            if client.checks_sha256 is None:
+                nothing = hashlib.sha256().hexdigest()
+                async with self._probe_key() as key:
+                    try:
+                        await self._send(op, key, {}, self._written, [memoryview(b"x")], nothing)
+                        client.checks_sha256 = False
+                    except StorageError as error:
+                        if error.retryable and _code(error) not in _MISMATCHES:
+                            raise
+                        client.checks_sha256 = True
+            return client.checks_sha256
+
+    @asynccontextmanager
+    async def _probe_key(self) -> AsyncIterator[str]:
+        """The key of an object in the scratch folder, which is deleted in the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
-            await self._put_conditionally(op, key, [])
-            await self._put_conditionally(op, key, [])
-        except ObjectExists:
-            return True
-        except StorageError as error:
-            if _code(error) != "NotImplemented":
-                raise
+            yield key
         finally:
             with anyio.CancelScope(shield=True), suppress(StorageError):
                 await self.delete([key])
-        return False
 
     async def checksums(
         self, key: str, parts: Sequence[Sequence[memoryview]], crc32c: int | None
@@ -492,12 +528,26 @@ class S3Storage(Storage):
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
 
-def _hash(views: Sequence[memoryview]) -> tuple[str, int]:
-    """SHA-256, in hex digits, and CRC32C."""
-    digest = hashlib.sha256()
+class _Hashes(NamedTuple):
+    """Of a body, as headers have them.
+
+    Attributes:
+        md5: Empty where nobody asked for it.
+    """
+
+    crc32c: int
+    sha256: str
+    md5: str
+
+
+def _hash(views: Sequence[memoryview], has_md5: bool) -> _Hashes:
+    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     for view in views:
-        digest.update(view)
-    return digest.hexdigest(), crc32c_of(views)
+        sha256.update(view)
+        if has_md5:
+            md5.update(view)
+    text = base64.b64encode(md5.digest()).decode() if has_md5 else ""
+    return _Hashes(crc32c_of(views), sha256.hexdigest(), text)
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -185,6 +185,7 @@ class S3Client:
         num_users: Storages that have it; with the last one its connections are closed.
         checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
             answered. Where it does not, payloads are signed.
+        checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         probing: Held while that is found out.
     """
@@ -193,6 +194,7 @@ class S3Client:
         self.options = options
         self.num_users = 0
         self.checks_crc32c: bool | None = None
+        self.checks_sha256: bool | None = None
         self.has_conditional_put = options.has_conditional_put
         self.probing = anyio.Lock()
         self._run_waiting = run_waiting

@@ -14,8 +14,8 @@ from tests.servers.base import S3Server
 
 __all__ = ["LARGE", "assert_no_secret", "keys_of", "refused", "state", "uploads_of"]
 
-LARGE = 9 << 20
-"""Floats of an object of three parts."""
+LARGE = 5 << 20
+"""Floats of an object of two parts."""
 
 
 def state(number: int, *, num_floats: int = LARGE) -> dict[str, StateDict]:

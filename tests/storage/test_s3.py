@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import pickle
@@ -263,12 +264,12 @@ async def test_parts_are_numbered_without_gaps(options: dict[str, Any], bucket: 
     data = memoryview(pattern(63 * _MIB))
     opener = await storage.writer("key", len(data))
     joined = await storage.join_writer(opener.token)
-    cuts = [0, 10, 29, 60, 63]  # two parts of 9.5 MiB, and three of 31 MiB
+    cuts = [0, 10, 29, 60, 63]  # one part, one, four and one
     for n, writer in ((2, joined), (0, opener), (3, joined), (1, opener)):
         part = data[cuts[n] * _MIB : cuts[n + 1] * _MIB]
         await writer.write_at(cuts[n] * _MIB, [part[:100], part[100:]], crc32c(part))
     with pytest.raises(StorageError, match="what is to be sent has another CRC32C"):
-        await opener.write_at(10 * _MIB, [data[10 * _MIB : 29 * _MIB]], 1)
+        await opener.write_at(29 * _MIB, [data[29 * _MIB : 60 * _MIB]], 1)
     parts = await storage.client.call(
         "list_parts", Bucket=bucket, Key="key", UploadId=msgspec.msgpack.decode(opener.token)[2]
     )
@@ -591,9 +592,37 @@ async def test_payloads_are_signed_where_checksums_are_not_compared() -> None:
         await storage.put("two", [memoryview(b"two")])
         await storage.aclose()
     hashes = [headers["x-amz-content-sha256"] for _, headers, _ in lax.puts]
-    one, two = (hashlib.sha256(data).hexdigest() for data in (b"one", b"two"))
-    assert hashes == ["UNSIGNED-PAYLOAD", one, two]
-    assert [body for _, _, body in lax.puts] == [b"one", b"one", b"two"]
+    nothing, one, two = (hashlib.sha256(data).hexdigest() for data in (b"", b"one", b"two"))
+    assert hashes == ["UNSIGNED-PAYLOAD", nothing, one, two]
+    assert [body for _, _, body in lax.puts] == [b"one", b"x", b"one", b"two"]
+    # It let pass what is not what was signed.
+    md5s = [headers.get("content-md5") for _, headers, _ in lax.puts]
+    expected = [base64.b64encode(hashlib.md5(data).digest()).decode() for data in (b"one", b"two")]
+    assert md5s == [None, None, *expected]
+    assert list(lax.objects) == ["/bucket/one", "/bucket/two"], "the probe is left"
+
+
+@bounded(30)
+async def test_a_server_that_checks_signed_payloads_needs_no_more() -> None:
+    lax = Lax()
+
+    def step(peer: Peer) -> None:
+        line, headers, body = peer.request()
+        lax.puts.append((line, headers, body))
+        signed = headers["x-amz-content-sha256"]
+        if signed in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
+            peer.answer(b"", "200 OK", 'ETag: "x"')
+        else:
+            peer.answer(_error("XAmzContentSHA256Mismatch"), "400 Bad Request")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+        await storage.put("one", [memoryview(b"one")])
+        await storage.put("two", [memoryview(b"two")])
+        await storage.aclose()
+    bodies = [body for line, _, body in lax.puts if line.startswith("PUT")]
+    assert bodies == [b"one", b"x", b"one", b"two"]
+    assert not any("content-md5" in headers for line, headers, _ in lax.puts if "PUT" in line)
 
 
 @bounded(30)
