@@ -662,7 +662,9 @@ class _PartWriter(_Writer):
                 MultipartUpload={"Parts": [_named(part) for part in parts]},
             )
         except StorageError as error:
-            if not (self._may_be_complete and _code(error) == "NoSuchUpload"):
+            # Some servers call an upload that is gone an object that is not there.
+            is_gone = isinstance(error, ObjectNotFound) or _code(error) == "NoSuchUpload"
+            if not (self._may_be_complete and is_gone):
                 raise
             if (await self._storage.stat(self.key)).size != self.size:
                 raise
