@@ -41,7 +41,6 @@ async def cancelled_when_hit(rule: Rule, work: Coroutine[Any, Any, Any]) -> floa
     ("fault", "method", "pattern"),
     [
         pytest.param(Stall(way=Way.UP, after_bytes=MIB), "PUT", "partNumber=2", id="up"),
-        pytest.param(Stall(way=Way.DOWN), "PUT", "partNumber=2", id="answer"),
         pytest.param(Stall(way=Way.UP), "POST", "uploads", id="create"),
         pytest.param(Stall(way=Way.UP), "POST", "uploadId=", id="complete"),
         pytest.param(LoseAnswer(), "PUT", "partNumber=", id="waiting to try again"),
