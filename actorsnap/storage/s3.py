@@ -175,6 +175,11 @@ class S3Storage(Storage):
             ChecksumAlgorithm="CRC32C",
             **self._properties,
         )
+        if self.client.checks_crc32c is None:
+            # So that the first parts need not be sent twice to a server that knows none.
+            self.client.checks_crc32c = "ChecksumAlgorithm" in answer
+            if not self.client.checks_crc32c:
+                await self._checks_sha256("writer")
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
         upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
         return _PartWriter(self, upload, is_opener=True)
