@@ -168,6 +168,18 @@ class S3Storage(Storage):
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
             return _SmallWriter(self, _Upload(key=key, size=size), is_opener=True)
+        upload_id = await self._create(key)
+        if self.client.checks_sha256 is None and not self.client.checks_crc32c:
+            # Not beside the upload: some servers delete its folder with the object that is tried.
+            await self.abort(key, upload_id)
+            await self._checks_sha256("writer")
+            upload_id = await self._create(key)
+        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
+        upload = _Upload(key=key, size=size, id=upload_id, unit=unit)
+        return _PartWriter(self, upload, is_opener=True)
+
+    async def _create(self, key: str) -> str:
+        """Begins an upload, and learns whether the server knows the checksums of parts."""
         answer = await self.call(
             "writer",
             key,
@@ -176,13 +188,8 @@ class S3Storage(Storage):
             **self._properties,
         )
         if self.client.checks_crc32c is None:
-            # So that the first parts need not be sent twice to a server that knows none.
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
-            if not self.client.checks_crc32c:
-                await self._checks_sha256("writer")
-        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
-        upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
-        return _PartWriter(self, upload, is_opener=True)
+        return str(answer["UploadId"])
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. No request: writing tells."""

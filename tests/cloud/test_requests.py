@@ -19,10 +19,10 @@ def test_no_byte_travels_twice(ceph: CephServer, bucket: str, proxy: FaultProxy)
     asked = proxy.exchanges()
     parts = [found[1] for each in asked if (found := re.search("partNumber=(.*?)&", each.target))]
     assert sorted(parts) == ["1", "2", "3", "4", "5"]
-    # Before the first part: is there a snapshot, create the upload, and, once per client, two for
+    # Before the first part: is there a snapshot, create the upload, and, once per client, four for
     # what the server checks. After the last: list and complete, the manifest, once per client three
     # for conditional puts, the commit, and what looks for garbage.
-    assert len(asked) - len(parts) <= 17
+    assert len(asked) - len(parts) <= 19
     proxy.forget()
     Snapshot(url, storage_options=options).restore(state(2, num_floats=NUM_FLOATS))
     asked = proxy.exchanges()
