@@ -4,12 +4,15 @@ Decides which requests make each verb. Must not know: snapshots, retries, concur
 which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire``).
 
 - Objects of up to 1 MiB are one put, when they are complete; a joined writer cannot write them.
-- Others are multipart uploads. A write is a part; its number is ``offset // unit + 1``, where the
-  unit follows from the object's size. Numbers thus rise with the offset, and are never the same
-  for two writes, which are at least a unit long. So writers on other ranks need to know no more
-  than the upload's id. ``complete`` lists the parts and wants them to cover the object.
+- Others are multipart uploads. A write's first part is number ``offset // unit + 1``, where the
+  unit follows from the object's size; and a write has as many parts as lead to the number of the
+  next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers want,
+  and writers on other ranks need to know no more than the upload's id. A write is a unit or longer,
+  so that no part is less than half of one. ``complete`` lists the parts and wants them to cover the
+  object.
 - Every body has its CRC32C with it. A server that compares it repeats it in the answer. Where one
-  does not, payloads are signed: what arrives otherwise is refused for its SHA-256.
+  does not, payloads are signed: what arrives otherwise is refused for its SHA-256. Whether it is
+  is tried once per client; where it is not, the MD5 goes along, which every server compares.
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
   per client, with an object of its own. Where it does not, ``put_if_absent`` looks, puts and reads
   back: of two writers at the same moment the last wins, and both can see which.
@@ -24,10 +27,11 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import anyio
@@ -61,7 +65,7 @@ from actorsnap.storage.s3_client import (
     explained,
     shared_client,
 )
-from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.vectored import between, num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
@@ -74,6 +78,8 @@ _MAX_PARTS = 10_000
 _MAX_OBJECT_BYTES = 5 << 40
 _MAX_DELETED = 1000
 """Keys in one request."""
+
+_MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 _CLEANUP_S = 30.0
 """Ending an upload takes no longer, also if the caller is cancelled; what is left is garbage."""
@@ -162,6 +168,18 @@ class S3Storage(Storage):
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
             return _SmallWriter(self, _Upload(key=key, size=size), is_opener=True)
+        upload_id = await self._create(key)
+        if self.client.checks_sha256 is None and not self.client.checks_crc32c:
+            # Not beside the upload: some servers delete its folder with the object that is tried.
+            await self.abort(key, upload_id)
+            await self._checks_sha256("writer")
+            upload_id = await self._create(key)
+        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
+        upload = _Upload(key=key, size=size, id=upload_id, unit=unit)
+        return _PartWriter(self, upload, is_opener=True)
+
+    async def _create(self, key: str) -> str:
+        """Begins an upload, and learns whether the server knows the checksums of parts."""
         answer = await self.call(
             "writer",
             key,
@@ -169,9 +187,9 @@ class S3Storage(Storage):
             ChecksumAlgorithm="CRC32C",
             **self._properties,
         )
-        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
-        upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
-        return _PartWriter(self, upload, is_opener=True)
+        if self.client.checks_crc32c is None:
+            self.client.checks_crc32c = "ChecksumAlgorithm" in answer
+        return str(answer["UploadId"])
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. No request: writing tells."""
@@ -361,7 +379,7 @@ class S3Storage(Storage):
 
     async def _put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
         headers = {**self._written, "If-None-Match": "*"}
-        # Signed at once: a second try would find what the first has created.
+        # With all checks at once: a second try would find what the first has created.
         await self.send(op, key, {}, headers, views, is_signed=True)
 
     async def send(
@@ -384,28 +402,38 @@ class S3Storage(Storage):
             "x-amz-checksum-crc32c": expected,
             "x-amz-sdk-checksum-algorithm": "CRC32C",
         }
-        client, full = self.client, self._full(key)
-        is_signed = is_signed or client.checks_crc32c is False
-
-        async def sha256() -> str:
-            digest, found = await self._context.run_blocking(_hash, views)
-            if found != crc32c:
-                raise self._changed(op, key, "what is to be sent")
-            return digest
-
-        with self._explained(op, key):
-            payload = await sha256() if is_signed else UNSIGNED_PAYLOAD
-            response = await client.send(
-                "PUT", self._bucket, full, query, headers, views, payload=payload
-            )
-            reported = response.headers.get("x-amz-checksum-crc32c")
+        client, reported = self.client, None
+        if not is_signed and client.checks_crc32c is not False:
+            reported = await self._send(op, key, query, headers, views, UNSIGNED_PAYLOAD)
             client.checks_crc32c = reported is not None
-            if reported is None and not is_signed:
-                payload = await sha256()
-                await client.send("PUT", self._bucket, full, query, headers, views, payload=payload)
-        if reported is not None and reported != expected:
+        if reported is None:
+            has_md5 = is_signed or not await self._checks_sha256(op)
+            hashes = await self._context.run_blocking(_hash, views, has_md5)
+            if hashes.crc32c != crc32c:
+                raise self._changed(op, key, "what is to be sent")
+            if has_md5:
+                headers["Content-MD5"] = hashes.md5
+            reported = await self._send(op, key, query, headers, views, hashes.sha256)
+            client.checks_crc32c = reported is not None
+        if reported not in (None, expected):
             raise self._changed(op, key, "what arrived")
         return expected
+
+    async def _send(
+        self,
+        op: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        views: Sequence[memoryview],
+        payload: str,
+    ) -> str | None:
+        """One request; returns the CRC32C that the server says."""
+        with self._explained(op, key):
+            response = await self.client.send(
+                "PUT", self._bucket, self._full(key), query, headers, views, payload=payload
+            )
+        return response.headers.get("x-amz-checksum-crc32c")
 
     def _changed(self, op: str, key: str, what: str) -> StorageError:
         detail = f"bucket {self._bucket!r}: {what} has another CRC32C"
@@ -428,20 +456,55 @@ class S3Storage(Storage):
         return client.has_conditional_put
 
     async def _probe(self, op: str) -> bool:
+        async with self._probe_key() as key:
+            try:
+                await self._put_conditionally(op, key, [])
+                await self._put_conditionally(op, key, [])
+            except ObjectExists:
+                return True
+            except StorageError as error:
+                if _code(error) != "NotImplemented":
+                    raise
+            return False
+
+    async def _checks_sha256(self, op: str) -> bool:
+        """Whether a body that is not what is signed is refused; tried with one."""
+        client = self.client
+        async with client.probing:
+            if client.checks_sha256 is None:
+                nothing = hashlib.sha256().hexdigest()
+                async with self._probe_key() as key:
+                    try:
+                        await self._send(op, key, {}, self._written, [memoryview(b"x")], nothing)
+                        client.checks_sha256 = False
+                    except StorageError as error:
+                        if error.retryable and _code(error) not in _MISMATCHES:
+                            raise
+                        client.checks_sha256 = True
+            return client.checks_sha256
+
+    @asynccontextmanager
+    async def _probe_key(self) -> AsyncIterator[str]:
+        """The key of an object in the scratch folder, which is deleted in the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
-            await self._put_conditionally(op, key, [])
-            await self._put_conditionally(op, key, [])
-        except ObjectExists:
-            return True
-        except StorageError as error:
-            if _code(error) != "NotImplemented":
-                raise
+            yield key
         finally:
             with anyio.CancelScope(shield=True), suppress(StorageError):
                 await self.delete([key])
-        return False
+
+    async def checksums(
+        self, key: str, parts: Sequence[Sequence[memoryview]], crc32c: int | None
+    ) -> Sequence[int]:
+        """The CRC32C of each part of a write, which as a whole is to have this one."""
+        found = await self._context.run_blocking(lambda: [crc32c_of(part) for part in parts])
+        whole = 0
+        for part, checksum in zip(parts, found, strict=True):
+            whole = combine(whole, checksum, num_bytes(part))
+        if crc32c not in (None, whole):
+            raise self._changed("write_at", key, "what is to be sent")
+        return found
 
     async def put_whole(self, key: str, data: bytes, crc32c: int | None) -> None:
         """The put of a small writer."""
@@ -477,12 +540,26 @@ class S3Storage(Storage):
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
 
-def _hash(views: Sequence[memoryview]) -> tuple[str, int]:
-    """SHA-256, in hex digits, and CRC32C."""
-    digest = hashlib.sha256()
+class _Hashes(NamedTuple):
+    """Of a body, as headers have them.
+
+    Attributes:
+        md5: Empty where nobody asked for it.
+    """
+
+    crc32c: int
+    sha256: str
+    md5: str
+
+
+def _hash(views: Sequence[memoryview], has_md5: bool) -> _Hashes:
+    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     for view in views:
-        digest.update(view)
-    return digest.hexdigest(), crc32c_of(views)
+        sha256.update(view)
+        if has_md5:
+            md5.update(view)
+    text = base64.b64encode(md5.digest()).decode() if has_md5 else ""
+    return _Hashes(crc32c_of(views), sha256.hexdigest(), text)
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -490,7 +567,7 @@ class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
-        unit: No part is smaller, but the last one.
+        unit: No write is shorter, but the last one.
     """
 
     key: str
@@ -562,22 +639,27 @@ class _PartWriter(_Writer):
 
     def __init__(self, storage: S3Storage, upload: _Upload, *, is_opener: bool) -> None:
         super().__init__(storage, upload, is_opener=is_opener)
-        self._offsets: dict[int, int] = {}
         self._checksums: dict[int, str] = {}
         self._may_be_complete = False
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Sends a part. Cancellation: at once; the part may be there or not."""
+        """Sends one part, or several. Cancellation: at once; they may be there or not."""
         stop = offset + num_bytes(views)
         self._check(offset, stop)
         if stop == offset:
             return
-        number = offset // self._upload.unit + 1
-        if self._offsets.setdefault(number, offset) != offset:
-            raise UsageError(f"{self.key!r}: a write has at least {self._upload.unit} bytes")
-        self._checksums[number] = await self._storage.send_part(self._upload, number, views, crc32c)
+        parts = self._cut(offset, stop, views)
+        checksums: Sequence[int | None] = [crc32c]
+        if len(parts) > 1:
+            checksums = await self._storage.checksums(self.key, parts, crc32c)
+        for number, (part, checksum) in enumerate(
+            zip(parts, checksums, strict=True), offset // self._upload.unit + 1
+        ):
+            self._checksums[number] = await self._storage.send_part(
+                self._upload, number, part, checksum
+            )
 
     async def complete(self) -> None:
         """Makes the object of its parts. Repeatable: an answer may have been lost."""
@@ -592,7 +674,9 @@ class _PartWriter(_Writer):
                 MultipartUpload={"Parts": [_named(part) for part in parts]},
             )
         except StorageError as error:
-            if not (self._may_be_complete and _code(error) == "NoSuchUpload"):
+            # Some servers call an upload that is gone an object that is not there.
+            is_gone = isinstance(error, ObjectNotFound) or _code(error) == "NoSuchUpload"
+            if not (self._may_be_complete and is_gone):
                 raise
             if (await self._storage.stat(self.key)).size != self.size:
                 raise
@@ -607,6 +691,19 @@ class _PartWriter(_Writer):
         if self._is_opener and not self._has_ended:
             await self._storage.abort(self.key, self._upload.id)
         self._has_ended = True
+
+    def _cut(
+        self, offset: int, stop: int, views: Sequence[memoryview]
+    ) -> list[Sequence[memoryview]]:
+        """The parts of a write, about equally long."""
+        unit = self._upload.unit
+        num_parts = stop // unit - offset // unit
+        if stop == self.size:
+            num_parts = max(1, (stop - offset) // unit)
+        elif stop - offset < unit:
+            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
+        cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
+        return [between(views, *cut) for cut in pairwise(cuts)]
 
     async def _parts(self) -> list[dict[str, Any]]:
         """What the server has, of all writers.
@@ -629,8 +726,7 @@ class _PartWriter(_Writer):
 
     def _check_parts(self, parts: Sequence[Mapping[str, Any]]) -> None:
         position = 0
-        for part in parts:
-            number = position // self._upload.unit + 1
+        for number, part in enumerate(parts, 1):
             if part["PartNumber"] != number:
                 raise self._failed("complete", f"part {number}, from byte {position} on, is lost")
             known, reported = self._checksums.get(number), part.get("ChecksumCRC32C")

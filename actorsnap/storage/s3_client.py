@@ -92,7 +92,8 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
         proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
         ca_bundle: A file of trusted certificate authorities.
         max_concurrency: Requests at once.
-        part_bytes: Least size of a part; 5 MiB or more.
+        part_bytes: Least size of what is written at once; 10 MiB or more. Most parts are as long
+            as a chunk (``Options.chunk_bytes``), and none is less than half of this.
         max_attempts: Tries per request, the first included.
         connect_timeout_s: For one address, and for the TLS handshake.
         stall_timeout_s: So long may a server be silent.
@@ -117,7 +118,7 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
     proxies: dict[str, str] | None = None
     ca_bundle: str | None = None
     max_concurrency: int = 32
-    part_bytes: int = 5 * MIB
+    part_bytes: int = 15 * MIB
     max_attempts: int = 12
     connect_timeout_s: float = 10.0
     stall_timeout_s: float = 30.0
@@ -136,8 +137,8 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
             url = urlsplit(self.endpoint_url)
             if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
                 raise ValueError("endpoint_url must be http://host or https://host, without a user")
-        if not 5 * MIB <= self.part_bytes <= 5120 * MIB:
-            raise ValueError("part_bytes must lie between 5 MiB and 5 GiB")
+        if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
+            raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
         for name in ("max_concurrency", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more")
@@ -184,6 +185,7 @@ class S3Client:
         num_users: Storages that have it; with the last one its connections are closed.
         checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
             answered. Where it does not, payloads are signed.
+        checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         probing: Held while that is found out.
     """
@@ -192,6 +194,7 @@ class S3Client:
         self.options = options
         self.num_users = 0
         self.checks_crc32c: bool | None = None
+        self.checks_sha256: bool | None = None
         self.has_conditional_put = options.has_conditional_put
         self.probing = anyio.Lock()
         self._run_waiting = run_waiting

@@ -91,6 +91,7 @@ async def leftovers(url: object) -> list[str]:
     attempt = None
     if COMMIT_KEY in keys:
         attempt = decode_commit(await storage.get(COMMIT_KEY)).attempt
+    await storage.aclose()
     return [key for key in keys if key != COMMIT_KEY and attempt_of(key) != attempt]
 
 

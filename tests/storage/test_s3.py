@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import pickle
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from actorsnap.errors import (
     Throttled,
     UsageError,
 )
+from actorsnap.format.checksum import crc32c
 from actorsnap.runtime.host import shutdown
 from actorsnap.storage import Storage, StorageContext, open_storage
 from actorsnap.storage.options import convert_options
@@ -75,7 +78,7 @@ class OnServer(StorageConformance):
     @pytest.fixture
     def make_storage(self, server: S3Server) -> MakeStorage:
         url = server.url(server.make_bucket(), "some/prefix")
-        options = server.storage_options() | self.options
+        options = server.storage_options() | {"part_bytes": 10 * _MIB} | self.options
         return lambda: opened(url, options)
 
 
@@ -100,9 +103,6 @@ class TestRclone(OnServer):
     num_many = 50
     options: ClassVar[dict[str, Any]] = {"has_conditional_put": False}
 
-    # It refuses numbers of parts with gaps, which S3 allows.
-    test_parts_of_any_sizes_that_are_allowed = None  # type: ignore[assignment]
-
     @pytest.fixture
     def server(self, rclone: RcloneServer) -> S3Server:
         return rclone
@@ -111,12 +111,12 @@ class TestRclone(OnServer):
 @bounded(120)
 async def test_over_tls(moto: MotoServer, tls_files: TlsFiles) -> None:
     url = moto.url(moto.make_bucket())
-    data = pattern(11 * _MIB)
+    data = pattern(18 * _MIB)
     with FaultProxy(moto.endpoint, tls=tls_files) as proxy:
         options = moto.storage_options(proxy)
         storage = bare(url, options)
         writer = await storage.writer("key", len(data))
-        for start, stop in ((0, 5 * _MIB), (5 * _MIB, len(data))):
+        for start, stop in ((0, 15 * _MIB), (15 * _MIB, len(data))):
             await writer.write_at(start, [memoryview(data)[start:stop]])
         await writer.complete()
         target = bytearray(len(data))
@@ -156,7 +156,7 @@ async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> 
         ({"zzz": 1}, "'zzz'; it has: endpoint_url, region"),
         ({"region": 5}, r"`\$.region`"),
         ({"addressing_style": "dns"}, "'dns'"),
-        ({"part_bytes": _MIB}, "part_bytes must lie between 5 MiB"),
+        ({"part_bytes": _MIB}, "part_bytes must lie between 10 MiB"),
         ({"max_concurrency": 0}, "max_concurrency must be 1 or more"),
         ({"stall_timeout_s": 0}, "stall_timeout_s must be greater than 0"),
         ({"secret_access_key": _SECRETS[1]}, "belong together"),
@@ -214,13 +214,13 @@ async def test_objects_get_their_properties(options: dict[str, Any], bucket: str
 @bounded(60)
 async def test_a_lost_part_is_found(options: dict[str, Any], bucket: str) -> None:
     storage = bare(f"s3://{bucket}", options)
-    data = memoryview(bytes(12 * _MIB))
+    data = memoryview(bytes(20 * _MIB))
     for ranges, what in (
-        ([(5, 12)], r"part 1, from byte 0 on, is lost"),
-        ([(0, 5)], r"5242880 of 12582912 bytes"),
-        ([], r"0 of 12582912 bytes"),
+        ([(15, 20)], r"part 1, from byte 0 on, is lost"),
+        ([(0, 15)], r"15728640 of 20971520 bytes"),
+        ([], r"0 of 20971520 bytes"),
     ):
-        writer = await storage.writer("key", 12 * _MIB)
+        writer = await storage.writer("key", 20 * _MIB)
         for start, stop in ranges:
             await writer.write_at(start * _MIB, [data[start * _MIB : stop * _MIB]])
         with pytest.raises(StorageError, match=what):
@@ -247,15 +247,39 @@ async def test_complete_may_be_repeated(options: dict[str, Any], bucket: str) ->
 
 @bounded(60)
 async def test_writes_shorter_than_a_unit_are_refused(options: dict[str, Any], bucket: str) -> None:
-    storage = bare(f"s3://{bucket}", {**options, "part_bytes": 6 * _MIB})
-    assert storage.capabilities.min_write_bytes == 6 * _MIB
-    writer = await storage.writer("key", 20 * _MIB)
-    await writer.write_at(0, [memoryview(bytes(5 * _MIB))])
-    with pytest.raises(UsageError, match="at least 6291456 bytes"):
-        await writer.write_at(5 * _MIB, [memoryview(bytes(5 * _MIB))])
+    storage = bare(f"s3://{bucket}", {**options, "part_bytes": 12 * _MIB})
+    assert storage.capabilities.min_write_bytes == 12 * _MIB
+    writer = await storage.writer("key", 40 * _MIB)
+    with pytest.raises(UsageError, match="at least 12582912 bytes"):
+        await writer.write_at(12 * _MIB, [memoryview(bytes(13 * _MIB))[: 12 * _MIB - 1]])
     await writer.abort()
     with pytest.raises(UsageError, match="5 TiB"):
         await storage.writer("key", (5 << 40) + 1)
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_parts_are_numbered_without_gaps(options: dict[str, Any], bucket: str) -> None:
+    storage = bare(f"s3://{bucket}", {**options, "part_bytes": 10 * _MIB})
+    data = memoryview(pattern(63 * _MIB))
+    opener = await storage.writer("key", len(data))
+    joined = await storage.join_writer(opener.token)
+    cuts = [0, 10, 29, 60, 63]  # one part, one, four and one
+    for n, writer in ((2, joined), (0, opener), (3, joined), (1, opener)):
+        part = data[cuts[n] * _MIB : cuts[n + 1] * _MIB]
+        await writer.write_at(cuts[n] * _MIB, [part[:100], part[100:]], crc32c(part))
+    with pytest.raises(StorageError, match="what is to be sent has another CRC32C"):
+        await opener.write_at(29 * _MIB, [data[29 * _MIB : 60 * _MIB]], 1)
+    parts = await storage.client.call(
+        "list_parts", Bucket=bucket, Key="key", UploadId=msgspec.msgpack.decode(opener.token)[2]
+    )
+    sizes = [part["Size"] / _MIB for part in parts["Parts"]]
+    assert [part["PartNumber"] for part in parts["Parts"]] == list(range(1, len(sizes) + 1))
+    assert sum(sizes) == 63
+    assert min(sizes[:-1]) >= 5
+    await joined.release()
+    await opener.complete()
+    assert await storage.get("key") == data
     await storage.aclose()
 
 
@@ -568,9 +592,37 @@ async def test_payloads_are_signed_where_checksums_are_not_compared() -> None:
         await storage.put("two", [memoryview(b"two")])
         await storage.aclose()
     hashes = [headers["x-amz-content-sha256"] for _, headers, _ in lax.puts]
-    one, two = (hashlib.sha256(data).hexdigest() for data in (b"one", b"two"))
-    assert hashes == ["UNSIGNED-PAYLOAD", one, two]
-    assert [body for _, _, body in lax.puts] == [b"one", b"one", b"two"]
+    nothing, one, two = (hashlib.sha256(data).hexdigest() for data in (b"", b"one", b"two"))
+    assert hashes == ["UNSIGNED-PAYLOAD", nothing, one, two]
+    assert [body for _, _, body in lax.puts] == [b"one", b"x", b"one", b"two"]
+    # It let pass what is not what was signed.
+    md5s = [headers.get("content-md5") for _, headers, _ in lax.puts]
+    expected = [base64.b64encode(hashlib.md5(data).digest()).decode() for data in (b"one", b"two")]
+    assert md5s == [None, None, *expected]
+    assert list(lax.objects) == ["/bucket/one", "/bucket/two"], "the probe is left"
+
+
+@bounded(30)
+async def test_a_server_that_checks_signed_payloads_needs_no_more() -> None:
+    lax = Lax()
+
+    def step(peer: Peer) -> None:
+        line, headers, body = peer.request()
+        lax.puts.append((line, headers, body))
+        signed = headers["x-amz-content-sha256"]
+        if signed in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
+            peer.answer(b"", "200 OK", 'ETag: "x"')
+        else:
+            peer.answer(_error("XAmzContentSHA256Mismatch"), "400 Bad Request")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
+        await storage.put("one", [memoryview(b"one")])
+        await storage.put("two", [memoryview(b"two")])
+        await storage.aclose()
+    bodies = [body for line, _, body in lax.puts if line.startswith("PUT")]
+    assert bodies == [b"one", b"x", b"one", b"two"]
+    assert not any("content-md5" in headers for line, headers, _ in lax.puts if "PUT" in line)
 
 
 @bounded(30)

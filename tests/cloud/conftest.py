@@ -1,0 +1,35 @@
+"""Snapshots in object storage, by the public API on real servers: what every test here gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from actorsnap.testing.proxy import FaultProxy
+from tests.cloud.places import assert_no_secret
+from tests.servers.ceph import CephServer
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_in_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which the package logs a credential, at any level."""
+    caplog.set_level(logging.DEBUG, logger="actorsnap")
+    yield
+    for record in caplog.get_records("call"):
+        error = record.exc_info and record.exc_info[1]
+        assert_no_secret(f"{record.getMessage()} {error!r}")
+
+
+@pytest.fixture
+def bucket(ceph: CephServer) -> str:
+    """A new one."""
+    return ceph.make_bucket()
+
+
+@pytest.fixture
+def proxy(ceph: CephServer) -> Iterator[FaultProxy]:
+    """In front of Ceph."""
+    with FaultProxy(ceph.endpoint) as proxy:
+        yield proxy

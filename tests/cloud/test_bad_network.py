@@ -1,0 +1,216 @@
+"""Saves and restores over a network that is bad, on purpose: they survive, or end whole."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from actorsnap import ChecksumMismatch, Options, SnapshotAborted
+from actorsnap.errors import StorageError
+from actorsnap.sync import Snapshot
+from actorsnap.testing.proxy import (
+    Answer,
+    Drop,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    LoseAnswer,
+    Reset,
+    Stall,
+    Truncate,
+    Way,
+)
+from tests.cloud.places import is_state, keys_of, refused, state, uploads_of
+from tests.servers.base import S3Server
+from tests.servers.ceph import CephServer
+from tests.servers.rclone import RcloneServer
+
+MIB = 1 << 20
+PART = "partNumber=2&"
+DATA = r"model[^?]*$"
+"""In the key of the object of large leaves, and not about its upload."""
+
+
+def take(url: str, number: int, storage_options: dict[str, Any], **how: Any) -> None:
+    Snapshot.take(url, state(number), storage_options=storage_options, **how)
+
+
+def assert_saved(url: str, number: int, options: dict[str, Any]) -> None:
+    target = state(-1)
+    Snapshot(url, storage_options=options).restore(target)
+    assert is_state(target, number)
+
+
+@pytest.fixture(params=["ceph", "rclone"])
+def any_server(request: pytest.FixtureRequest) -> S3Server:
+    """The two ways in which servers check what arrives: by CRC32C, and by the signature alone."""
+    server = request.getfixturevalue(request.param)
+    assert isinstance(server, S3Server)
+    return server
+
+
+def test_a_bit_that_flips_on_the_way_up(ceph: CephServer, bucket: str, proxy: FaultProxy) -> None:
+    url = ceph.url(bucket, "run")
+    flip = FlipBit(way=Way.UP, at_byte=MIB)
+    with proxy.fault(flip, method="PUT", pattern=PART, times=1):
+        take(url, 1, ceph.storage_options(proxy))
+    assert_saved(url, 1, ceph.storage_options())
+
+
+def test_a_bit_that_flips_on_the_way_down(any_server: S3Server) -> None:
+    url = any_server.url(any_server.make_bucket(), "run")
+    take(url, 1, any_server.storage_options())
+    with FaultProxy(any_server.endpoint) as proxy:
+        options = any_server.storage_options(proxy)
+        flip = FlipBit(way=Way.DOWN, at_byte=MIB)
+        with proxy.fault(flip, method="GET", pattern=DATA, times=1):
+            assert_saved(url, 1, options)
+        with proxy.fault(flip, method="GET", pattern=DATA), refused("model", ChecksumMismatch):
+            Snapshot(url, storage_options=options).restore(state(-1))
+
+
+def test_bits_that_always_flip_on_the_way_up(
+    any_server: S3Server, request: pytest.FixtureRequest
+) -> None:
+    bucket = any_server.make_bucket()
+    url = any_server.url(bucket, "run")
+    take(url, 1, any_server.storage_options())
+    before = keys_of(any_server, bucket)
+    with FaultProxy(any_server.endpoint) as proxy:
+        options = any_server.storage_options(proxy) | {"max_attempts": 3}
+        with (
+            proxy.fault(FlipBit(way=Way.UP, at_byte=MIB), method="PUT", pattern=PART),
+            refused("bucket", SnapshotAborted),
+        ):
+            take(url, 2, options, overwrite=True)
+    assert keys_of(any_server, bucket) == before
+    assert_saved(url, 1, any_server.storage_options())
+
+
+def test_a_part_that_the_server_loses(ceph: CephServer, bucket: str, proxy: FaultProxy) -> None:
+    url = ceph.url(bucket, "run")
+    take(url, 1, ceph.storage_options())
+    before = keys_of(ceph, bucket)
+    with (
+        proxy.fault(Drop(), method="PUT", pattern="partNumber=1&", times=1),
+        refused("part 1, from byte 0 on, is lost", SnapshotAborted),
+    ):
+        take(url, 2, ceph.storage_options(proxy), overwrite=True)
+    assert keys_of(ceph, bucket) == before
+    assert uploads_of(ceph, bucket) == []
+    assert_saved(url, 1, ceph.storage_options())
+
+
+def outlast(ceph: CephServer, bucket: str, proxy: FaultProxy, for_s: float) -> None:
+    """The server refuses everything for so long, from the second part on."""
+    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy)
+    began_s = time.monotonic()
+    with proxy.fault(Answer(status=503), pattern="", skip=8, for_s=for_s) as rule:
+        take(url, 1, options)
+        assert rule.num_hits >= 2
+    assert time.monotonic() - began_s > for_s
+    with proxy.fault(Answer(status=503, retry_after_s=1), pattern=DATA, skip=1, times=3):
+        assert_saved(url, 1, options)
+    assert uploads_of(ceph, bucket) == []
+
+
+def test_a_server_that_is_away_for_a_while(
+    ceph: CephServer, bucket: str, proxy: FaultProxy
+) -> None:
+    outlast(ceph, bucket, proxy, 2.0)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_for_half_a_minute(
+    ceph: CephServer, bucket: str, proxy: FaultProxy
+) -> None:
+    outlast(ceph, bucket, proxy, 30.0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Stall(way=Way.UP, after_bytes=MIB),
+        Reset(way=Way.UP, after_bytes=MIB),
+        Truncate(way=Way.UP, after_bytes=MIB),
+        Stall(way=Way.DOWN),
+        LoseAnswer(),
+    ],
+    ids=repr,
+)
+def test_a_connection_that_breaks_on_the_way_up(
+    ceph: CephServer, bucket: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy) | {"stall_timeout_s": 1.0}
+    with proxy.fault(fault, method="PUT", pattern=PART, times=2):
+        take(url, 1, options)
+    assert_saved(url, 1, ceph.storage_options())
+    assert uploads_of(ceph, bucket) == []
+
+
+@pytest.mark.parametrize("kind", [Stall, Reset, Truncate])
+def test_a_connection_that_breaks_on_the_way_down(
+    ceph: CephServer, bucket: str, proxy: FaultProxy, kind: Any
+) -> None:
+    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy) | {"stall_timeout_s": 1.0}
+    take(url, 1, ceph.storage_options())
+    fault = kind(way=Way.DOWN, after_bytes=MIB)
+    with proxy.fault(fault, method="GET", pattern=DATA, times=2):
+        assert_saved(url, 1, options)
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [
+        pytest.param("POST", "uploads", id="create an upload"),
+        pytest.param("POST", "uploadId=", id="complete an object"),
+        pytest.param("PUT", r"/run/[^/?]+$", id="commit"),
+    ],
+)
+def test_an_answer_that_is_lost(
+    ceph: CephServer, bucket: str, proxy: FaultProxy, method: str, pattern: str
+) -> None:
+    url = ceph.url(bucket, "run")
+    with proxy.fault(LoseAnswer(), method=method, pattern=pattern, times=1):
+        take(url, 1, ceph.storage_options(proxy))
+    assert_saved(url, 1, ceph.storage_options())
+    if pattern != "uploads":
+        assert uploads_of(ceph, bucket) == []
+
+
+def test_a_server_that_stalls_for_ever(ceph: CephServer, bucket: str, proxy: FaultProxy) -> None:
+    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy) | {"stall_timeout_s": 1.0}
+    began_s = time.monotonic()
+    with (
+        proxy.fault(Stall(way=Way.UP, after_bytes=MIB), method="PUT", pattern=PART),
+        refused(None, SnapshotAborted),
+    ):
+        take(url, 1, options, options=Options(timeout_s=4.0))
+    assert time.monotonic() - began_s < 20
+    assert keys_of(ceph, bucket) == []
+    assert uploads_of(ceph, bucket) == []
+
+
+def test_a_transfer_that_takes_too_long(ceph: CephServer, bucket: str) -> None:
+    url = ceph.url(bucket, "run")
+    take(url, 1, ceph.storage_options())
+    with FaultProxy(ceph.endpoint, connection_bytes_per_s=4 * MIB) as slow:
+        options = ceph.storage_options(slow) | {"transfer_timeout_s": 1.0, "max_attempts": 2}
+        with refused("took over 1 s", SnapshotAborted):
+            take(f"{url}-2", 1, options)
+        with refused("took over 1 s", StorageError):
+            Snapshot(url, storage_options=options).restore(state(-1))
+    assert uploads_of(ceph, bucket) == []
+
+
+def test_many_parts_on_a_server_that_wants_no_gaps(rclone: RcloneServer) -> None:
+    bucket, options = rclone.make_bucket(), rclone.storage_options()
+    num_floats = 100 << 18  # of 100 MiB, one object
+    Snapshot.take(
+        rclone.url(bucket, "run"), state(1, num_floats=num_floats), storage_options=options
+    )
+    target = state(-1, num_floats=num_floats)
+    Snapshot(rclone.url(bucket, "run"), storage_options=options).restore(target)
+    assert is_state(target, 1, num_floats=num_floats)

@@ -1,0 +1,68 @@
+"""SIGKILL at every operation of a save into a bucket: the older snapshot or the new one is there,
+and what else is, unfinished uploads among it, is garbage that can be collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from actorsnap.cli import app
+from tests.api.places import leftovers, number_at
+from tests.api.zygote import Zygote
+from tests.cloud.places import uploads_of
+from tests.servers.ceph import CephServer
+
+
+@pytest.fixture(scope="module")
+def zygote(ceph: CephServer) -> Iterator[Zygote]:
+    """Its children find the server in the environment, and so does this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ceph.env().items():
+            patch.setenv(name, value)
+        with Zygote() as zygote:
+            yield zygote
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("take", "after"),
+        pytest.param("take", "before", marks=pytest.mark.slow),
+        pytest.param("async_take", "after", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_an_operation_of_a_save_that_replaces(
+    zygote: Zygote, ceph: CephServer, bucket: str, how: str, when: str
+) -> None:
+    found, num_uploads = [], 0
+    for at in itertools.count(1):
+        url = ceph.url(bucket, f"run-{at}")
+        assert zygote.call("save", url=url, number=1).result() == ""
+        ending = zygote.call(
+            "save_and_die_at_operation",
+            url=url,
+            number=2,
+            how=how,
+            overwrite=True,
+            at=at,
+            when=when,
+        )
+        found.append(asyncio.run(number_at(url)))
+        if not ending.was_killed:
+            assert ending.result() == ""
+            break
+        num_uploads += len(uploads_of(ceph, bucket))
+        collected = CliRunner().invoke(app, ["rm", "--garbage", "--force", url])
+        assert collected.exit_code == 0, collected.output
+        assert asyncio.run(leftovers(url)) == []
+        assert uploads_of(ceph, bucket) == []
+        assert asyncio.run(number_at(url)) == found[-1]
+    # The last writing operation but one commits: behind it what was replaced is deleted.
+    commit = 1 if when == "before" else 2
+    assert found == [1] * (len(found) - 3) + [commit, 2, 2]
+    assert num_uploads >= 2

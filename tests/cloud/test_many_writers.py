@@ -1,0 +1,84 @@
+"""Several processes that save to one URL: against each other, and together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actorsnap.sync import Snapshot
+from tests.api.places import leftovers, number_at
+from tests.api.zygote import Zygote
+from tests.cloud.places import is_state, keys_of, state, uploads_of
+from tests.cloud.ranks import NUM_FLOATS
+from tests.servers.base import GcsServer, S3Server
+from tests.worlds import Director
+
+
+@pytest.mark.parametrize(
+    ("name", "overwrite"), [("ceph", False), ("ceph", True), ("fake_gcs", False)]
+)
+def test_of_two_that_save_one_commits(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    overwrite: bool,
+) -> None:
+    server: S3Server | GcsServer = request.getfixturevalue(name)
+    for variable, value in server.env().items():
+        monkeypatch.setenv(variable, value)
+    bucket = server.make_bucket()
+    fifos = [str(tmp_path / name) for name in ("a", "b")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    url, num_rounds = server.url(bucket, "run"), 3
+    with Zygote() as one, Zygote() as other:
+        for number, zygote in ((1, one), (2, other)):
+            order = fifos if number == 1 else fifos[::-1]
+            zygote.start(
+                "race",
+                url=url,
+                number=number,
+                overwrite=overwrite,
+                fifos=order,
+                num_rounds=num_rounds,
+            )
+        outcomes = [one.end().result(), other.end().result()]
+    for n, pair in enumerate(zip(*outcomes, strict=True)):
+        place = f"{url}/{n}"
+        found = asyncio.run(number_at(place))
+        committed = [number for number, error in enumerate(pair, 1) if not error]
+        assert found in committed
+        assert len(committed) == 1 or overwrite
+        assert set(pair) <= {"", "ObjectExists", "SnapshotAborted"}
+        assert asyncio.run(leftovers(place)) == []
+    if isinstance(server, S3Server):
+        assert uploads_of(server, bucket) == []
+
+
+@pytest.fixture(params=["ceph", "rclone"])
+def director(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Director, S3Server]]:
+    server = request.getfixturevalue(request.param)
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    with Director("tests.cloud.ranks") as director:
+        yield director, server
+
+
+def test_ranks_write_one_object_together(director: tuple[Director, S3Server]) -> None:
+    ranks, server = director
+    bucket = server.make_bucket()
+    url = server.url(bucket, "run")
+    said = ranks.play("direct_take", num_ranks=2, url=url)
+    # Each wrote a part of the one large object.
+    assert said == [[True], [True]]
+    assert sum("model" in key for key in keys_of(server, bucket)) == 1
+    target = state(-1, num_floats=NUM_FLOATS)
+    Snapshot(url, storage_options=server.storage_options()).restore(target)
+    assert is_state(target, 1, num_floats=NUM_FLOATS)
