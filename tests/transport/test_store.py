@@ -363,6 +363,16 @@ async def test_a_process_that_was_stopped_reads_before_it_judges(
             pytest.fail(f"unexpected: {await coordinator(saves[0]).receive()}", pytrace=False)
 
 
+async def test_a_coordinator_that_was_stopped_knows_it(store: Any, open_port: Opener) -> None:
+    now = [0.0]
+    end = coordinator(open_port(store, 0, clock=lambda: now[0]).begin(lost_after_s=30))
+    await until(lambda: end._port._open)
+    for step_s, text in ((19, None), (21, "was stopped for 21 s"), (1, "was stopped for 21 s")):
+        now[0] += step_s
+        absence = end.absence()
+        assert (absence is None) if text is None else (text in str(absence))
+
+
 async def test_a_message_that_cannot_be_encoded_breaks_its_save_only(
     store: Any, open_port: Opener
 ) -> None:
