@@ -87,6 +87,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             near.close()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
             channel = far.makefile("rw")
             status = 1
@@ -212,6 +213,11 @@ class Director:
 
 
 def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -> Any:
+    def give_up(*_: object) -> None:
+        # Not killed, but told where it waits; and it ends its ranks, also one that is stopped.
+        raise TimeoutError("no answer")
+
+    signal.signal(signal.SIGALRM, give_up)
     return work(**arguments)
 
 

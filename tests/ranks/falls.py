@@ -6,6 +6,7 @@ in a save or a restore of a trainer's state. What follows it shows whether the j
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import threading
@@ -270,11 +271,14 @@ def direct_falls(
                 said: dict[str, Any] = {
                     "others": _order(world, step.is_save, where, falls_in, step, signal_number)
                 }
+                victim = world.ranks[step.victim]
                 if how == "stop":
-                    victim = world.ranks[step.victim]
+                    # It may come there later than the others are done.
+                    os.waitpid(victim.pid, os.WUNTRACED)
                     victim.kill(signal.SIGCONT)
                     said["victim"] = victim.hear()
-                if how == "kill":
+                else:
+                    assert victim.dies()
                     world.end()
                     world = World(num_ranks, _obey, kind=kind)
                 said["is_committed"] = (where / COMMIT_KEY).exists()
