@@ -199,7 +199,7 @@ class Director:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=LIMIT_S)
 
     def play(self, scenario: str, **arguments: Any) -> Any:
         """What that function returns in a process of its own."""
@@ -236,6 +236,7 @@ def main() -> None:
         answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
         answers.write("" if said else "\n")
         answers.flush()
+    os._exit(0)  # what torch does at exit takes long, and nobody needs it
 
 
 if __name__ == "__main__":

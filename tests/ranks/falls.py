@@ -263,7 +263,8 @@ def direct_falls(
     found = []
     last, number = Path(path), 1
     try:
-        assert not any(said["error"] for said in _order(world, True, last, number))
+        begun = _order(world, True, last, number)
+        assert not any(rank["error"] for rank in begun), begun
         for count, step in enumerate(map(Step._make, steps)):
             where = Path(f"{path}-{count}") if step.is_save and is_first else last
             falls_in = number + 1 if step.is_save else number
