@@ -87,6 +87,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             near.close()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
             channel = far.makefile("rw")
             status = 1
@@ -198,7 +199,7 @@ class Director:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=LIMIT_S)
 
     def play(self, scenario: str, **arguments: Any) -> Any:
         """What that function returns in a process of its own."""
@@ -212,6 +213,11 @@ class Director:
 
 
 def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -> Any:
+    def give_up(*_: object) -> None:
+        # Not killed, but told where it waits; and it ends its ranks, also one that is stopped.
+        raise TimeoutError("no answer")
+
+    signal.signal(signal.SIGALRM, give_up)
     return work(**arguments)
 
 
@@ -230,6 +236,7 @@ def main() -> None:
         answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
         answers.write("" if said else "\n")
         answers.flush()
+    os._exit(0)  # what torch does at exit takes long, and nobody needs it
 
 
 if __name__ == "__main__":
