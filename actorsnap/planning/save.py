@@ -63,6 +63,7 @@ __all__ = [
     "inventory_digest",
     "item_digest",
     "lists_for_copies",
+    "on_several_meshes",
     "plan_digest",
     "plan_save",
     "ranks_digest",
@@ -260,10 +261,7 @@ def divide(
         lists: As for ``check_sharded``.
         world_size: What lies on so many ranks is known to lie nowhere else.
     """
-    meshes: dict[str, set[bytes]] = {}
-    for _, tensors in lists:
-        for tensor in tensors:
-            meshes.setdefault(tensor.path, set()).add(tensor.ranks)
+    meshes = _meshes(lists)
     numbers: dict[frozenset[bytes], int] = {}
     # 0 is for what lies on one mesh.
     class_of = {
@@ -280,6 +278,21 @@ def divide(
         has_several = has_several or len(classes) > 1
         divisions.append(tuple([_runs(found) for number, found in classes.items() if number]))
     return divisions if has_several else [None] * len(lists)
+
+
+def on_several_meshes(
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
+) -> frozenset[str]:
+    """Returns the paths of what may be several tensors of one name. Arguments as for ``divide``."""
+    return frozenset([path for path, found in _meshes(lists).items() if len(found) > 1])
+
+
+def _meshes(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> dict[str, set[bytes]]:
+    meshes: dict[str, set[bytes]] = {}
+    for _, tensors in lists:
+        for tensor in tensors:
+            meshes.setdefault(tensor.path, set()).add(tensor.ranks)
+    return meshes
 
 
 def classes_of(sharded: Sequence[Sharded], division: Division) -> dict[str, int]:
@@ -423,6 +436,7 @@ def plan_save(
     lists: Mapping[bytes, Sequence[Item]],
     rules: PackingRules,
     copies: Sequence[Sequence[bytes]] = (),
+    several: Set[str] = frozenset(),
 ) -> SavePlan:
     """Shares out what several ranks hold. Deterministic.
 
@@ -432,6 +446,7 @@ def plan_save(
             scopes without ranks only those that ``lists_for_copies`` names.
         rules: Sizes; every rank must pack with the same.
         copies: Per rank, ``copies_digest`` of each of its scopes without ranks, in their order.
+        several: Paths that lie on several meshes: what some ranks share of them is not divided.
 
     Raises:
         UsageError: Ranks disagree about the dtype or shape of what they share, or about who
@@ -443,7 +458,7 @@ def plan_save(
     shares: list[list[Share]] = [[] for _ in inventories]
     joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
     own: list[list[int]] = [[] for _ in inventories]
-    groups = _groups(inventories, lists)
+    groups = _groups(inventories, lists, several)
     shared = _copies(inventories, lists, copies)
     for digest, indices in shared.items():
         places = {rank: (index, None) for rank, index in indices.items()}
@@ -510,7 +525,9 @@ class _Group:
 
 
 def _groups(
-    inventories: Sequence[Inventory], lists: Mapping[bytes, Sequence[Item]]
+    inventories: Sequence[Inventory],
+    lists: Mapping[bytes, Sequence[Item]],
+    several: Set[str],
 ) -> list[_Group]:
     """Finds the groups."""
     # By scope and digest: which rank lists it as its how many-th scope.
@@ -532,6 +549,9 @@ def _groups(
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
             apart = repeated
+            if several:
+                listed = chain.from_iterable([_places(lists[digest]) for digest in by_digest])
+                apart = apart | {place for place in listed if place[0] in several}
         if len(by_digest) > 1 or apart:
             groups += _resolve(by_digest, lists, apart, complaints)
             continue

@@ -43,6 +43,7 @@ from actorsnap.planning.save import (
     division_digest,
     inventory_digest,
     lists_for_copies,
+    on_several_meshes,
     plan_save,
 )
 from actorsnap.protocol.messages import (
@@ -167,6 +168,7 @@ class Memory:
         lists: Item lists, by digest.
         agreed: What ``sharded`` returned when ranks were last seen to agree.
         divisions: How each of them then tells what others may hold as well apart.
+        several: What then lay on several meshes.
     """
 
     def __init__(self) -> None:
@@ -174,6 +176,7 @@ class Memory:
         self.lists: dict[bytes, tuple[Item, ...]] = {}
         self.agreed: dict[bytes, list[int]] = {}
         self.divisions: dict[bytes, Division] = {}
+        self.several: frozenset[str] = frozenset()
         self._made_from: object = None
         self._plan: SavePlan | None = None
 
@@ -181,7 +184,7 @@ class Memory:
         """The same, for one save. It can be kept when that has planned."""
         other = Memory()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
-        other.agreed, other.divisions = self.agreed, self.divisions
+        other.agreed, other.divisions, other.several = self.agreed, self.divisions, self.several
         other._plan, other._made_from = self._plan, self._made_from
         return other
 
@@ -228,10 +231,15 @@ class Memory:
         alike = tuple(
             [tuple([firsts.setdefault(digest, len(firsts)) for digest in own]) for own in copies]
         )
-        made_from = (structures, alike, rules)
+        several = self.several if self.sharded(structures) == self.agreed else frozenset()
+        made_from = (structures, alike, rules, several)
         if self._plan is None or self._made_from != made_from:
             self._plan = plan_save(
-                [self.inventories[digest] for digest in structures], self.lists, rules, copies
+                [self.inventories[digest] for digest in structures],
+                self.lists,
+                rules,
+                copies,
+                several,
             )
             self._made_from = made_from
         self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
@@ -376,6 +384,7 @@ class CoordinatorMachine:
                 return self._abort(Failure.of(error, stage=Stage.PLAN))
             self._memory.agreed = said
             self._memory.divisions = dict(zip(order, divide(lists, self.world_size), strict=True))
+            self._memory.several = on_several_meshes(lists)
         return self._assign_if_known()
 
     def _on_divided(self, event: Divided) -> list[CoordinatorCommand]:

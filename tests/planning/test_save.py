@@ -35,6 +35,7 @@ from actorsnap.planning.save import (
     inventory_digest,
     item_digest,
     lists_for_copies,
+    on_several_meshes,
     plan_digest,
     plan_save,
     ranks_digest,
@@ -541,6 +542,28 @@ def test_what_several_scopes_list_is_stored_whole_by_each_holder() -> None:
     keys = [plan.key for plans in world.objects for plan in plans if plan.opens]
     assert len(set(keys)) == len(keys)
     assert sum(world.loads) == norm.nbytes * 4 + table.nbytes + other.nbytes + 3 * MIB * 4
+
+
+def test_copies_of_what_lies_on_another_mesh_too_are_stored_whole_by_each_holder() -> None:
+    """Ranks 0 and 1 have copies of a tensor, rank 2 one of this name, perhaps with other values."""
+    copied, kept = shard("m/w", (0, 0), (8, 4), (8, 4)), shard("m/v", (0, 0), (8, 4), (8, 4))
+    inventories, lists = [], {}
+    for ranks, held in (((0, 1), [copied, kept]), ((0, 1), [copied, kept]), ((), [copied])):
+        inventory, found = take_stock(held, [(ranks, range(len(held)))])
+        inventories.append(inventory)
+        lists.update(found)
+    plan = plan_save(inventories, lists, RULES, [(), (), (b"",)], frozenset(["m/w"]))
+    written = [
+        sum([part.stop - part.start for share in own.shares for part in share.parts])
+        for own in plan.ranks
+    ]
+    assert sorted(written[:2]) == [copied.nbytes, copied.nbytes + kept.nbytes]
+    assert plan.ranks[2].own == (0,)
+    said = [
+        ([0, 1], [Sharded("m/w", "f", (8, 4), b"a", 2), Sharded("m/v", "f", (8, 4), b"a", 2)]),
+        ([2], [Sharded("m/w", "f", (8, 4), b"b", 1)]),
+    ]
+    assert on_several_meshes(said) == {"m/w"}
 
 
 def test_what_ranks_see_differently_is_named_all_at_once() -> None:
