@@ -87,6 +87,8 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             near.close()
+            # torch makes its pool anew after a fork, and its threads must not race for that.
+            torch.set_num_threads(1)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
             channel = far.makefile("rw")
@@ -223,7 +225,6 @@ def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     module, *_ = [importlib.import_module(name) for name in sys.argv[1:]]
     answers = os.fdopen(os.dup(1), "w")
