@@ -604,7 +604,7 @@ def plan_alone(here: Here) -> Span:
         for index, leaf in enumerate(leaves):
             if leaf.scope != ():
                 scopes.setdefault(leaf.scope, []).append(index)
-        inventory, lists = take_stock([leaf.item for leaf in leaves], scopes)
+        inventory, lists = take_stock([leaf.item for leaf in leaves], scopes.items())
         if here.rank == 0:  # equal on all
             rules = PackingRules(chunk_bytes=16 * MIB, max_objects=4, min_object_bytes=64 * MIB)
             plan_save([inventory] * here.num_ranks, lists, rules)

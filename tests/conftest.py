@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# A shell without job control lets what runs in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 pytest_plugins = ["tests.servers.fixtures"]

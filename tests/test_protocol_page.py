@@ -18,7 +18,13 @@ def test_diagrams_show_what_tables_and_rules_lead_to() -> None:
     assert "committing --> committed : CommitWritten" in coordinator
     # By way of `_assign_if_known`, and of `_abort` where the plan fails.
     [stores] = [line for line in coordinator.splitlines() if "joining --> storing" in line]
-    assert stores.split(" : ")[1].split(", ") == ["Items", "Join", "Offer", "ShardedTensors"]
+    assert stores.split(" : ")[1].split(", ") == [
+        "Divided",
+        "Items",
+        "Join",
+        "Offer",
+        "ShardedTensors",
+    ]
     assert "storing --> committed" not in coordinator
     assert "committed --> [*]" in coordinator
     rank = parts()["rank diagram"]

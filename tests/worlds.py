@@ -87,6 +87,9 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             near.close()
+            # torch makes its pool anew after a fork, and its threads must not race for that.
+            torch.set_num_threads(1)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
             channel = far.makefile("rw")
             status = 1
@@ -198,7 +201,7 @@ class Director:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=LIMIT_S)
 
     def play(self, scenario: str, **arguments: Any) -> Any:
         """What that function returns in a process of its own."""
@@ -212,12 +215,16 @@ class Director:
 
 
 def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -> Any:
+    def give_up(*_: object) -> None:
+        # Not killed, but told where it waits; and it ends its ranks, also one that is stopped.
+        raise TimeoutError("no answer")
+
+    signal.signal(signal.SIGALRM, give_up)
     return work(**arguments)
 
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     module, *_ = [importlib.import_module(name) for name in sys.argv[1:]]
     answers = os.fdopen(os.dup(1), "w")
@@ -230,6 +237,7 @@ def main() -> None:
         answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
         answers.write("" if said else "\n")
         answers.flush()
+    os._exit(0)  # what torch does at exit takes long, and nobody needs it
 
 
 if __name__ == "__main__":

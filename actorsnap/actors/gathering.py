@@ -52,12 +52,19 @@ class GatheringActor:
 
     async def _next_event(self) -> ToCoordinator | RankLost:
         message = await self._end.receive()
+        if isinstance(message, Broken):
+            return self._failed(message.reason)
+        if absence := self._end.absence():
+            # Who has given this process up has ended: here, too, nothing may pass any more.
+            return self._failed(absence)
         if isinstance(message, Lost):
             return RankLost(message.rank, message.silent_s)
-        if isinstance(message, Broken):
-            error = RestoreAborted(reason=message.reason, rank=0, stage=str(self._machine.stage))
-            return Failed(0, Failure.of(error, stage=self._machine.stage, rank=0))
         return message
+
+    def _failed(self, reason: str) -> Failed:
+        stage = self._machine.stage
+        error = RestoreAborted(reason=reason, rank=0, stage=str(stage))
+        return Failed(0, Failure.of(error, stage=stage, rank=0))
 
 
 class MemberActor:

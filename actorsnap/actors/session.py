@@ -34,8 +34,15 @@ from actorsnap.format.manifest import (
     ViewEntry,
     encode_rank_manifest,
 )
-from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
-from actorsnap.planning.save import copies_digest, take_stock
+from actorsnap.planning.packing import (
+    ObjectPlan,
+    RankPlan,
+    canonical,
+    check_memory,
+    pack,
+    write_order,
+)
+from actorsnap.planning.save import Division, classes_of, copies_digest, sharded_digest, take_stock
 from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.participant import (
     AnnounceStaged,
@@ -65,6 +72,7 @@ from actorsnap.protocol.participant import (
     StepFailed,
     StopWork,
     StoreManifest,
+    TakeStock,
 )
 from actorsnap.state.capture import Captured, Leaf
 from actorsnap.state.tensors import ByteSource, MemorySource, PartSource
@@ -72,7 +80,7 @@ from actorsnap.state.tree import part_path
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
-__all__ = ["ParticipantActor", "SaveSettings"]
+__all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +108,21 @@ class SaveSettings:
     num_copiers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What a rank knows from its group's last save.
+
+    Attributes:
+        plan: By its digest.
+        division: How it tells what others may hold as well apart.
+        sharded: Its ``Inventory.sharded``, which that holds for.
+    """
+
+    plan: tuple[bytes, RankPlan]
+    division: Division
+    sharded: bytes
+
+
 class ParticipantActor:
     """Takes part in one save.
 
@@ -112,12 +135,12 @@ class ParticipantActor:
         errands: Where all work of this rank runs that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
-        remembered: The plan of the group's last save, by its digest.
+        remembered: From the group's last save.
         deadline: The loop's time when it gives up waiting for the coordinator's first word;
             None waits for ever.
 
     Attributes:
-        plan: The plan of this save, to be remembered; None before there is one.
+        remembered: For the next save; None before this one has a plan.
     """
 
     def __init__(
@@ -133,11 +156,11 @@ class ParticipantActor:
         board: ProgressBoard,
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
-        remembered: tuple[bytes, RankPlan] | None = None,
+        remembered: Remembered | None = None,
         deadline: float | None = None,
     ) -> None:
-        self.plan: tuple[bytes, RankPlan] | None = None
-        self._remembered = remembered
+        self.remembered: Remembered | None = None
+        self._before = remembered
         self._machine = machine
         self._end = end
         self._open_storage = open_storage
@@ -160,7 +183,11 @@ class ParticipantActor:
         )
         self._attempt = ""
         # Per scope, the indices of its leaves; the same order as in the inventory.
-        self._scopes: dict[tuple[int, ...] | None, list[int]] = {}
+        self._scopes: list[list[int]] = []
+        self._division: Division = None
+        self._sharded = b""
+        # Of the leaves that others may hold as well: taken once.
+        self._checksums: dict[int, list[int]] = {}
         self._objects: tuple[ObjectPlan, ...] = ()
         self._number_of: dict[str, int] = {}
         self._ledgers: list[ChecksumLedger] = []
@@ -214,23 +241,43 @@ class ParticipantActor:
     async def _begin(self) -> Begun | StepFailed:
         if isinstance(self._captured, Failure):
             return StepFailed(self._captured)
-        return await self._run_blocking(self._take_stock, self._captured)
+        return await self._run_blocking(self._take_first_stock, self._captured)
 
-    def _take_stock(self, captured: Captured) -> Begun:
-        checksums: list[int] = []
+    async def _take_stock_again(self, division: Division) -> None:
+        assert isinstance(self._captured, Captured)
+        await self._post(await self._run_blocking(self._take_stock, self._captured, division))
+
+    def _take_first_stock(self, captured: Captured) -> Begun:
+        before, division = self._before, None
+        if before is not None and before.sharded == sharded_digest(captured.sharded):
+            division = before.division
+        return self._take_stock(captured, division)
+
+    def _take_stock(self, captured: Captured, division: Division) -> Begun:
+        class_of = classes_of(captured.sharded, division)
+        scopes: dict[tuple[int, ...] | None, list[int]] = {}
+        classes: dict[int, list[int]] = {}
+        items = [leaf.item for leaf in self._leaves]
         for index, leaf in enumerate(self._leaves):
-            if leaf.is_copied:
-                checksums += checksums_of(leaf.source)
-            if leaf.is_copied or leaf.scope != ():
-                self._scopes.setdefault(leaf.scope, []).append(index)
+            if leaf.scope != ():
+                scopes.setdefault(leaf.scope, []).append(index)
+            elif leaf.is_copied and leaf.item.path in class_of:
+                classes.setdefault(class_of[leaf.item.path], []).append(index)
+                if index not in self._checksums:
+                    self._checksums[index] = checksums_of(leaf.source)
+        found = list(scopes.items())
+        copies = []
+        for indices in classes.values():
+            indices.sort(key=lambda index: canonical(items[index]))  # not as this rank has them
+            found.append(((), indices))
+            copies.append(copies_digest([self._checksums[index] for index in indices]))
+        self._scopes, self._division = [indices for _, indices in found], division
         inventory, lists = take_stock(
-            [leaf.item for leaf in self._leaves],
-            self._scopes,
-            globs=captured.globs,
-            sharded=captured.sharded,
+            items, found, globs=captured.globs, sharded=captured.sharded, division=division
         )
-        copies = copies_digest(checksums) if () in self._scopes else b""
-        return Begun(inventory, lists, self._remembered, captured.sharded, copies)
+        self._sharded = inventory.sharded
+        plan = None if self._before is None else self._before.plan
+        return Begun(inventory, lists, plan, captured.sharded, tuple(copies))
 
     async def _receive_messages(self) -> None:
         while True:
@@ -262,6 +309,10 @@ class ParticipantActor:
             match command:
                 case Send():
                     await self._end.send(command.message)
+                case TakeStock():
+                    tasks.start_soon(
+                        self._guard, Stage.JOIN, None, self._take_stock_again, command.division
+                    )
                 case StartStoring():
                     # From now on the coordinator's deadline counts, or that it is silent.
                     self._patience.cancel()
@@ -341,7 +392,8 @@ class ParticipantActor:
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt = command.attempt
-        self.plan = (command.digest, command.plan)
+        plan = (command.digest, command.plan)
+        self.remembered = Remembered(plan, self._division, self._sharded)
         self._storage = await self._open_storage(command)
         try:
             self._objects = await self._run_blocking(self._pack, command)
@@ -476,7 +528,7 @@ class ParticipantActor:
             attempt=self._attempt,
             rank=self._machine.rank,
             rules=command.rules,
-            scopes=tuple(self._scopes.values()),
+            scopes=self._scopes,
             plan=command.plan,
         )
         if self._settings.copies or not all(leaf.source.is_addressable for leaf in self._leaves):

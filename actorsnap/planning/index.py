@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import msgspec
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import combine, combine_blocks
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import shard_name
 from actorsnap.format.manifest import (
@@ -50,10 +52,15 @@ __all__ = [
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A box of a tensor, and where its bytes lie."""
+    """A box of a tensor, and where its bytes lie.
+
+    ``is_disputed``: it is the reader's own, and other ranks stored other elements under this name.
+    So it is good for who wants just this box, and no part of anything else.
+    """
 
     box: Box
     data: Stored
+    is_disputed: bool = False
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -159,6 +166,27 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box] | None:
+    """Returns boxes that make the whole tensor, of several ways to cut it; the first ones count.
+
+    None, unless all are ways to cut the same bytes: of runs of rows the checksums can be joined.
+    """
+    row_volume = prod(shape[1:])
+    ways: dict[int, tuple[int, list[Box]]] = {0: (0, [])}
+    starts = {box.offsets[0] for box in stored} | {shape[0]}
+    for box in sorted(stored, key=lambda box: box.offsets[0]):
+        start, stop = box.offsets[0], box.stops[0]
+        if box.volume != (stop - start) * row_volume or start not in ways or stop not in starts:
+            return None
+        data = stored[box]
+        nbytes = data.stop - data.start
+        before, boxes = ways[start]
+        whole = combine(before, combine_blocks(data.crc32c, nbytes), nbytes)
+        if ways.setdefault(stop, (whole, [*boxes, box]))[0] != whole:
+            return None
+    return ways[shape[0]][1]
+
+
 def _is_shard(entry: Entry) -> bool:
     return type(entry) is TensorEntry and entry.offsets is not None
 
@@ -225,10 +253,12 @@ class _Merger:
         """Makes one entry of a path's shards, which begin with the own ones.
 
         A box that other ranks stored with different values is nobody's: tensors of several
-        meshes have this path.
+        meshes have this path. So are all boxes, if those meshes cut it in different ways and nobody
+        can see that it is the same tensor. What is the rank's own it gets back nevertheless.
         """
         _, first = found[0]
-        boxes: dict[Box, tuple[RankManifest, TensorEntry] | None] = {}
+        boxes: dict[Box, tuple[RankManifest, TensorEntry]] = {}
+        disputed: set[Box] = set()
         for manifest, entry in found:
             if not is_same_tensor(first, entry):
                 raise FormatError(
@@ -238,12 +268,17 @@ class _Merger:
                 )
             assert entry.offsets is not None
             box = Box(entry.offsets, entry.shape)
-            other = boxes.setdefault(box, (manifest, entry))
-            if other is None or other[0] is self._own:
-                continue
-            if other[1].data.crc32c != entry.data.crc32c:
-                boxes[box] = None
+            _, other = boxes.setdefault(box, (manifest, entry))
+            if other.data.crc32c != entry.data.crc32c:
+                disputed.add(box)
         assert first.global_shape is not None
+        if sum([box.volume for box in boxes]) > prod(first.global_shape):
+            stored = {box: entry.data for box, (_, entry) in boxes.items()}
+            cover = None if disputed else _one_cover(stored, first.global_shape)
+            if cover is None:
+                disputed.update(boxes)
+            else:
+                boxes = {box: boxes[box] for box in cover}
         return ShardedEntry(
             path=path,
             dtype=first.dtype,
@@ -252,9 +287,9 @@ class _Merger:
             requires_grad=first.requires_grad,
             shards=tuple(
                 [
-                    Shard(box, self._moved(held[1].data, held[0]))
-                    for box, held in boxes.items()
-                    if held is not None
+                    Shard(box, self._moved(entry.data, manifest), box in disputed)
+                    for box, (manifest, entry) in boxes.items()
+                    if box not in disputed or manifest is self._own
                 ]
             ),
         )

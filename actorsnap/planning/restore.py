@@ -12,7 +12,7 @@ It must not know tensors, nor who wants what they hold.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate, product
 
 import msgspec
@@ -53,6 +53,7 @@ def plan_boxes(
     *,
     itemsize: int,
     block_bytes: Sequence[int],
+    disputed: Set[int] = frozenset(),
 ) -> list[BoxRead]:
     """Returns what to read of stored boxes to fill the wanted ones.
 
@@ -65,6 +66,7 @@ def plan_boxes(
         wanted: Boxes in the same space.
         itemsize: Bytes of an element.
         block_bytes: Per stored box, the size of its checksum blocks.
+        disputed: Numbers of stored boxes that only wanted ones equal to them are filled from.
 
     Raises:
         FormatError: Elements that are wanted are in no stored box, or in several.
@@ -82,7 +84,7 @@ def plan_boxes(
             continue
         found: list[Box] = []
         for index in finder.near(box):
-            shared = stored[index].intersect(box)
+            shared = None if index in disputed else stored[index].intersect(box)
             if shared is not None:
                 found.append(shared)
                 shares.setdefault(index, []).append((number, shared))

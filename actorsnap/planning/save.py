@@ -13,6 +13,10 @@ up its holders' loads like water (``_fill``). The bytes of a group stand in the 
 Cuts that had to move make loads uneven; the larger groups that follow make up for it. A box of
 one path that several scopes of some ranks list is not divided: each holder writes all of it.
 
+What lies on a mesh of some ranks may lie on others, too, and nobody says whether these are copies.
+Only its bytes can tell, and they are compared a scope at a time: so what lies on the same meshes
+is a scope of its own (``divide``), and what lies on one mesh only is compared with nothing.
+
 It must not know how bytes travel, nor what the ranks say to each other.
 """
 
@@ -45,19 +49,25 @@ from actorsnap.planning.packing import (
 )
 
 __all__ = [
+    "Division",
     "Inventory",
     "RankPlan",
     "SavePlan",
     "Scope",
     "Sharded",
     "check_sharded",
+    "classes_of",
     "copies_digest",
+    "divide",
+    "division_digest",
     "inventory_digest",
     "item_digest",
     "lists_for_copies",
+    "on_several_meshes",
     "plan_digest",
     "plan_save",
     "ranks_digest",
+    "sharded_digest",
     "take_stock",
 ]
 
@@ -94,20 +104,33 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     nbytes: int
 
 
+Division: TypeAlias = tuple[tuple[tuple[int, int], ...], ...] | None
+"""How a rank tells what others may hold as well apart: per class, a scope of its own, which of
+its ``Sharded`` are in it, as rising runs ``(start, stop)``. What is in none, no other mesh has.
+None: all is one scope."""
+
+
 class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank holds. Names each scope once.
+    """What a rank holds. Names each scope once, but for those without ranks.
 
     Attributes:
         private_bytes: Of the items that no other rank holds.
         scopes: The rest.
         globs: What the caller has called replicated: the same everywhere.
         sharded: Digest of its ``Sharded``; empty if there are none.
+        division: Digest of what its scopes without ranks were made by; empty for None.
     """
 
     private_bytes: int
     scopes: tuple[Scope, ...] = ()
     globs: tuple[str, ...] = ()
     sharded: bytes = b""
+    division: bytes = b""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has scopes of which nobody knows who else holds them."""
+        return any(scope.ranks == () for scope in self.scopes)
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -149,13 +172,18 @@ def _digest(value: Any) -> bytes:
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
 
 
-def copies_digest(checksums: Sequence[int]) -> bytes:
+def copies_digest(checksums: Sequence[Sequence[int]]) -> bytes:
     """Returns 12 bytes that stand for the contents of a scope that nobody knows the holders of.
 
     Args:
-        checksums: Of all blocks of its items.
+        checksums: Per item, of all its blocks.
     """
     return _digest(checksums)
+
+
+def division_digest(division: Division) -> bytes:
+    """Returns 12 bytes that stand for a division; none for None."""
+    return b"" if division is None else _digest(division)
 
 
 def item_digest(items: Sequence[Item]) -> bytes:
@@ -174,6 +202,11 @@ def ranks_digest(ranks: tuple[int, ...]) -> bytes:
     return _digest(ranks)[:8]
 
 
+def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
+    """Returns 12 bytes that stand for what a rank says of sharded tensors; none for nothing."""
+    return _digest(sharded) if sharded else b""
+
+
 def plan_digest(plan: RankPlan) -> bytes:
     """Returns 12 bytes that stand for a rank's plan."""
     return _digest(plan)
@@ -181,73 +214,159 @@ def plan_digest(plan: RankPlan) -> bytes:
 
 def take_stock(
     items: Sequence[Item],
-    scopes: Mapping[tuple[int, ...] | None, Sequence[int]],
+    scopes: Iterable[tuple[tuple[int, ...] | None, Sequence[int]]],
     *,
     globs: Sequence[str] = (),
     sharded: Sequence[Sharded] = (),
+    division: Division = None,
 ) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
         items: All that the rank holds.
-        scopes: Per scope, the indices of its items. What is in none is private.
+        scopes: Who holds each, and the indices of its items. What is in none is private.
         globs: What the caller has called replicated.
         sharded: The tensors of which it holds a part, also an empty one. No others.
+        division: What the scopes without ranks were made by; see ``classes_of``.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
     lists: dict[bytes, tuple[Item, ...]] = {}
-    for ranks, indices in scopes.items():
+    for ranks, indices in scopes:
         held = tuple([items[index] for index in indices])
         nbytes = sum([item.nbytes for item in held])
         digest = item_digest(held)
         private_bytes -= nbytes
         found.append(Scope(ranks, digest, nbytes))
         lists[digest] = held
-    digest = _digest(sharded) if sharded else b""
-    return Inventory(private_bytes, tuple(found), tuple(globs), digest), lists
+    return (
+        Inventory(
+            private_bytes,
+            tuple(found),
+            tuple(globs),
+            sharded_digest(sharded),
+            division_digest(division),
+        ),
+        lists,
+    )
 
 
-def lists_for_copies(inventories: Sequence[Inventory], copies: Sequence[bytes]) -> dict[bytes, int]:
+def divide(
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]], world_size: int
+) -> list[Division]:
+    """Returns how the ranks that say the same of sharded tensors tell them apart: what lies on the
+    same meshes is a class. None for all, if none of them has more than one class to tell.
+
+    Args:
+        lists: As for ``check_sharded``.
+        world_size: What lies on so many ranks is known to lie nowhere else.
+    """
+    meshes = _meshes(lists)
+    numbers: dict[frozenset[bytes], int] = {}
+    # 0 is for what lies on one mesh.
+    class_of = {
+        path: numbers.setdefault(frozenset(found), 1 + len(numbers)) if len(found) > 1 else 0
+        for path, found in meshes.items()
+    }
+    divisions: list[Division] = []
+    has_several = False
+    for _, tensors in lists:
+        classes: dict[int, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.num_ranks < world_size:
+                classes.setdefault(class_of[tensor.path], []).append(index)
+        has_several = has_several or len(classes) > 1
+        divisions.append(tuple([_runs(found) for number, found in classes.items() if number]))
+    return divisions if has_several else [None] * len(lists)
+
+
+def on_several_meshes(
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
+) -> frozenset[str]:
+    """Returns the paths of what may be several tensors of one name. Arguments as for ``divide``."""
+    return frozenset([path for path, found in _meshes(lists).items() if len(found) > 1])
+
+
+def _meshes(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> dict[str, set[bytes]]:
+    meshes: dict[str, set[bytes]] = {}
+    for _, tensors in lists:
+        for tensor in tensors:
+            meshes.setdefault(tensor.path, set()).add(tensor.ranks)
+    return meshes
+
+
+def classes_of(sharded: Sequence[Sharded], division: Division) -> dict[str, int]:
+    """Returns the class of each path that others may hold as well."""
+    if division is None:
+        return {tensor.path: 0 for tensor in sharded}
+    return {
+        sharded[index].path: number
+        for number, runs in enumerate(division)
+        for start, stop in runs
+        for index in range(start, stop)
+    }
+
+
+def lists_for_copies(
+    inventories: Sequence[Inventory], copies: Sequence[Sequence[bytes]]
+) -> dict[bytes, int]:
     """Returns the scopes without ranks whose lists ``plan_save`` needs, and a rank that has each:
     none, unless some of them may be copies.
 
     Args:
         copies: See ``plan_save``.
     """
-    open_scopes = _open_scopes(inventories)
-    if not any(_may_be_copies(ranks, copies) for ranks in open_scopes.values()):
+    open_scopes = _open_scopes(inventories, copies)
+    if not any(found.may_be_copies for found in open_scopes.values()):
         return {}
-    return {digest: min(ranks) for digest, ranks in open_scopes.items()}
+    return {digest: min(found.places) for digest, found in open_scopes.items()}
 
 
-def _open_scopes(inventories: Sequence[Inventory]) -> dict[bytes, dict[int, int]]:
-    """Returns who has a scope without ranks, and its place in the rank's inventory."""
-    found: dict[bytes, dict[int, int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A scope without ranks.
+
+    Attributes:
+        places: Who has it, and as which scope of its inventory.
+        contents: What they have in it.
+    """
+
+    places: dict[int, int]
+    contents: set[bytes]
+
+    @property
+    def may_be_copies(self) -> bool:
+        return len(self.places) > 1 and len(self.contents) == 1
+
+
+def _open_scopes(
+    inventories: Sequence[Inventory], copies: Sequence[Sequence[bytes]]
+) -> dict[bytes, _Open]:
+    """Returns the scopes without ranks, by digest."""
+    found: dict[bytes, _Open] = {}
     for rank, inventory in enumerate(inventories):
-        for index, scope in enumerate(inventory.scopes):
-            if scope.ranks == ():
-                found.setdefault(scope.digest, {})[rank] = index
+        if not inventory.is_open:
+            continue
+        indices = [index for index, scope in enumerate(inventory.scopes) if scope.ranks == ()]
+        for index, content in zip(indices, copies[rank], strict=True):
+            scope = found.setdefault(inventory.scopes[index].digest, _Open({}, set()))
+            scope.places[rank] = index
+            scope.contents.add(content)
     return found
-
-
-def _may_be_copies(ranks: Iterable[int], copies: Sequence[bytes]) -> bool:
-    contents = [copies[rank] for rank in ranks]
-    return len(contents) > 1 and len(set(contents)) == 1
 
 
 def _copies(
     inventories: Sequence[Inventory],
     lists: Mapping[bytes, Sequence[Item]],
-    copies: Sequence[bytes],
+    copies: Sequence[Sequence[bytes]],
 ) -> dict[bytes, dict[int, int]]:
     """Returns the scopes without ranks that several ranks hold with equal contents.
 
     Not if the contents of any of them differ, or if anything in them stands in another list:
     then these may be other tensors of the same names, and each rank must get its own one back.
     """
-    open_scopes = _open_scopes(inventories)
-    found = {d: ranks for d, ranks in open_scopes.items() if _may_be_copies(ranks, copies)}
+    open_scopes = _open_scopes(inventories, copies)
+    found = {digest: scope.places for digest, scope in open_scopes.items() if scope.may_be_copies}
     if not found:
         return {}
     partial = {s.digest for inventory in inventories for s in inventory.scopes if s.ranks}
@@ -316,7 +435,8 @@ def plan_save(
     inventories: Sequence[Inventory],
     lists: Mapping[bytes, Sequence[Item]],
     rules: PackingRules,
-    copies: Sequence[bytes] = (),
+    copies: Sequence[Sequence[bytes]] = (),
+    several: Set[str] = frozenset(),
 ) -> SavePlan:
     """Shares out what several ranks hold. Deterministic.
 
@@ -325,7 +445,8 @@ def plan_save(
         lists: The items of every scope, by digest. A path and offsets stand in a list once. Of
             scopes without ranks only those that ``lists_for_copies`` names.
         rules: Sizes; every rank must pack with the same.
-        copies: Per rank, ``copies_digest`` of its scope without ranks, if any has one.
+        copies: Per rank, ``copies_digest`` of each of its scopes without ranks, in their order.
+        several: Paths that lie on several meshes: what some ranks share of them is not divided.
 
     Raises:
         UsageError: Ranks disagree about the dtype or shape of what they share, or about who
@@ -336,8 +457,8 @@ def plan_save(
     firsts = [0] * len(inventories)
     shares: list[list[Share]] = [[] for _ in inventories]
     joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
-    own: list[tuple[int, ...]] = [()] * len(inventories)
-    groups = _groups(inventories, lists)
+    own: list[list[int]] = [[] for _ in inventories]
+    groups = _groups(inventories, lists, several)
     shared = _copies(inventories, lists, copies)
     for digest, indices in shared.items():
         places = {rank: (index, None) for rank, index in indices.items()}
@@ -345,7 +466,7 @@ def plan_save(
     for rank, inventory in enumerate(inventories):
         for index, listed in enumerate(inventory.scopes):
             if listed.ranks == () and listed.digest not in shared:
-                own[rank] = (index,)
+                own[rank].append(index)
                 loads[rank] += listed.nbytes
     groups.sort(key=lambda group: (len(group.holders), group.holders))
     for group in groups:
@@ -370,7 +491,7 @@ def plan_save(
         firsts[lowest] += len(objects)
     plans = tuple(
         [
-            RankPlan(tuple(held), first, alone)
+            RankPlan(tuple(held), first, tuple(alone))
             for held, first, alone in zip(shares, firsts, own, strict=True)
         ]
     )
@@ -404,7 +525,9 @@ class _Group:
 
 
 def _groups(
-    inventories: Sequence[Inventory], lists: Mapping[bytes, Sequence[Item]]
+    inventories: Sequence[Inventory],
+    lists: Mapping[bytes, Sequence[Item]],
+    several: Set[str],
 ) -> list[_Group]:
     """Finds the groups."""
     # By scope and digest: which rank lists it as its how many-th scope.
@@ -413,7 +536,8 @@ def _groups(
         for index, scope in enumerate(inventory.scopes):
             by_digest = scopes.setdefault(scope.ranks, {})
             by_digest.setdefault(scope.digest, {})[rank] = index
-        if len({scope.ranks for scope in inventory.scopes}) < len(inventory.scopes):
+        named = [scope.ranks for scope in inventory.scopes if scope.ranks != ()]
+        if len(set(named)) < len(named):
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
     complaints = _differing_globs(inventories)
@@ -425,6 +549,9 @@ def _groups(
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
             apart = repeated
+            if several:
+                listed = chain.from_iterable([_places(lists[digest]) for digest in by_digest])
+                apart = apart | {place for place in listed if place[0] in several}
         if len(by_digest) > 1 or apart:
             groups += _resolve(by_digest, lists, apart, complaints)
             continue

@@ -8,7 +8,8 @@ Rules:
 
 1. Nothing is assigned before every rank has joined with the same release, and every
    inventory is known. Equal inventories are asked for once, whoever has them, and those of
-   the save before are remembered (``Memory``).
+   the save before are remembered (``Memory``). Each rank tells what other meshes have, too,
+   from what they have not; who does not yet is told how, once, and remembers it.
 2. Objects that several ranks write are completed after every rank has written.
 3. ``WriteCommit`` is given once, after every rank reported ``Stored``; never after a
    failure, a cancellation, the loss of a rank or the deadline.
@@ -33,11 +34,16 @@ from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.planning.save import (
+    Division,
     Inventory,
     SavePlan,
     Sharded,
     check_sharded,
+    divide,
+    division_digest,
+    inventory_digest,
     lists_for_copies,
+    on_several_meshes,
     plan_save,
 )
 from actorsnap.protocol.messages import (
@@ -49,6 +55,8 @@ from actorsnap.protocol.messages import (
     Assign,
     Committed,
     Complete,
+    Divide,
+    Divided,
     Failed,
     Failure,
     FromCoordinator,
@@ -159,12 +167,16 @@ class Memory:
         inventories: By digest.
         lists: Item lists, by digest.
         agreed: What ``sharded`` returned when ranks were last seen to agree.
+        divisions: How each of them then tells what others may hold as well apart.
+        several: What then lay on several meshes.
     """
 
     def __init__(self) -> None:
         self.inventories: dict[bytes, Inventory] = {}
         self.lists: dict[bytes, tuple[Item, ...]] = {}
         self.agreed: dict[bytes, list[int]] = {}
+        self.divisions: dict[bytes, Division] = {}
+        self.several: frozenset[str] = frozenset()
         self._made_from: object = None
         self._plan: SavePlan | None = None
 
@@ -172,7 +184,7 @@ class Memory:
         """The same, for one save. It can be kept when that has planned."""
         other = Memory()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
-        other.agreed = self.agreed
+        other.agreed, other.divisions, other.several = self.agreed, self.divisions, self.several
         other._plan, other._made_from = self._plan, self._made_from
         return other
 
@@ -184,16 +196,30 @@ class Memory:
             found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
+    def undivided(self, structures: Sequence[bytes]) -> dict[int, Division]:
+        """The ranks that do not tell apart as ``divisions`` says, and how they have to."""
+        found: dict[int, Division] = {}
+        for rank, structure in enumerate(structures):
+            inventory = self.inventories[structure]
+            division = self.divisions.get(inventory.sharded)
+            has_any = inventory.is_open or inventory.division
+            if has_any and inventory.division != division_digest(division):
+                found[rank] = division
+        return found
+
     def missing_copies(
-        self, structures: Sequence[bytes], copies: Sequence[bytes]
+        self, structures: Sequence[bytes], copies: Sequence[Sequence[bytes]]
     ) -> dict[bytes, int]:
         """The lists to ask for of what turned out to be held by several: digests, and who
-        answers, each rank once."""
+        answers."""
         found = lists_for_copies([self.inventories[digest] for digest in structures], copies)
         return {digest: rank for digest, rank in found.items() if digest not in self.lists}
 
     def plan(
-        self, structures: tuple[bytes, ...], copies: tuple[bytes, ...], rules: PackingRules
+        self,
+        structures: tuple[bytes, ...],
+        copies: tuple[tuple[bytes, ...], ...],
+        rules: PackingRules,
     ) -> SavePlan:
         """The plan for ranks with these inventories; forgets what is not in it.
 
@@ -202,11 +228,18 @@ class Memory:
         """
         # Contents change from save to save, but mostly not whose are equal.
         firsts: dict[bytes, int] = {}
-        alike = tuple([firsts.setdefault(digest, rank) for rank, digest in enumerate(copies)])
-        made_from = (structures, alike, rules)
+        alike = tuple(
+            [tuple([firsts.setdefault(digest, len(firsts)) for digest in own]) for own in copies]
+        )
+        several = self.several if self.sharded(structures) == self.agreed else frozenset()
+        made_from = (structures, alike, rules, several)
         if self._plan is None or self._made_from != made_from:
             self._plan = plan_save(
-                [self.inventories[digest] for digest in structures], self.lists, rules, copies
+                [self.inventories[digest] for digest in structures],
+                self.lists,
+                rules,
+                copies,
+                several,
             )
             self._made_from = made_from
         self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
@@ -252,7 +285,9 @@ class CoordinatorMachine:
         # Digests that are asked for, and the rank that will answer.
         self._asked: dict[bytes, int] = {}
         self._asked_sharded: dict[bytes, int] = {}
-        self._sharded: list[tuple[list[int], tuple[Sharded, ...]]] = []
+        self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
+        # Ranks that are told how to divide, and have not yet.
+        self._dividing: set[int] = set()
         self._plan: SavePlan | None = None
         self._writing: set[int] = set()
         self._staged: set[int] = set()
@@ -329,24 +364,38 @@ class CoordinatorMachine:
         return self._assign_if_known()
 
     def _on_items(self, event: Items) -> list[CoordinatorCommand]:
-        asked = [digest for digest, rank in self._asked.items() if rank == event.rank]
-        for digest, items in zip(asked, event.lists, strict=False):
-            del self._asked[digest]
-            self._memory.lists[digest] = items
+        for digest, items in event.lists.items():
+            if self._asked.pop(digest, None) is not None:
+                self._memory.lists[digest] = items
         return self._assign_if_known()
 
     def _on_sharded(self, event: ShardedTensors) -> list[CoordinatorCommand]:
         digest = self._memory.inventories[self._joined[event.rank].structure].sharded
         if self._asked_sharded.pop(digest, None) is None:
             return []
-        said = self._memory.sharded(self._structures)
-        self._sharded.append((said[digest], event.tensors))
+        self._sharded[digest] = event.tensors
         if not self._asked_sharded:
+            said = self._memory.sharded(self._structures)
+            order = sorted(self._sharded, key=lambda digest: said[digest][0])
+            lists = [(said[digest], self._sharded[digest]) for digest in order]
             try:
-                check_sharded(sorted(self._sharded, key=lambda found: found[0][0]))
+                check_sharded(lists)
             except UsageError as error:
                 return self._abort(Failure.of(error, stage=Stage.PLAN))
             self._memory.agreed = said
+            self._memory.divisions = dict(zip(order, divide(lists, self.world_size), strict=True))
+            self._memory.several = on_several_meshes(lists)
+        return self._assign_if_known()
+
+    def _on_divided(self, event: Divided) -> list[CoordinatorCommand]:
+        if event.rank not in self._dividing:
+            return []
+        self._dividing.remove(event.rank)
+        structure = inventory_digest(event.inventory)
+        self._memory.inventories[structure] = event.inventory
+        self._joined[event.rank] = msgspec.structs.replace(
+            self._joined[event.rank], structure=structure, copies=event.copies
+        )
         return self._assign_if_known()
 
     @property
@@ -354,18 +403,26 @@ class CoordinatorMachine:
         return tuple(self._joined[rank].structure for rank in range(self.world_size))
 
     def _assign_if_known(self) -> list[CoordinatorCommand]:
-        if self._asked or self._asked_sharded or len(self._joined) < self.world_size:
+        is_waiting = self._asked or self._asked_sharded or self._dividing
+        if is_waiting or len(self._joined) < self.world_size:
             return []
         structures = self._structures
-        copies = tuple(self._joined[rank].copies for rank in range(self.world_size))
-        wanted = self._memory.missing_copies(structures, copies)
-        if wanted:
-            self._asked |= wanted
-            return [SendToRank(rank, AskItems((digest,))) for digest, rank in wanted.items()]
         said = self._memory.sharded(structures)
         if len(said) > 1 and said != self._memory.agreed:
             self._asked_sharded = {digest: ranks[0] for digest, ranks in said.items() if digest}
             return [SendToRank(rank, AskSharded()) for rank in self._asked_sharded.values()]
+        undivided = self._memory.undivided(structures)
+        if undivided:
+            self._dividing = set(undivided)
+            return [SendToRank(rank, Divide(division)) for rank, division in undivided.items()]
+        copies = tuple(self._joined[rank].copies for rank in range(self.world_size))
+        wanted = self._memory.missing_copies(structures, copies)
+        if wanted:
+            self._asked |= wanted
+            asked: dict[int, list[bytes]] = {}
+            for digest, rank in wanted.items():
+                asked.setdefault(rank, []).append(digest)
+            return [SendToRank(rank, AskItems(tuple(digests))) for rank, digests in asked.items()]
         try:
             plan = self._plan = self._memory.plan(structures, copies, self.rules)
         except UsageError as error:
@@ -452,7 +509,7 @@ class CoordinatorMachine:
     def _on_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
         waiting = self._missing(self._joined if self.state is _S.JOINING else self._stored)
         if not waiting:  # all have joined, and somebody does not answer what was asked
-            asked = {*self._asked.values(), *self._asked_sharded.values()}
+            asked = {*self._asked.values(), *self._asked_sharded.values(), *self._dividing}
             waiting = ", ".join(map(str, sorted(asked)))
         return self._abort(
             Failure(
@@ -493,12 +550,14 @@ class CoordinatorMachine:
 
 
 _M = CoordinatorMachine
+_JOINING = (Join, Offer, Items, ShardedTensors, Divided)
 _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorCommand]]] = {
     (_S.JOINING, Join): _M._on_join,
     (_S.JOINING, Offer): _M._on_offer,
     (_S.JOINING, Items): _M._on_items,
     (_S.JOINING, Arrived): _M._on_arrived,
     (_S.JOINING, ShardedTensors): _M._on_sharded,
+    (_S.JOINING, Divided): _M._on_divided,
     (_S.STORING, Opened): _M._on_opened,
     (_S.STORING, Staged): _M._on_staged,
     (_S.STORING, Written): _M._on_written,
@@ -513,9 +572,9 @@ _TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorComman
     **{(state, DeadlinePassed): _M._on_deadline for state in (_S.JOINING, _S.STORING)},
     **{(state, RankLost): _M._on_lost for state in (_S.JOINING, _S.STORING)},
     # Messages that came twice.
-    **{(_S.STORING, message): _M._ignore for message in (Join, Offer, Items, ShardedTensors)},
+    **{(_S.STORING, message): _M._ignore for message in _JOINING},
     **{
         (_S.COMMITTING, message): _M._ignore
-        for message in (Join, Offer, Items, ShardedTensors, Opened, Staged, Written, Stored)
+        for message in (*_JOINING, Opened, Staged, Written, Stored)
     },
 }

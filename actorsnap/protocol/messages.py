@@ -15,7 +15,7 @@ import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, printable, rebuild
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan, Sharded
+from actorsnap.planning.save import Division, Inventory, RankPlan, Sharded
 
 __all__ = [
     "Aborted",
@@ -26,6 +26,8 @@ __all__ = [
     "Assign",
     "Committed",
     "Complete",
+    "Divide",
+    "Divided",
     "Failed",
     "Failure",
     "FromCoordinator",
@@ -127,14 +129,14 @@ class Join(_Message, frozen=True, tag="j"):
     Attributes:
         structure: Digest of its inventory.
         plan: Digest of the plan that it remembers from the save before; empty if none.
-        copies: Digest of the contents of what others may hold as well; empty if nothing.
+        copies: Digest of the contents of each scope that others may hold as well.
     """
 
     rank: int
     release: str
     structure: bytes
     plan: bytes = b""
-    copies: bytes = b""
+    copies: tuple[bytes, ...] = ()
 
 
 class Offer(_Message, frozen=True, tag="o"):
@@ -145,10 +147,10 @@ class Offer(_Message, frozen=True, tag="o"):
 
 
 class Items(_Message, frozen=True, tag="i"):
-    """The answer to ``AskItems``: the lists, in the order that was asked."""
+    """The answer to ``AskItems``: the lists, by digest."""
 
     rank: int
-    lists: tuple[tuple[Item, ...], ...]
+    lists: dict[bytes, tuple[Item, ...]]
 
 
 class ShardedTensors(_Message, frozen=True, tag="h"):
@@ -156,6 +158,14 @@ class ShardedTensors(_Message, frozen=True, tag="h"):
 
     rank: int
     tensors: tuple[Sharded, ...]
+
+
+class Divided(_Message, frozen=True, tag="v"):
+    """The answer to ``Divide``: what the rank holds, told apart so; ``copies`` as in ``Join``."""
+
+    rank: int
+    inventory: Inventory
+    copies: tuple[bytes, ...]
 
 
 class Token(_Message, frozen=True):
@@ -244,6 +254,13 @@ class AskSharded(_Message, frozen=True, tag="H"):
     """Send the tensors that you hold parts of: others say something else, or nothing."""
 
 
+class Divide(_Message, frozen=True, tag="V"):
+    """Tell what others may hold as well apart like this, from now on: what lies on other meshes,
+    too, has turned out to be only some of it."""
+
+    division: Division
+
+
 class Assign(_Message, frozen=True, tag="A"):
     """What the rank writes.
 
@@ -298,12 +315,23 @@ class Aborted(_Message, frozen=True, tag="X"):
 
 
 ToCoordinator: TypeAlias = (
-    Join | Offer | Items | ShardedTensors | Opened | Staged | Written | Stored | Arrived | Failed
+    Join
+    | Offer
+    | Items
+    | ShardedTensors
+    | Divided
+    | Opened
+    | Staged
+    | Written
+    | Stored
+    | Arrived
+    | Failed
 )
 FromCoordinator: TypeAlias = (
     AskInventory
     | AskItems
     | AskSharded
+    | Divide
     | Assign
     | Tokens
     | Complete

@@ -28,7 +28,7 @@ from typing import TypeAlias
 import msgspec
 
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Inventory, RankPlan, Sharded, inventory_digest
+from actorsnap.planning.save import Division, Inventory, RankPlan, Sharded, inventory_digest
 from actorsnap.protocol.coordinator import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
@@ -38,6 +38,8 @@ from actorsnap.protocol.messages import (
     Assign,
     Committed,
     Complete,
+    Divide,
+    Divided,
     Failed,
     Failure,
     FromCoordinator,
@@ -84,6 +86,7 @@ __all__ = [
     "StepFailed",
     "StopWork",
     "StoreManifest",
+    "TakeStock",
 ]
 
 
@@ -104,7 +107,7 @@ class ParticipantState(StrEnum):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """The rank's state is captured; this is what it holds.
+    """The rank's state is captured; this is what it holds. Comes again after ``TakeStock``.
 
     Attributes:
         lists: The items of each scope, by digest.
@@ -117,7 +120,7 @@ class Begun(msgspec.Struct, frozen=True):
     lists: Mapping[bytes, tuple[Item, ...]]
     remembered: tuple[bytes, RankPlan] | None = None
     sharded: tuple[Sharded, ...] = ()
-    copies: bytes = b""
+    copies: tuple[bytes, ...] = ()
 
 
 class ObjectWork(msgspec.Struct, frozen=True):
@@ -209,6 +212,12 @@ class Send(msgspec.Struct, frozen=True):
     message: ToCoordinator
 
 
+class TakeStock(msgspec.Struct, frozen=True):
+    """Look again what the rank holds, and tell what others may hold as well apart like this."""
+
+    division: Division
+
+
 class StartStoring(msgspec.Struct, frozen=True):
     """Pack what the plan says into objects, then stage and store."""
 
@@ -281,6 +290,7 @@ ParticipantEvent: TypeAlias = (
 )
 ParticipantCommand: TypeAlias = (
     Send
+    | TakeStock
     | StartStoring
     | JoinObjects
     | AnnounceStaged
@@ -309,6 +319,7 @@ class ParticipantMachine:
         self.release = release
         self.state = _S.NEW
         self._begun: Begun | None = None
+        self._is_told_to_divide = False
         self._is_staged = False
         self._objects: tuple[ObjectWork, ...] = ()
         self._pending_chunks: list[int] = []
@@ -364,11 +375,21 @@ class ParticipantMachine:
     def _on_ask_items(self, event: AskItems) -> list[ParticipantCommand]:
         assert self._begun is not None
         lists = self._begun.lists
-        return [Send(Items(self.rank, tuple(lists[digest] for digest in event.digests)))]
+        return [Send(Items(self.rank, {digest: lists[digest] for digest in event.digests}))]
 
     def _on_ask_sharded(self, event: AskSharded) -> list[ParticipantCommand]:
         assert self._begun is not None
         return [Send(ShardedTensors(self.rank, self._begun.sharded))]
+
+    def _on_divide(self, event: Divide) -> list[ParticipantCommand]:
+        if self._is_told_to_divide:
+            return []
+        self._is_told_to_divide = True
+        return [TakeStock(event.division)]
+
+    def _on_stock_taken(self, event: Begun) -> list[ParticipantCommand]:
+        self._begun = event
+        return [Send(Divided(self.rank, event.inventory, event.copies))]
 
     def _on_assign(self, event: Assign) -> list[ParticipantCommand]:
         assert self._begun is not None
@@ -510,8 +531,10 @@ class ParticipantMachine:
 _M = ParticipantMachine
 _WORKING = (_S.PLANNING, _S.STORING, _S.PUBLISHING)
 _WAITING = (_S.JOINING, *_WORKING, _S.REPORTED)
-_REQUESTS = (AskInventory, AskItems, AskSharded, Assign, Tokens, Complete)
+_JOINING = (AskInventory, AskItems, AskSharded, Divide, Assign)
+_REQUESTS = (*_JOINING, Tokens, Complete)
 _PROGRESS = (
+    Begun,
     Planned,
     ObjectsOpened,
     StagingEnded,
@@ -526,6 +549,8 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     (_S.JOINING, AskInventory): _M._on_ask_inventory,
     (_S.JOINING, AskItems): _M._on_ask_items,
     (_S.JOINING, AskSharded): _M._on_ask_sharded,
+    (_S.JOINING, Divide): _M._on_divide,
+    (_S.JOINING, Begun): _M._on_stock_taken,
     (_S.JOINING, Assign): _M._on_assign,
     (_S.PLANNING, Planned): _M._on_planned,
     (_S.PLANNING, Tokens): _M._on_tokens,
@@ -550,11 +575,7 @@ _TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantComman
     # What was in flight when the rank failed still ends, and messages may come twice.
     **{(_S.FAILED, event): _M._ignore for event in (*_PROGRESS, *_REQUESTS, CancelRequested)},
     **{(_S.LOOKING, event): _M._ignore for event in (*_REQUESTS, CancelRequested, CoordinatorLost)},
-    **{
-        (state, message): _M._ignore
-        for state in (*_WORKING, _S.REPORTED)
-        for message in (AskInventory, AskItems, AskSharded, Assign)
-    },
+    **{(state, message): _M._ignore for state in (*_WORKING, _S.REPORTED) for message in _JOINING},
     **{
         (state, message): _M._ignore
         for state in (_S.PUBLISHING, _S.REPORTED)

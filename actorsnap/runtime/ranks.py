@@ -12,7 +12,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from actorsnap.planning.save import RankPlan
+from actorsnap.actors.session import Remembered
 from actorsnap.protocol.coordinator import Memory
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.runtime.host import Host
@@ -34,7 +34,7 @@ class Team:
         ranks: All of them in the whole job, in the order of the group.
         store: A weak reference: the store may host the server, whose end is the job's business.
         memory: What the coordinator knows from the save before. On the loop only.
-        remembered: The rank's plan of the save before, by its digest. On the loop only.
+        remembered: What the rank knows from the save before. On the loop only.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
@@ -47,7 +47,7 @@ class Team:
         self._host = Host.get()
         self._pid = os.getpid()
         self.memory = Memory()
-        self.remembered: tuple[bytes, RankPlan] | None = None
+        self.remembered: Remembered | None = None
         # Where the store went away it has most likely not come back, and nobody starts up.
         again: dict[str, Any] = {}
         if before is not None:

@@ -400,8 +400,8 @@ class SaveJob:
             self._participant = None
             if membership is None:
                 transport.close()
-            elif participant.plan is not None:
-                membership.team.remembered = participant.plan
+            elif participant.remembered is not None:
+                membership.team.remembered = participant.remembered
                 membership.team.memory = membership.memory
         is_committed = coordinator is not None and coordinator.commit is not None
         if failure is not None and not is_committed:

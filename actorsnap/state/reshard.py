@@ -63,13 +63,16 @@ def box_reads(
         itemsize: Bytes of an element.
 
     Raises:
-        FormatError: The shards do not have all elements, or overlap.
+        FormatError: The shards do not have all elements, overlap, or are disputed.
     """
     stored = [shard.box for shard in shards]
     blocks = [shard.data.block_bytes for shard in shards]
+    disputed = {number for number, shard in enumerate(shards) if shard.is_disputed}
     boxes = [target.box for target in targets]
     wanted: list[Wanted] = []
-    for read in plan_boxes(path, stored, boxes, itemsize=itemsize, block_bytes=blocks):
+    for read in plan_boxes(
+        path, stored, boxes, itemsize=itemsize, block_bytes=blocks, disputed=disputed
+    ):
         shard = shards[read.stored]
         found = [targets[number] for number in read.wanted]
         nbytes = read.stop - read.start

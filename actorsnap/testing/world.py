@@ -18,10 +18,10 @@ import anyio
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.errands import Errands
-from actorsnap.actors.session import ParticipantActor, SaveSettings
+from actorsnap.actors.session import ParticipantActor, Remembered, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
-from actorsnap.planning.packing import PackingRules, RankPlan
+from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine, Memory
 from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.participant import ParticipantMachine, StartStoring
@@ -56,7 +56,7 @@ class SimulatedSave:
     Attributes:
         outcomes: Of the ranks that have theirs: None is committed.
         told_s: The loop's time when they had it.
-        memory, plans: For the next save.
+        memory, learned: For the next save.
     """
 
     storages: Sequence[Storage]
@@ -73,12 +73,12 @@ class SimulatedSave:
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
-    remembered: Mapping[int, tuple[bytes, RankPlan]] = field(default_factory=dict)
+    remembered: Mapping[int, Remembered] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outcomes: dict[int, Failure | None] = {}
         self.told_s: dict[int, float] = {}
-        self.plans: dict[int, tuple[bytes, RankPlan]] = {}
+        self.learned: dict[int, Remembered] = {}
         self.staged: set[int] = set()
         self.causes: list[BaseException] = []
         self.participants: dict[int, ParticipantActor] = {}
@@ -146,8 +146,8 @@ class SimulatedSave:
             failure = await participant.run()
         self.outcomes[rank] = failure
         self.told_s[rank] = anyio.current_time()
-        if participant.plan is not None:
-            self.plans[rank] = participant.plan
+        if participant.remembered is not None:
+            self.learned[rank] = participant.remembered
             if rank == 0:
                 self.memory = memory
         self._network.silence(rank)

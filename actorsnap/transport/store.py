@@ -75,6 +75,9 @@ _COORDINATOR = 0
 """The rank whose process coordinates."""
 
 _MAX_LOOK_S = 1.0
+_GIVEN_UP = 2 / 3
+"""Who was away for so much of ``lost_after_s`` may have been given up: it was last heard up to
+``lost_after_s`` / 6 before, or somewhat more."""
 _MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
 _EXIT_S = 2.0
@@ -193,11 +196,11 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
     def absence(self) -> str | None:
         """See ``transport.base.CoordinatorEnd``."""
         self._port._look(2 * self._look_s)
-        if self._away_s <= self._lost_after_s:
+        if self._away_s <= _GIVEN_UP * self._lost_after_s:
             return None
         return (
-            f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s: the others have "
-            "given it up"
+            f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s: the others may "
+            "have given it up"
         )
 
     async def send(self, rank: int, message: Down) -> None:

@@ -194,6 +194,23 @@ async def test_who_is_lost_is_named(who: str) -> None:
     assert len(set(world.outcomes.values())) == 1
 
 
+async def test_a_coordinator_that_was_given_up_passes_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it alone would have restored."""
+    world = World(2, num_steps=1)
+
+    async def body(rank: int, member: MemberActor) -> None:
+        if rank == 0:  # its arrival is the last
+            await anyio.sleep(1)
+            monkeypatch.setattr(world.gathering._end, "absence", lambda: "it was stopped")
+        await member.arrive()
+
+    await world.run(body)
+    reason = "restore aborted on rank 0 in stage 'join': it was stopped"
+    assert world.outcomes == {0: reason, 1: reason}
+
+
 # Shared reading
 
 

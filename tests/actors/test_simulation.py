@@ -14,10 +14,10 @@ import logging
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -41,6 +41,7 @@ from actorsnap.storage.base import Storage
 from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.testing import FaultyStorage, SimulatedNetwork, SimulatedSave
 from actorsnap.testing.faults import Verb, When
+from tests.actors.parts import part_of
 
 T = TypeVar("T")
 
@@ -74,6 +75,8 @@ async def run_inline(fn: Callable[..., T], /, *args: Any) -> T:
 
 
 State = dict[str, StateDict]
+Place: TypeAlias = tuple[str, tuple[int, ...]]
+"""Path and offsets of a part of a tensor."""
 
 
 def tensor(rng: random.Random, shape: tuple[int, ...]) -> torch.Tensor:
@@ -105,15 +108,67 @@ def states_of(rng: random.Random, world_size: int) -> list[State]:
     return states
 
 
+def add_parts(rng: random.Random, states: Sequence[State]) -> None:
+    """Adds tensors that lie on meshes of some ranks each, several of which may have one name."""
+    size = len(states)
+    width = rng.randrange(1, max(2, size))
+    ranks = rng.sample(range(size), size)
+    meshes = [tuple(sorted(ranks[at : at + width])) for at in range(0, size - width + 1, width)]
+    held: list[dict[str, Any]] = [{} for _ in states]
+    for number in range(rng.randrange(1, 8)):
+        shape = (width * rng.choice([1, 8, 256]), rng.choice([64, 1024]))
+        whole = tensor(rng, shape)
+        for mesh in rng.sample(meshes, rng.randrange(1, len(meshes) + 1)):
+            if rng.random() < 0.15:  # another tensor, or it has drifted apart
+                whole = whole.clone()
+                whole[rng.randrange(len(whole))] += 1
+            for rank in mesh:
+                held[rank][f"w{number}"] = part_of(whole, mesh, rank)
+    for state, parts in zip(states, held, strict=True):
+        state["stage"] = StateDict(parts)
+
+
+def check_parts(states: Sequence[State], stored: Mapping[Place, Mapping[int, bytes]]) -> None:
+    """Asserts that what lies on the same meshes is stored once if a rank's part of all of it is
+    equal, else by each, and that each rank finds its own.
+
+    Args:
+        stored: By path and offsets, and the rank that stored it.
+    """
+    # Who holds a place, and all that lies on the same meshes and on the same rank.
+    held: dict[Place, dict[int, bytes]] = {}
+    meshes: dict[str, set[object]] = {}
+    for rank, state in enumerate(states):
+        for name, part in state.get("stage", {}).items():
+            [local] = part.local_shards()
+            place = (f"stage/{name}", tuple(local.metadata.shard_offsets))
+            held.setdefault(place, {})[rank] = local.tensor.numpy().tobytes()
+            owners = tuple(shard.placement.rank() for shard in part.metadata().shards_metadata)
+            meshes.setdefault(place[0], set()).add(owners)
+    alike: dict[tuple[object, int], list[bytes]] = {}
+    for place, by_rank in sorted(held.items()):
+        for rank, data in by_rank.items():
+            alike.setdefault((frozenset(meshes[place[0]]), rank), []).append(data)
+    assert stored.keys() == held.keys()
+    for place, by_rank in held.items():
+        contents = {tuple(alike[frozenset(meshes[place[0]]), rank]) for rank in by_rank}
+        found = stored[place]
+        assert len(found) == (1 if len(contents) == 1 else len(by_rank)), f"{place} is stored again"
+        for rank, data in by_rank.items():
+            assert found.get(rank, next(iter(found.values()))) == data, f"{place} is torn"
+
+
 @dataclass
 class Simulation:
     """One seed's world.
 
     Attributes:
+        has_meshes: There are tensors that lie on some ranks each.
         commits: Set when the coordinator begins to write the commit object.
     """
 
     seed: int
+    has_meshes: bool = False
     rng: random.Random = field(init=False)
     said: list[str] = field(default_factory=list)
 
@@ -121,6 +176,8 @@ class Simulation:
         rng = self.rng = random.Random(self.seed)
         self.size = rng.choices([2, 3, 4, 6, 12, 64], weights=[25, 30, 25, 12, 7, 1])[0]
         self.states = states_of(rng, self.size)
+        if self.has_meshes:
+            add_parts(random.Random(f"meshes of {self.seed}"), self.states)
         self.pace_s = rng.choice([0.0, 0.01, 0.5])
         self.delay_s = rng.choice([0.0, 0.01, 1.0, 4.0])
         self.timeout_s = rng.choice([20.0, 60.0, 300.0])
@@ -338,6 +395,7 @@ class Simulation:
         assert commit.world_size == len(states) == len(commit.manifests)
         # Per path and rank (-1: all ranks'), what was read, and how often.
         found: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        parts: dict[Place, dict[int, bytes]] = {}
         for rank, record in enumerate(commit.manifests):
             manifest = decode_rank_manifest(await self.storage.get(record.key), record, record.key)
             assert (manifest.rank, manifest.attempt) == (rank, commit.attempt)
@@ -353,6 +411,10 @@ class Simulation:
                 at = entry.data
                 data = objects[at.object][at.start : at.stop]
                 assert block_checksums(memoryview(data), at.block_bytes) == at.crc32c
+                if entry.path.startswith("stage/"):
+                    assert entry.offsets is not None
+                    parts.setdefault((entry.path, entry.offsets), {})[rank] = data
+                    continue
                 shape = entry.global_shape or entry.shape
                 whole, times = found.setdefault(
                     (entry.path, -1 if entry.replicated else rank),
@@ -367,9 +429,10 @@ class Simulation:
                     whole[box] = read.reshape(entry.shape)
                 times[box] += 1
         wanted: dict[tuple[str, int], torch.Tensor] = {}
+        check_parts(states, parts)
         for rank, state in enumerate(states):
-            for key, stateful in state.items():
-                for name, value in stateful.items():
+            for key in ("model", "own"):
+                for name, value in state[key].items():
                     if isinstance(value, torch.Tensor):
                         wanted[f"{key}/{name}", rank if key == "own" else -1] = value
         assert found.keys() == wanted.keys()
@@ -400,7 +463,7 @@ class Simulation:
         """Whatever happened: the ranks go on, and save to the same path again."""
         killed = self.struck.get("kill")
         more: dict[str, Any] = {
-            "remembered": {rank: plan for rank, plan in world.plans.items() if rank != killed}
+            "remembered": {rank: known for rank, known in world.learned.items() if rank != killed}
         }
         if killed != 0:
             more["memory"] = world.memory
@@ -424,20 +487,22 @@ def repeatable(seed: int) -> Iterator[None]:
         scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
 
 
-def simulate(seed: int) -> Simulation:
+def simulate(seed: int, has_meshes: bool = False) -> Simulation:
     """Runs a seed.
 
     Raises:
         AssertionError: something does not hold; the message tells how to repeat it.
     """
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, has_meshes)
     try:
         with repeatable(seed):
             trio.run(simulation.run, clock=trio.testing.MockClock(autojump_threshold=0))
     except BaseException as error:
         story = "\n  ".join(simulation.said)
+        meshes = " --meshes" * has_meshes
         raise AssertionError(
-            f"seed {seed}; repeat it with: python -m tests.actors.test_simulation {seed}\n  {story}"
+            f"seed {seed}; repeat it with: python -m tests.actors.test_simulation{meshes} {seed}"
+            f"\n  {story}"
         ) from error
     return simulation
 
@@ -446,6 +511,12 @@ def simulate(seed: int) -> Simulation:
 def test_all_commit_or_all_abort(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_all_commit_or_all_abort_with_tensors_on_several_meshes(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(seed, has_meshes=True)
 
 
 @pytest.mark.parametrize("seed", FOUND)
@@ -457,20 +528,21 @@ def test_what_was_found_once(seed: int) -> None:
 @pytest.mark.parametrize("first", range(1000, 6000, 500))
 def test_all_commit_or_all_abort_in_thousands_of_worlds(first: int) -> None:
     for seed in range(first, first + 500):
-        simulate(seed)
+        simulate(seed, has_meshes=seed % 2 == 1)
 
 
 def test_a_seed_repeats_a_run() -> None:
     assert simulate(7).said == simulate(7).said
 
 
-def main(arguments: Iterable[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     num_failed = 0
-    for argument in arguments:
+    has_meshes = "--meshes" in arguments
+    for argument in arguments[has_meshes:]:
         first, _, last = argument.partition("-")
         for seed in range(int(first), int(last or first) + 1):
             try:
-                simulation = simulate(seed)
+                simulation = simulate(seed, has_meshes)
             except AssertionError as error:
                 num_failed += 1
                 print(error)

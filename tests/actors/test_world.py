@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 import trio.testing
 
+from actorsnap.actors import session
+from actorsnap.actors.uploader import checksums_of
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
 from actorsnap.format.manifest import (
@@ -24,14 +27,24 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.messages import (
+    AskInventory,
+    AskItems,
+    AskSharded,
+    Divide,
+    Divided,
+    Failure,
+    Stage,
+)
 from actorsnap.state.stateful import StateDict
+from actorsnap.state.tensors import ByteSource
 from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
 from actorsnap.storage.memory import MemoryStorage, open_memory
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrappers import Wrapper, WriterWrapper
-from actorsnap.testing import FaultyStorage, SimulatedSave
+from actorsnap.testing import FaultyStorage, SimulatedNetwork, SimulatedSave
 from actorsnap.testing.faults import Verb
+from tests.actors.parts import part_of
 
 T = TypeVar("T")
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -328,3 +341,87 @@ async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
     else:
         assert not await is_committed(storage)
     assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+
+
+class Overheard(SimulatedNetwork):
+    """Attributes: messages: What was sent, and by whom."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.messages: list[tuple[int, object]] = []
+
+    def _carry(self, sender: int, inbox: Any, message: object) -> None:
+        self.messages.append((sender, message))
+        super()._carry(sender, inbox, message)
+
+    def count(self, *kinds: type) -> int:
+        return sum(isinstance(message, kinds) for _, message in self.messages)
+
+    def nbytes(self, rank: int) -> int:
+        sent = [message for sender, message in self.messages if sender == rank]
+        return sum(len(msgspec.msgpack.encode(message)) for message in sent)
+
+
+def stages(embedding: Sequence[tuple[int, ...]]) -> list[dict[str, StateDict]]:
+    """Two pipeline stages of two ranks each; the embedding lies on these meshes."""
+    whole = torch.arange(64 * 1024).to(torch.uint8).reshape(64, 1024)
+    states = []
+    for rank in range(4):
+        mesh = (0, 1) if rank < 2 else (2, 3)
+        held = {f"layer{rank // 2}": part_of(whole, mesh, rank)}
+        if mesh in embedding:
+            held["embedding"] = part_of(whole, mesh, rank)
+        states.append({"model": StateDict(held)})
+    return states
+
+
+async def test_what_several_meshes_have_is_told_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = empty_storage()
+    numbers = itertools.count()
+    looked_at: list[int] = []
+
+    def look(source: ByteSource) -> list[int]:
+        looked_at.append(source.nbytes)
+        return checksums_of(source)
+
+    monkeypatch.setattr(session, "checksums_of", look)
+
+    async def save(
+        states: list[dict[str, StateDict]], before: SimulatedSave | None = None, **more: Any
+    ) -> tuple[SimulatedSave, Overheard]:
+        network = Overheard(4)
+        if before is not None:
+            more = {"memory": before.memory, "remembered": before.learned} | more
+        more["attempt"] = f"20260101T00000{next(numbers)}-0123abcd-1-89abcdef"
+        world = world_of(4, storage, states=states, network=network, overwrite=True, **more)
+        looked_at.clear()
+        assert await world.run() == dict.fromkeys(range(4))
+        return world, network
+
+    asks = (AskInventory, AskItems, AskSharded, Divide)
+    tied = stages([(0, 1), (2, 3)])
+    first, network = await save(tied)
+    assert network.count(Divide) == network.count(Divided) == 4
+    assert sorted(looked_at) == [32 * 1024] * 8, "once, though stock was taken twice"
+    _, manifests = await read_back(storage)
+    paths = [entry.path for manifest in manifests for entry in manifest.entries]
+    assert [paths.count(f"model/{name}") for name in ("embedding", "layer0", "layer1")] == [2] * 3
+    again, network = await save(tied, first)
+    assert network.count(*asks) == 0
+    assert looked_at == [32 * 1024] * 4, "the layers are nobody else's"
+    assert max(network.nbytes(rank) for rank in range(1, 4)) <= 200
+    known = {rank: known for rank, known in again.learned.items() if rank != 2}
+    forgot, network = await save(tied, again, remembered=known)
+    assert network.count(Divide) == 1
+    # What the first stage remembers does not hold any more, though it has the same as before.
+    apart, network = await save(stages([(0, 1)]), forgot)
+    assert network.count(Divide) == 2
+    _, network = await save(stages([(0, 1)]), apart)
+    assert network.count(*asks) == 0
+
+
+async def test_stages_that_share_nothing_are_not_told_to_divide() -> None:
+    network = Overheard(4)
+    world = world_of(4, empty_storage(), states=stages([]), network=network)
+    assert await world.run() == dict.fromkeys(range(4))
+    assert network.count(Divide, AskItems) == 0

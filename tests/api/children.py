@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import coordinator, errands
@@ -31,7 +30,6 @@ from tests.api.places import leftovers, number_at, runtime_threads, state
 
 # The children may be somebody who cannot read the installed packages.
 importlib.import_module("actorsnap.storage.fs")
-torch.set_num_threads(1)
 logging.disable(logging.WARNING)
 
 FAST = Options(fsync=False)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["Ending", "Zygote"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,10 @@ def _run_forked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict
     pid = os.fork()
     if pid == 0:
         os.close(out)
+        # torch makes its pool anew after a fork, and its threads must not race for that.
+        torch.set_num_threads(1)
+        # A shell without job control lets what runs in the background ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.alarm(LIMIT_S)
         answer: dict[str, Any] = {"value": None, "error": ""}
         try:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import count, islice
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError
+from actorsnap.format.checksum import block_checksums
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -121,7 +123,61 @@ def test_equal_boxes_stand_once_the_own_first_and_others_are_nobodys() -> None:
         entry = index_of(differ, rank=rank).entries[0]
         assert isinstance(entry, ShardedEntry)
         assert sorted(each.box.offsets[0] for each in entry.shards) == boxes
+        disputed = [each.box.offsets[0] for each in entry.shards if each.is_disputed]
+        assert disputed == ([0] if rank < 2 else [])
     assert keys(index_of(differ, rank=1))["w"][0] == ("o1", (2,))
+
+
+def rows(start: int, stop: int, elements: bytes, columns: int = 1) -> TensorEntry:
+    held = elements[start * columns : stop * columns]
+    return TensorEntry(
+        path="w",
+        dtype="int8",
+        shape=(stop - start, columns),
+        data=Stored(0, 0, len(held), block_checksums(memoryview(held), 1 << 20)),
+        global_shape=(len(elements) // columns, columns),
+        offsets=(start, 0),
+    )
+
+
+def boxes_of(manifests: dict[int, RankManifest], rank: int) -> list[tuple[int, int, bool]]:
+    entry = index_of(manifests, rank=rank).entries[0]
+    assert isinstance(entry, ShardedEntry)
+    return [(each.box.offsets[0], each.box.stops[0], each.is_disputed) for each in entry.shards]
+
+
+def test_of_one_tensor_that_meshes_cut_in_other_ways_one_of_them_counts() -> None:
+    whole = bytes(range(12))
+    cuts = [(0, 6), (6, 12), (0, 4), (4, 8), (8, 12)]
+    manifests = world(*[[rows(*cut, whole)] for cut in cuts])
+    for rank in range(6):
+        found = boxes_of(manifests, rank)
+        assert sorted(found) in (
+            [(0, 6, False), (6, 12, False)],
+            [(0, 4, False), (4, 8, False), (8, 12, False)],
+        )
+
+
+@pytest.mark.parametrize("at", [0, 5, 11])
+def test_of_tensors_that_meshes_cut_in_other_ways_each_rank_has_its_own(at: int) -> None:
+    one, other = bytes(range(12)), bytearray(range(12))
+    other[at] += 100
+    cuts = [(0, 6), (6, 12), (0, 12)]
+    tensors = [one, one, bytes(other)]
+    manifests = world(*[[rows(*cut, t)] for cut, t in zip(cuts, tensors, strict=True)])
+    for rank, (start, stop) in enumerate(cuts):
+        assert boxes_of(manifests, rank) == [(start, stop, True)]
+    assert boxes_of(manifests, 3) == []
+
+
+def test_rows_and_columns_of_a_tensor_are_not_known_to_be_the_same() -> None:
+    column = TensorEntry(
+        path="w", dtype="int8", shape=(4, 1), data=at(), global_shape=(4, 2), offsets=(0, 0)
+    )
+    other = msgspec.structs.replace(column, offsets=(0, 1))
+    manifests = world([rows(0, 4, bytes(8), 2)], [column], [other])
+    assert boxes_of(manifests, 0) == [(0, 4, True)]
+    assert boxes_of(manifests, 3) == []
 
 
 def test_shards_of_different_tensors_are_no_tensor() -> None:

@@ -209,6 +209,21 @@ def test_what_no_shard_has_is_named() -> None:
     assert plan([], [box((0, 0))], 4) == []
 
 
+def test_no_part_of_a_disputed_box_is_read() -> None:
+    stored = [box((0, 4)), box((4, 8))]
+
+    def planned(*wanted: Box) -> list[BoxRead]:
+        return plan_boxes("m/x", stored, wanted, itemsize=4, block_bytes=[16, 16], disputed={0})
+
+    assert planned(box((0, 4)), box((5, 6))) == [
+        BoxRead(0, 0, 16, (0,), 0),
+        BoxRead(1, 0, 16, (1,), None),
+    ]
+    for part in ((0, 3), (3, 5), (0, 8)):
+        with pytest.raises(FormatError, match="several ranks stored different ones"):
+            planned(box(part))
+
+
 def test_thousands_of_boxes_of_one_path_are_no_matter() -> None:
     grid = [
         box((32 * a, 32 * a + 32), (32 * b, 32 * b + 32))

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.manifest import ManifestRecord
 from actorsnap.planning.packing import Item, PackingRules, pack
-from actorsnap.planning.save import Inventory, RankPlan, Scope, item_digest
+from actorsnap.planning.save import (
+    Inventory,
+    RankPlan,
+    Scope,
+    Sharded,
+    item_digest,
+    sharded_digest,
+)
 from actorsnap.protocol.coordinator import (
     CommitFailed,
     CommitWritten,
@@ -35,11 +43,14 @@ from actorsnap.protocol.messages import (
     Assign,
     Committed,
     Complete,
+    Divide,
+    Divided,
     Failed,
     Failure,
     Items,
     Join,
     Offer,
+    ShardedTensors,
     Stage,
     Staged,
     Stored,
@@ -73,6 +84,7 @@ from actorsnap.protocol.participant import (
     StepFailed,
     StopWork,
     StoreManifest,
+    TakeStock,
 )
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -384,6 +396,58 @@ def test_equal_inventories_are_asked_for_once_and_then_remembered() -> None:
     assert [message.plan for message in assigned] == [None] * 4
 
 
+def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one() -> None:
+    """Both ranks hold ``shared``, and ``copied``, as only their bytes tell."""
+    shared, copied = (LARGE,), (msgspec.structs.replace(LARGE, path="m/norm", replicated=False),)
+    scopes = tuple(
+        Scope(ranks, item_digest(items), LARGE.nbytes)
+        for ranks, items in ((None, shared), ((), copied))
+    )
+    machine = coordinator(2)
+    for rank in range(2):
+        machine.handle(Join(rank, "1", b"x", copies=(b"equal",)))
+    digests = [scope.digest for scope in scopes]
+    asked = machine.handle(Offer(0, Inventory(0, scopes)))
+    assert asked == [SendToRank(0, AskItems((digests[0],)))]
+    answer = Items(0, {digests[0]: shared})
+    assert machine.handle(answer) == [SendToRank(0, AskItems((digests[1],)))]
+    assert machine.handle(answer) == []
+    machine.handle(Items(0, {digests[1]: copied}))
+    assert machine.state is CoordinatorState.STORING
+
+
+def test_the_deadline_names_the_rank_that_does_not_divide() -> None:
+    machine = coordinator(2)
+    sharded = [
+        tuple(Sharded(path, "uint8", (8,), b"%d" % rank, 1) for path in ("m/tied", f"m/{rank}"))
+        for rank in range(2)
+    ]
+    for rank, own in enumerate(sharded):
+        machine.handle(Join(rank, "1", b"%d" % rank, copies=(b"",)))
+        scope = Scope((), b"%d" % rank, 16)
+        machine.handle(Offer(rank, Inventory(0, (scope,), sharded=sharded_digest(own))))
+    commands: list[object] = []
+    for rank, own in enumerate(sharded):
+        commands = [*machine.handle(ShardedTensors(rank, own))]
+    assert commands == [SendToRank(rank, Divide((((0, 1),),))) for rank in range(2)]
+    machine.handle(Divided(0, Inventory(8), ()))
+    machine.handle(DeadlinePassed(5.0))
+    assert machine.failure is not None
+    assert machine.failure.rank == 1
+
+
+def test_a_rank_divides_once_however_often_it_is_told() -> None:
+    machine = ParticipantMachine(rank=0, release="1")
+    machine.handle(Begun(NOTHING, {}))
+    told = Divide((((0, 1),),))
+    assert machine.handle(told) == [TakeStock(told.division)]
+    assert machine.handle(told) == []
+    other = Inventory(0, (Scope((), b"x", 1),))
+    answer = Begun(other, {}, copies=(b"y",))
+    assert machine.handle(answer) == [Send(Divided(0, other, (b"y",)))]
+    assert machine.handle(AskInventory()) == [Send(Offer(0, other))]
+
+
 def test_a_rank_that_forgot_its_plan_is_sent_it_again() -> None:
     first = World(2, random.Random(1))
     first.run()
@@ -412,7 +476,7 @@ def test_inventories_that_contradict_each_other_are_a_usage_error_everywhere() -
         digest = item_digest((item,))
         machine.handle(Join(rank, "1", b"%d" % rank))
         machine.handle(Offer(rank, Inventory(0, (Scope(None, digest, 3 + rank),))))
-        commands = [*machine.handle(Items(rank, ((item,),)))]
+        commands = [*machine.handle(Items(rank, {digest: (item,)}))]
     assert machine.state is CoordinatorState.ABORTED
     assert machine.failure is not None
     assert isinstance(machine.failure.to_error(), UsageError)

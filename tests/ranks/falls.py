@@ -6,28 +6,33 @@ in a save or a restore of a trainer's state. What follows it shows whether the j
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from actorsnap import Options, StateDict
+from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.gathering import GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Join, Offer
 from actorsnap.protocol.participant import ParticipantMachine
 from actorsnap.sync import Snapshot
+from tests.ranks.assembled import assemble
 from tests.ranks.models import STATES
 from tests.ranks.troubles import outcome
 from tests.worlds import LIMIT_S, Rank, World
 
 __all__ = ["LOST_AFTER_S", "STEPS", "TIMEOUT_S", "Step", "direct_falls"]
 
-LOST_AFTER_S = 2.0
-TIMEOUT_S = 20.0
+LOST_AFTER_S = 3.0
+TIMEOUT_S = 30.0
 OPTIONS = Options(timeout_s=TIMEOUT_S, lost_after_s=LOST_AFTER_S, fsync=False, read_mode="shared")
 _MIB = 1 << 20
 
@@ -62,12 +67,6 @@ class Step(NamedTuple):
     def is_decided(self) -> bool:
         """Whether the others have succeeded, or can."""
         return self.event in ("CommitWritten", "Committed") or self[2:] == ("Proceed", 4)
-
-    @property
-    def is_in_round(self) -> bool:
-        """Whether the others wait for it in a broadcast: gloo may not recover from that, nor do
-        the collectives of the job."""
-        return self[2:] == ("Proceed", 2)
 
 
 STEPS = [
@@ -188,7 +187,7 @@ def _first(victim: int) -> Iterator[None]:
         CoordinatorMachine.handle = handle  # type: ignore[method-assign]
 
 
-def _obey(me: Rank, path: str, kind: str) -> None:
+def _obey(me: Rank, kind: str) -> None:
     """Saves and restores, as the director says."""
     me.join_gloo()
     trainer = Trainer(kind)
@@ -203,10 +202,10 @@ def _obey(me: Rank, path: str, kind: str) -> None:
             elif me.rank == 0 and step.event.startswith("Ask"):
                 favour = _first(step.victim)
         with favour:
-            me.say(_call(trainer, path, order["is_save"], order["number"]))
+            me.say(_call(trainer, order["is_save"], order["path"], order["number"]))
 
 
-def _call(trainer: Trainer, path: str, is_save: bool, number: int) -> dict[str, Any]:
+def _call(trainer: Trainer, is_save: bool, path: str, number: int) -> dict[str, Any]:
     if is_save:
         app = trainer.at(number)
         globs = ["table/**"]
@@ -222,13 +221,19 @@ def _call(trainer: Trainer, path: str, is_save: bool, number: int) -> dict[str, 
 
 
 def _order(
-    world: World, is_save: bool, number: int, step: Step | None = None, how: int = 0
+    world: World,
+    is_save: bool,
+    path: Path,
+    number: int,
+    step: Step | None = None,
+    how: int = signal.SIGKILL,
 ) -> list[Any]:
     """What the ranks say to an order; those that have not fallen in it."""
     signal.alarm(2 * LIMIT_S)
     world.num_keys()  # the server may live on
+    order = {"is_save": is_save, "path": str(path), "number": number, "step": step, "signal": how}
     for rank in world.ranks:
-        rank.tell({"is_save": is_save, "number": number, "step": step, "signal": how})
+        rank.tell(order)
     others = [r for n, r in enumerate(world.ranks) if step is None or n != step.victim]
     answers = [rank.hear() for rank in others]
     for said in answers:
@@ -237,45 +242,59 @@ def _order(
 
 
 def direct_falls(
-    num_ranks: int, kind: str, path: str, how: str, steps: Sequence[Any]
+    num_ranks: int, kind: str, path: str, how: str, is_first: bool, steps: Sequence[Any]
 ) -> list[dict[str, Any]]:
     """A rank falls at one step after the other, and each time the job goes on.
 
-    Where a rank is killed the job starts anew, where it is stopped it goes on when that one does,
-    if the process group can.
+    Where a rank is killed the job starts anew, where it is stopped it goes on when that one does.
+
+    Args:
+        is_first: Whether the saves in which it falls are the first ones to their paths. Else they
+            are to replace a snapshot.
 
     Returns:
-        For each step what the others said (``others``), who was stopped (``victim``), then what
-        all said of a restore (``restored``) and of a save (``saved``).
+        For each step what the others said (``others``), who was stopped (``victim``), whether
+        there is a snapshot at the path then (``is_committed``), what all said of a restore
+        (``restored``) and of a save to that path (``saved``), and how many bytes each wrote in
+        that (``nbytes``).
     """
     signal_number = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-    world = World(num_ranks, _obey, path=path, kind=kind)
+    world = World(num_ranks, _obey, kind=kind)
     found = []
-    number = 1
+    last, number = Path(path), 1
     try:
-        assert not any(said["error"] for said in _order(world, True, number))
-        for step in map(Step._make, steps):
+        begun = _order(world, True, last, number)
+        assert not any(rank["error"] for rank in begun), begun
+        for count, step in enumerate(map(Step._make, steps)):
+            where = Path(f"{path}-{count}") if step.is_save and is_first else last
+            falls_in = number + 1 if step.is_save else number
             try:
-                falls_in = number + 1 if step.is_save else number
                 said: dict[str, Any] = {
-                    "others": _order(world, step.is_save, falls_in, step, signal_number)
+                    "others": _order(world, step.is_save, where, falls_in, step, signal_number)
                 }
+                victim = world.ranks[step.victim]
                 if how == "stop":
-                    victim = world.ranks[step.victim]
+                    # It may come there later than the others are done.
+                    os.waitpid(victim.pid, os.WUNTRACED)
                     victim.kill(signal.SIGCONT)
                     said["victim"] = victim.hear()
-                if how == "kill" or step.is_in_round:
+                else:
+                    assert victim.dies()
                     world.end()
-                    world = World(num_ranks, _obey, path=path, kind=kind)
-                if step.is_decided:
-                    number = falls_in
-                said["restored"] = _order(world, False, number)
-                number += 1 if number == falls_in else 2
-                said["saved"] = _order(world, True, number)
+                    world = World(num_ranks, _obey, kind=kind)
+                said["is_committed"] = (where / COMMIT_KEY).exists()
+                valid = (where, falls_in) if step.is_decided else (last, number)
+                said["restored"] = _order(world, False, *valid)
+                number = falls_in + 1
+                said["saved"] = _order(world, True, where, number)
+                said["nbytes"] = assemble(where).nbytes
             except Exception as error:
                 error.add_note(f"at {step}")
                 raise
             found.append(said)
+            if where != last:
+                shutil.rmtree(last)
+                last = where
     finally:
         world.end()
     return found

@@ -187,6 +187,19 @@ def experts() -> dict[str, Any]:
     return {"own": nn.ModuleDict({"w": own}), "shared": nn.ModuleDict({"w": shared})}
 
 
+def tied() -> dict[str, Any]:
+    """Two pipeline stages, each FSDP2, which have layers of their own and one embedding."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    stage, whole = mesh.get_local_rank("pp"), model()
+    kept = {"embedding": whole[0], f"layer{stage}": whole[1 + stage]}
+    for layer in kept.values():
+        fully_shard(layer, mesh=mesh["dp"])
+    return {"model": nn.ModuleDict(kept)}
+
+
 def sharded_tensor() -> dict[str, Any]:
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -225,6 +238,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
         tensor_parallel,
         fsdp2_and_tp,
         experts,
+        tied,
         sharded_tensor,
         pipeline,
     )

@@ -43,8 +43,8 @@ __all__ = [
     "direct_without_group",
 ]
 
-LOST_AFTER_S = 1.5
-TIMEOUT_S = 20.0
+LOST_AFTER_S = 3.0
+TIMEOUT_S = 30.0
 SAVE = Options(fsync=False, chunk_bytes=2 << 20)
 MIB = 1 << 20
 

@@ -112,3 +112,24 @@ def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Pat
     assert torch.equal(found["w.weight"], expected["shared"]["w.weight"])
     with pytest.raises(FormatError, match="several ranks stored different ones under this name"):
         snapshot.get_state_dict_for_key("own")
+
+
+def test_an_embedding_that_two_stages_share_is_stored_once(
+    director: Director, tmp_path: Path
+) -> None:
+    """Their lists overlap only in part; the second save is told apart from what is remembered."""
+    path = str(tmp_path / "s")
+    director.play("direct_take", num_ranks=4, kind="tied", path=path, folder=str(tmp_path))
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(4):
+        expected |= _flat(torch.load(tmp_path / f"expected{rank}.pt"), "")
+    shards = {leaf[1:]: value for leaf, value in expected.items() if "scale" not in leaf}
+    for where in (path, path + "-again"):
+        assert Snapshot(where).verify("full").ok
+        found = assemble(Path(where))
+        assert found.num_duplicates == 0
+        assert found.tensors.keys() == shards.keys()
+        for name, value in shards.items():
+            assert torch.equal(found.tensors[name], value), name
+        buffers = sum(value.nbytes for value in found.private.values())
+        assert sum(found.nbytes) - buffers == sum(value.nbytes for value in shards.values())

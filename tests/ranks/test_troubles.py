@@ -42,7 +42,7 @@ def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
         assert rank["error"] == "SnapshotAborted"
         # Who notices at once, between the saves, tries to connect again.
         assert "the job's store does not" in rank["text"]
-        assert rank["seconds"] < 20
+        assert rank["seconds"] < 40
     check_whole(tmp_path / "s", 3)
 
 
@@ -134,7 +134,7 @@ def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
         assert first["error"] == "SnapshotAborted"
         assert "still waiting for rank(s) 1" in first["text"]
         assert first["rank"] == 1
-        assert first["seconds"] < 14
+        assert first["seconds"] < 30
 
 
 def test_two_saves_at_once_and_one_that_repeats(director: Director, tmp_path: Path) -> None:

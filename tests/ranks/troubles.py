@@ -146,7 +146,9 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
         case "not shared, nothing shared":
             where, more["replicated"] = "apart://" + path, []
         case "never":
-            more["options"] = Options(timeout_s=2.0)
+            # Connecting may take longer than this rank's patience.
+            assert takes(path, me.rank)["error"] == ""
+            more |= {"options": Options(timeout_s=4.0), "overwrite": True}
     with storage:
         if what == "never" and odd:
             dist.barrier()
@@ -182,7 +184,9 @@ def two_at_once(me: Rank, path: str) -> dict[str, Any]:
     from actorsnap.runtime.ranks import find_team
 
     app = state(me.rank)
-    arguments: dict[str, Any] = {"replicated": ["model/**"], "options": OPTIONS}
+    # With heartbeats so seldom that few of them count.
+    options = Options(timeout_s=30.0, fsync=False)
+    arguments: dict[str, Any] = {"replicated": ["model/**"], "options": options}
     pending = [Snapshot.async_take(f"{path}-{n}", app, **arguments) for n in range(2)]
     snapshots = [one.wait() for one in reversed(pending)]
     team = find_team(None, None)
