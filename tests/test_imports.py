@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 HEAVY = (
-    *("aiobotocore", "aiohttp", "boto3", "botocore", "gcloud", "google.cloud"),
+    *("aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "gcloud", "google.cloud"),
     *("rich", "typer", "click", "safetensors", "pytest", "hypothesis", "trio"),
     # Parts of torch that cost seconds, and that saving does not need.
     *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "triton"),

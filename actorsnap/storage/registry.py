@@ -3,7 +3,8 @@
 Decides which backend a URL names, and loads it only then. Built-in backends and third
 parties' register in the same form, ``scheme = "module:factory"`` with a ``StorageFactory``:
 built-ins in the table below, so that a source tree works without being installed, others by
-the entry-point group ``actorsnap.storage`` or, in tests and scripts, by ``register``.
+the entry-point group ``actorsnap.storage`` or, in tests and scripts, by ``register``. What
+nobody knows is left to fsspec, where that is installed.
 
 Entry points are read only when a scheme is asked for that nothing else knows, so a broken
 third-party package cannot break those who do not use it. The module must not know what a
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module, metadata
+from importlib.util import find_spec
 
 from actorsnap.errors import UsageError
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
@@ -38,6 +40,8 @@ ENTRY_POINT_GROUP = "actorsnap.storage"
 _BUILT_IN = {
     "file": "actorsnap.storage.fs:open_fs",
     "fs": "actorsnap.storage.fs:open_fs",
+    "gcs": "actorsnap.storage.gs:open_gs",
+    "gs": "actorsnap.storage.gs:open_gs",
     "memory": "actorsnap.storage.memory:open_memory",
     "s3": "actorsnap.storage.s3:open_s3",
 }
@@ -172,10 +176,7 @@ def _factory(scheme: str) -> StorageFactory:
     # The same distribution may be seen twice on sys.path; only different factories conflict.
     values = sorted({point.value for point in points})
     if not values:
-        raise UsageError(
-            f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. "
-            f"Other backends come with packages that name a {ENTRY_POINT_GROUP!r} entry point."
-        )
+        return _fsspec_factory(scheme)
     if len(values) > 1:
         raise UsageError(
             f"several packages provide the storage scheme {scheme!r}: {', '.join(values)}. "
@@ -183,6 +184,20 @@ def _factory(scheme: str) -> StorageFactory:
         )
     package = points[0].dist.name if points[0].dist is not None else ""
     return _load(scheme, values[0], package=package)
+
+
+def _fsspec_factory(scheme: str) -> StorageFactory:
+    """fsspec's, for a scheme that nobody else has."""
+    if find_spec("fsspec") is not None:
+        module = import_module("actorsnap.storage.fsspec")
+        if module.knows(scheme):
+            factory: StorageFactory = module.open_fsspec
+            return factory
+    raise UsageError(
+        f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. The extra "
+        "actorsnap[fsspec] brings those of fsspec, and other packages theirs by an entry point "
+        f"{ENTRY_POINT_GROUP!r}."
+    )
 
 
 def _load(scheme: str, value: str, package: str = "") -> StorageFactory:

@@ -189,19 +189,19 @@ def test_bad_environment(
 
 
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
-    says = r"unknown storage scheme 'ftp'; known are: .*file, fs, .*memory"
+    says = r"unknown storage scheme 'nowhere'; known are: .*file, fs, .*memory"
     with pytest.raises(UsageError, match=says):
-        sync.Snapshot.take("ftp://host/s", {"model": Untouchable()})
+        sync.Snapshot.take("nowhere://host/s", {"model": Untouchable()})
     with pytest.raises(UsageError, match=says):
-        sync.Snapshot("ftp://host/s").restore({"model": Untouchable()})
+        sync.Snapshot("nowhere://host/s").restore({"model": Untouchable()})
 
 
 async def test_an_unknown_scheme_is_looked_up_without_blocking() -> None:
     """Entry points are files. (A blocking call in an event loop fails the test.)"""
-    with pytest.raises(UsageError, match="unknown storage scheme 'ftp'"):
-        await Snapshot.take("ftp://host/s", {"model": Untouchable()})
-    with pytest.raises(UsageError, match="unknown storage scheme 'ftp'"):
-        await Snapshot("ftp://host/s").restore({"model": Untouchable()})
+    with pytest.raises(UsageError, match="unknown storage scheme 'nowhere'"):
+        await Snapshot.take("nowhere://host/s", {"model": Untouchable()})
+    with pytest.raises(UsageError, match="unknown storage scheme 'nowhere'"):
+        await Snapshot("nowhere://host/s").restore({"model": Untouchable()})
 
 
 def test_bad_reading(saved: Path) -> None:

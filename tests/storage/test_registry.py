@@ -149,7 +149,7 @@ def test_an_unknown_scheme_lists_the_known_ones_and_shows_no_secret(
     entry_points(mine="m:f")
     with pytest.raises(UsageError) as raised:
         open_storage("nosuch://user:secret@host/x", CONTEXT)
-    assert "unknown storage scheme 'nosuch'; known are: file, fs, memory, mine." in str(
+    assert "unknown storage scheme 'nosuch'; known are: file, fs, gcs, gs, memory, mine." in str(
         raised.value
     )
     assert "secret" not in str(raised.value)

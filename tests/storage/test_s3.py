@@ -8,7 +8,7 @@ import pickle
 import re
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -69,10 +69,12 @@ def bare(url: str, options: dict[str, Any]) -> S3Storage:
 class OnServer(StorageConformance):
     num_many = 1010  # two pages
     num_examples = 5
+    options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture
     def make_storage(self, server: S3Server) -> MakeStorage:
-        url, options = server.url(server.make_bucket(), "some/prefix"), server.storage_options()
+        url = server.url(server.make_bucket(), "some/prefix")
+        options = server.storage_options() | self.options
         return lambda: opened(url, options)
 
 
@@ -91,6 +93,9 @@ class TestMoto(OnServer):
 
 
 class TestRclone(OnServer):
+    num_many = 50
+    options: ClassVar[dict[str, Any]] = {"has_conditional_put": False}
+
     @pytest.fixture
     def server(self, rclone: RcloneServer) -> S3Server:
         return rclone

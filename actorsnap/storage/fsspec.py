@@ -1,0 +1,666 @@
+"""Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
+
+For schemes that actorsnap does not know itself; ``fsspec+s3://`` takes fsspec's also where it does.
+Needs the extra ``actorsnap[fsspec]`` and the package with the implementation; ``storage_options``
+go to that. Decides how each verb becomes fsspec's. Must not know: snapshots, retries.
+
+Rules:
+
+- An implementation that is asynchronous is awaited, on the event loop that uses the storage.
+  Others run on worker threads, with an instance for each thread, as fsspec itself does it.
+- fsspec writes a file from its beginning to its end. So an object has one writer, with one stream:
+  bytes whose turn it is go down it, those that come too early wait in a temporary file
+  (``TMPDIR``). Streams are fsspec's blocking ones, also of asynchronous implementations.
+- Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written
+  beside its place and moved there. Elsewhere, as in object stores, one write is one object.
+- What is promised less than elsewhere. ``put_if_absent`` looks whether the key is there, creates
+  it, and reads it back: of two writers at the same moment both may believe that they have
+  succeeded, and the later one is what stays, unless the implementation honours
+  ``mode="create"``. No checksum is sent; those of the manifest find damage when it is read. How
+  durable a file is, and which requests end when, is the implementation's affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from io import BufferedRandom
+from typing import Any, TypeVar
+
+import anyio
+from fsspec import (
+    AbstractFileSystem,
+    available_protocols,
+    get_filesystem_class,
+    registry,
+    url_to_fs,
+)
+from fsspec.spec import AbstractBufferedFile
+
+from actorsnap.errors import (
+    AccessDenied,
+    ActorSnapError,
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    Throttled,
+    UsageError,
+)
+from actorsnap.storage.base import (
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    Storage,
+    StorageContext,
+    check_key,
+)
+from actorsnap.storage.many import for_each
+from actorsnap.storage.vectored import copy_into, flat, num_bytes
+from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
+
+__all__ = ["FsspecStorage", "knows", "open_fsspec"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FORCED = "fsspec+"
+# Of one request: what comes is copied into the caller's memory.
+_PIECE_BYTES = 16 << 20
+_MAX_CONCURRENCY = 16
+_CLEANUP_S = 30.0
+# Somebody may delete the folder between its making and its use.
+_CREATE_TRIES = 20
+_POLICY = RetryPolicy(max_attempts=5, first_delay_s=0.5, max_delay_s=10.0)
+
+_SECRET_NAME = re.compile("key|secret|token|pass|credential|sas|connection_string", re.IGNORECASE)
+
+
+def knows(scheme: str) -> bool:
+    """Whether fsspec has an implementation for ``scheme``, installed or not."""
+    name = scheme.removeprefix(_FORCED)
+    return name in registry or name in available_protocols()
+
+
+def open_fsspec(url: str, context: StorageContext) -> Storage:
+    """Opens a folder of a file system. Connects when it is first used.
+
+    Raises:
+        UsageError: the implementation is not installed.
+    """
+    place = url.removeprefix(_FORCED)
+    scheme = place.partition("://")[0]
+    try:
+        implementation = get_filesystem_class(scheme)
+    except ImportError as error:
+        raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
+    return RetryStorage(FsspecStorage(place.rstrip("/"), implementation, context), policy=_POLICY)
+
+
+class FsspecStorage(Storage):
+    """Objects as files below a folder. The module's docstring has the rules.
+
+    Cancellation: calls of asynchronous implementations end at once, others when their thread is
+    back.
+    """
+
+    def __init__(
+        self, url: str, implementation: type[AbstractFileSystem], context: StorageContext
+    ) -> None:
+        # Without password and query, which may be a signature.
+        self.url = re.sub(r"(//[^/:@]*):[^/@]*@", r"\1@", url).partition("?")[0]
+        self.capabilities = Capabilities(has_joined_writers=False, has_conditional_put=False)
+        self._place = url
+        self._options = dict(context.options)
+        self._is_async: bool = implementation.async_impl
+        self._moves = not self._is_async and implementation.mv is not AbstractFileSystem.mv
+        self._run = context.run_blocking
+        self._scratch = context.scratch
+        self._opening = anyio.Lock()
+        self._async_fs: Any = None
+        root = implementation._strip_protocol(url)
+        self._prefix = f"{root.rstrip('/')}/" if root else ""
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        """Writes a whole object.
+
+        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the
+        new one, or garbage is left beside it.
+
+        Raises:
+            AccessDenied, StorageError: it failed.
+        """
+        check_key(key)
+        with self._mapped("put", key):
+            await self._put(key, b"".join(flat(views)), "overwrite")
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        """Creates a whole object, unless the key is seen.
+
+        Atomicity: see the module's docstring.
+
+        Raises:
+            ObjectExists: the key exists, or another writer was there first.
+            AccessDenied, StorageError: it failed.
+        """
+        path = self._path(key)
+        with self._mapped("put_if_absent", key):
+            if await self._call("exists", path):
+                raise FileExistsError(f"{key!r} exists already")
+            await self._put(key, data, "create")
+            if await self._call("cat_file", path) != data:
+                raise FileExistsError("another writer has replaced it")
+
+    async def _put(self, key: str, data: bytes, mode: str) -> None:
+        path = self._path(key)
+        if not self._moves:
+            await self._with_folder(path, lambda: self._call("pipe_file", path, data, mode=mode))
+            return
+        folder, _, name = key.rpartition("/")
+        beside = f"{folder or self._scratch}/.{name}.{secrets.token_hex(4)}.tmp".lstrip("/")
+        temporary = self._path(beside)
+        try:
+            await self._with_folder(temporary, lambda: self._call("pipe_file", temporary, data))
+            await self._with_folder(path, lambda: self._call("mv", temporary, path))
+        except BaseException:
+            with anyio.move_on_after(_CLEANUP_S, shield=True), suppress(Exception):
+                await self._call("rm_file", temporary)
+            raise
+
+    async def writer(self, key: str, size: int) -> ObjectWriter:
+        """Opens a new object.
+
+        Raises:
+            ObjectExists: the key exists.
+            AccessDenied, StorageError: it failed.
+        """
+        if size < 0:
+            raise UsageError(f"an object cannot have {size} bytes")
+        path = self._path(key)
+        with self._mapped("writer", key):
+            if await self._call("exists", path):
+                raise FileExistsError(f"{key!r} exists already")
+        return _FsspecWriter(self, key, path, size)
+
+    async def join_writer(self, token: bytes) -> ObjectWriter:
+        """Not possible.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self.url}: an object of fsspec has one writer")
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes ``[start, stop)``.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
+            AccessDenied, StorageError: it failed.
+        """
+        if start < 0 or (stop is not None and stop < start):
+            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        path = self._path(key)
+        with self._mapped("get", key):
+            if start == 0 and stop is None:
+                return bytes(await self._call("cat_file", path))
+            if stop is None or start == stop:
+                size = await self._size(path)
+                stop = size if stop is None else stop
+                if max(start, stop) > size:
+                    raise _truncated(key, max(start, stop), size)
+            return b"" if start == stop else await self._range(key, path, start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fills ``views`` from byte ``offset`` on, by requests of up to 16 MiB.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before the views are full.
+            AccessDenied, StorageError: it failed.
+        """
+        if offset < 0:
+            raise UsageError(f"not an offset: {offset}")
+        path = self._path(key)
+        with self._mapped("read_into", key):
+            if not num_bytes(views):
+                await self._size(path)
+            for batch in _batches(flat(views)):
+                num = num_bytes(batch)
+                copy_into(memoryview(await self._range(key, path, offset, offset + num)), batch)
+                offset += num
+
+    async def _range(self, key: str, path: str, start: int, stop: int) -> bytes:
+        try:
+            data = bytes(await self._call("cat_file", path, start, stop))
+        except FileNotFoundError:
+            raise
+        except Exception:
+            # Some refuse a range that begins behind the end, each in its own way.
+            size = await self._size(path)
+            if size < stop:
+                raise _truncated(key, stop, size) from None
+            raise
+        if len(data) != stop - start:
+            raise _truncated(key, stop, start + len(data))
+        return data
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Objects in key order, as they were when the iteration began.
+
+        All infos of the folder that the prefix names are in memory.
+
+        Raises:
+            AccessDenied, StorageError: it failed.
+        """
+        folder, slash, _ = prefix.rpartition("/")
+        try:
+            path = self._path(folder) if slash else self._root
+        except UsageError:
+            return  # no key starts with it
+        with self._mapped("list", prefix):
+            found = await self._found(path)
+        infos = [
+            ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
+            for name, info in found.items()
+            if (key := self._key(name)).startswith(prefix) and info["type"] == "file"
+        ]
+        for info in sorted(infos, key=lambda info: info.key):
+            yield info
+
+    async def _found(self, path: str) -> Mapping[str, Any]:
+        await self._forget()
+        try:
+            found: Mapping[str, Any] = await self._call("find", path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return found
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects, then folders that became empty. All are tried.
+
+        Cancellation: some are deleted.
+
+        Raises:
+            AccessDenied, StorageError: an object cannot be deleted.
+        """
+        paths = {key: self._path(key) for key in keys}
+
+        async def delete(key: str) -> None:
+            with self._mapped("delete", key):
+                # Object stores do not say whether there was one, others raise.
+                with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    await self._call("rm_file", paths[key])
+
+        await for_each(delete, paths, at_once=_MAX_CONCURRENCY)
+        if not self._is_async:
+            await self._prune({path.rpartition("/")[0] for path in paths.values()})
+
+    async def _prune(self, folders: set[str]) -> None:
+        """Removes folders that are empty, never the root."""
+        root = self._root
+        for folder in sorted(folders, key=len, reverse=True):
+            with suppress(Exception):  # not empty, or no folder
+                while len(folder) > len(root):
+                    await self._call("rmdir", folder)
+                    folder = folder.rpartition("/")[0]
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        """The folders in ``folder``; what lies in them is not looked at.
+
+        Raises:
+            AccessDenied, StorageError: it failed.
+        """
+        path = self._path(folder) if folder else self._root
+        await self._forget()
+        with self._mapped("list", folder):
+            try:
+                found = await self._call("ls", path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(
+                info["name"].rstrip("/").rpartition("/")[2]
+                for info in found
+                if info["type"] == "directory"
+            )
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        """Deletes all objects in ``folder``, then the folders that are empty.
+
+        Raises:
+            AccessDenied, StorageError: something cannot be listed or deleted.
+        """
+        keys = await super().delete_folder(folder)
+        if not self._is_async:
+            await self._prune({self._path(folder)})
+        return keys
+
+    async def stat(self, key: str) -> ObjectInfo:
+        """Size and time of one object.
+
+        Raises:
+            ObjectNotFound: no such object.
+            AccessDenied, StorageError: it failed.
+        """
+        path = self._path(key)
+        with self._mapped("stat", key):
+            info = await self._info(path)
+        return ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
+
+    async def aclose(self) -> None:
+        """Closes connections, as far as the implementation can be told to."""
+        fs, self._async_fs = self._async_fs, None
+        # fsspec has no verb for it; these are where gcsfs and http, s3fs, and adlfs keep theirs.
+        for name in ("_session", "_s3", "service_client"):
+            client = getattr(fs, name, None)
+            if client is not None:
+                await client.close()
+
+    # --- fsspec --------------------------------------------------------------------------------
+
+    async def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        if self._is_async:
+            fs = await self._async()
+            return await getattr(fs, f"_{verb}")(*args, **kwargs)
+        return await self._run(self._call_blocking, verb, args, kwargs)
+
+    def _call_blocking(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # Of synchronous implementations fsspec keeps one instance per thread.
+        fs, _ = url_to_fs(self._place, **self._options)
+        return getattr(fs, verb)(*args, **kwargs)
+
+    async def _async(self) -> Any:
+        async with self._opening:
+            if self._async_fs is None:
+                self._async_fs = await self._run(self._open_async_blocking)
+            return self._async_fs
+
+    def _open_async_blocking(self) -> AbstractFileSystem:
+        fs, _ = url_to_fs(self._place, asynchronous=True, skip_instance_cache=True, **self._options)
+        return fs
+
+    async def _forget(self) -> None:
+        """Listings that the implementation has cached."""
+        if self._is_async:
+            (await self._async()).invalidate_cache()
+        else:
+            await self._run(self._call_blocking, "invalidate_cache", (), {})
+
+    async def _with_folder(self, path: str, do: Callable[[], Awaitable[T]]) -> T:
+        """What ``do`` returns. Makes the folder of ``path`` where that is what it lacks."""
+        for _ in range(_CREATE_TRIES):
+            try:
+                return await do()
+            except FileNotFoundError:
+                await self._make_folder(path.rpartition("/")[0])
+        return await do()
+
+    async def _make_folder(self, folder: str) -> None:
+        # In object stores what comes first is a bucket, and those are not ours to make.
+        first = folder.partition("/")[0]
+        if first and not await self._call("exists", first):
+            raise FileNotFoundError(f"there is no {first!r}")
+        await self._call("makedirs", folder, exist_ok=True)
+
+    async def _opened_stream(self, path: str) -> Any:
+        return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))
+
+    def _open_stream_blocking(self, path: str) -> Any:
+        # Its own instance: a connection may be able to do one thing at a time only.
+        fs, _ = url_to_fs(self._place, skip_instance_cache=not self._is_async, **self._options)
+        return fs.open(path, "wb")
+
+    # --- paths ---------------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> str:
+        return self._prefix.rstrip("/") or self._prefix
+
+    def _path(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _key(self, name: str) -> str:
+        return name.removeprefix(self._prefix).lstrip("/")
+
+    async def _info(self, path: str) -> Mapping[str, Any]:
+        await self._forget()
+        info: Mapping[str, Any] = await self._call("info", path)
+        if info["type"] != "file":
+            raise FileNotFoundError("it is a folder")
+        return info
+
+    async def _size(self, path: str) -> int:
+        return int((await self._info(path))["size"])
+
+    # --- errors --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _mapped(self, op: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ActorSnapError:
+            raise
+        # An implementation may raise what its libraries do.
+        except Exception as error:
+            raise self._error(op, key, error) from error
+
+    def _error(self, op: str, key: str, error: Exception) -> StorageError:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        for name, value in self._options.items():
+            if isinstance(value, str) and value and _SECRET_NAME.search(name):
+                said = said.replace(value, "...")
+        detail = said.replace(self._place, self.url)
+        status = getattr(error, "status", getattr(error, "status_code", None))
+        kind: type[StorageError] = StorageError
+        retryable = isinstance(error, TimeoutError | ConnectionError)
+        if isinstance(error, FileExistsError):
+            kind = ObjectExists
+        elif isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            if op in _READS:
+                kind = ObjectNotFound
+        elif isinstance(error, PermissionError) or status in (401, 403):
+            kind = AccessDenied
+        elif isinstance(error, NotImplementedError) or status in (405, 501):
+            detail = f"it cannot be done there; is the place read-only? {detail}"
+        elif status in (429, 503):
+            kind, retryable = Throttled, True
+        elif isinstance(status, int):
+            retryable = retryable or status == 408 or status >= 500
+        return kind(op=op, key=key, backend=self.url, detail=detail, retryable=retryable)
+
+
+_READS = frozenset({"get", "read_into", "stat"})
+
+
+class _FsspecWriter(ObjectWriter):
+    """One stream. States: open -> completed, aborted or broken."""
+
+    def __init__(self, storage: FsspecStorage, key: str, path: str, size: int) -> None:
+        self.key = key
+        self.size = size
+        self.token = b""
+        self._storage = storage
+        self._path = path
+        self._turn = anyio.Lock()
+        self._stream: Any = None
+        self._position = 0
+        self._early: dict[int, int] = {}  # offset -> bytes, in the temporary file
+        self._file: BufferedRandom | None = None
+        self._is_ended = False
+        self._fault = ""
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        """Sends ``views``, or keeps them for later.
+
+        Cancellation: when the thread is back; the object can only be aborted then.
+
+        Raises:
+            StorageError: it failed, now or before, or the writer was ended.
+        """
+        stop = offset + num_bytes(views)
+        if offset < 0 or stop > self.size:
+            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        async with self._turn:
+            self._require_open("write_at")
+            with self._breaking("write_at"):
+                if offset == 0 and self._stream is None and self.size:
+                    self._stream = await self._storage._opened_stream(self._path)
+                await self._storage._run(self._write_blocking, offset, flat(views))
+
+    def _write_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
+        if offset != self._position:
+            self._keep(offset, views)
+            return
+        for view in views:
+            self._send(view)
+        buffer = bytearray(min(_PIECE_BYTES, max(self._early.values(), default=0)))
+        while self._position in self._early:
+            rest = self._early.pop(self._position)
+            assert self._file is not None
+            self._file.seek(self._position)
+            while rest:
+                view = memoryview(buffer)[: min(rest, len(buffer))]
+                self._file.readinto(view)
+                self._send(view)
+                rest -= view.nbytes
+
+    def _keep(self, offset: int, views: Sequence[memoryview]) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()
+        self._file.seek(offset)
+        for view in views:
+            self._file.write(view)
+        if views:
+            self._early[offset] = num_bytes(views)
+
+    def _send(self, view: memoryview) -> None:
+        self._stream.write(view)
+        self._position += view.nbytes
+
+    async def complete(self) -> None:
+        """Ends the stream. Atomicity: the implementation's.
+
+        Raises:
+            StorageError: it failed, some bytes were never written, or others are there.
+        """
+        async with self._turn:
+            self._require_open("complete")
+            if self._position != self.size:
+                raise self._failure(
+                    "complete", f"byte {self._position} of {self.size} was never written"
+                )
+            with self._breaking("complete"):
+                if self._stream is None:
+                    await self._storage._put(self.key, b"", "overwrite")
+                else:
+                    await self._storage._run(self._stream.close)
+                found = await self._storage._size(self._path)
+            if found != self.size:
+                raise self._failure("complete", f"{found} bytes are there, not {self.size}")
+            self._end()
+
+    async def release(self) -> None:
+        """Not possible.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+
+    async def abort(self) -> None:
+        """Drops the stream and deletes the object. Without effect after ``complete``."""
+        if self._is_ended:
+            return
+        with anyio.move_on_after(_CLEANUP_S, shield=True):
+            async with self._turn:
+                stream = self._stream
+                self._end()
+                if stream is None:
+                    return
+                try:
+                    await self._storage._run(_drop, stream)
+                    await self._storage.delete([self.key])
+                except StorageError as error:
+                    logger.warning(
+                        "%s: aborted object %s stays: %s", self._storage.url, self.key, error
+                    )
+
+    def _end(self) -> None:
+        self._is_ended = True
+        self._stream = None
+        if self._file is not None:
+            self._file.close()
+
+    def _require_open(self, op: str) -> None:
+        if self._is_ended:
+            raise self._failure(op, "the writer was completed or aborted")
+        if self._fault:
+            raise self._failure(op, f"the stream broke before: {self._fault}")
+
+    @contextmanager
+    def _breaking(self, op: str) -> Iterator[None]:
+        """A stream that failed cannot be gone on with: it is not known what went down it."""
+        try:
+            with self._storage._mapped(op, self.key):
+                yield
+        except StorageError as error:
+            self._fault = error.detail
+            raise type(error)(**{**error.fields, "retryable": False}) from error
+
+    def _failure(self, op: str, detail: str) -> StorageError:
+        return StorageError(op=op, key=self.key, backend=self._storage.url, detail=detail)
+
+
+def _drop(stream: Any) -> None:
+    """Ends a stream so that, if possible, no object comes of it."""
+    with suppress(Exception):
+        stream.discard()
+    if isinstance(stream, AbstractBufferedFile):
+        stream.closed = True  # else it would send the rest when it is collected
+    else:
+        with suppress(Exception):
+            stream.close()
+
+
+def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in batches of up to ``_PIECE_BYTES``."""
+    batch: list[memoryview] = []
+    room = _PIECE_BYTES
+    for view in views:
+        while view.nbytes:
+            part, view = view[:room], view[room:]
+            batch.append(part)
+            room -= part.nbytes
+            if not room:
+                yield batch
+                batch, room = [], _PIECE_BYTES
+    if batch:
+        yield batch
+
+
+def _modified_s(info: Mapping[str, Any]) -> float:
+    """Implementations name it as they like, and say it as they like."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = info.get(name)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0
+
+
+def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
+    )

@@ -1,0 +1,132 @@
+"""Access tokens for Google Cloud Storage.
+
+Decides where a token comes from and when a new one is fetched: what gcloud-aio-auth knows (a
+service account's key, an authorized user, a workload identity pool, impersonation, the metadata
+server of a machine or pod, in the order of Google's application default credentials), or one
+that the caller gave. Must not know buckets or requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import anyio
+from gcloud.aio.auth import Token
+from gcloud.aio.storage import SCOPES
+
+from actorsnap.storage.base import RunBlocking
+
+__all__ = ["Credentials", "CredentialsError", "GivenToken"]
+
+_REMEDY = (
+    "Name a key by credentials_file or GOOGLE_APPLICATION_CREDENTIALS, run `gcloud auth "
+    "application-default login`, or say anonymous=True for an emulator or a public bucket"
+)
+
+
+class CredentialsError(Exception):
+    """There is no token.
+
+    Attributes:
+        detail: Why, and what to do. Has no secret in it.
+        is_retryable: Whether there may be one later.
+    """
+
+    def __init__(self, detail: str, *, is_retryable: bool) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.is_retryable = is_retryable
+
+
+class GivenToken:
+    """One token, which nobody can renew."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def get(self) -> str:
+        return self._token
+
+    def forget(self, token: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class Credentials:
+    """Tokens that are renewed in time.
+
+    Args:
+        file: Of credentials; None for the application's default.
+        session: To fetch them by.
+        run_blocking: To read files.
+        limit_s: How long it may take.
+    """
+
+    def __init__(
+        self,
+        file: str | None,
+        session: aiohttp.ClientSession,
+        run_blocking: RunBlocking,
+        limit_s: float,
+    ) -> None:
+        self._file = file
+        self._session = session
+        self._run = run_blocking
+        self._limit_s = limit_s
+        self._source: Any = None  # of ``Token``, once it is needed
+        # gcloud-aio lets all who wait share the task that fetches a token, so that the
+        # cancellation of one would come to the others: one at a time.
+        self._turn = anyio.Lock()
+
+    async def get(self) -> str:
+        """A token that is valid for some minutes.
+
+        Raises:
+            CredentialsError: there is none.
+        """
+        async with self._turn:
+            try:
+                with anyio.fail_after(self._limit_s):
+                    if self._source is None:
+                        self._source = await self._run(self._load)
+                    token: str = await self._source.get()
+            except TimeoutError as error:
+                raise CredentialsError(
+                    f"no access token came within {self._limit_s:g} s. {_REMEDY}",
+                    is_retryable=True,
+                ) from error
+            except aiohttp.ClientResponseError as error:
+                said = f"{error.status} {error.message[:300]}"
+                raise CredentialsError(
+                    f"no access token was given: {said}. {_REMEDY}",
+                    is_retryable=error.status >= 500 or error.status == 429,
+                ) from error
+            except aiohttp.ClientError as error:
+                raise CredentialsError(
+                    f"no access token can be fetched: {error}. {_REMEDY}", is_retryable=True
+                ) from error
+            except (OSError, ValueError, LookupError) as error:
+                raise CredentialsError(
+                    f"the credentials cannot be used: {type(error).__name__}: {error}. {_REMEDY}",
+                    is_retryable=False,
+                ) from error
+            return token
+
+    def forget(self, token: str) -> bool:
+        """Notes that ``token`` was refused. Returns whether ``get`` will have another one."""
+        if self._source is None:
+            return False
+        if self._source.access_token == token:
+            self._source.access_token = None
+        return True
+
+    def close(self) -> None:
+        """Ends a renewal that is under way."""
+        if self._source is not None and self._source.acquiring is not None:
+            self._source.acquiring.cancel()
+
+    def _load(self) -> Token:
+        return Token(service_file=self._file, session=self._session, scopes=SCOPES)

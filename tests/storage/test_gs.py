@@ -1,0 +1,614 @@
+"""Storage in Google Cloud Storage: the contract, faults of the network, credentials, errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
+
+import anyio
+import pytest
+import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from actorsnap import sync
+from actorsnap.errors import (
+    AccessDenied,
+    NotASnapshot,
+    ObjectNotFound,
+    SnapshotAborted,
+    StorageError,
+    Throttled,
+    UsageError,
+)
+from actorsnap.storage import Storage, StorageContext
+from actorsnap.storage.gs import open_gs
+from actorsnap.storage.gs_client import GsOptions
+from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
+from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
+from actorsnap.testing.proxy import (
+    Answer,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    LoseAnswer,
+    Reset,
+    Stall,
+    TlsFiles,
+    Truncate,
+    Way,
+)
+from tests.servers.fake_gcs import FakeGcsServer
+
+SECRET = "ya29.a-token-that-no-log-may-show"
+
+
+def opened(url: str, options: dict[str, Any]) -> Storage:
+    return open_gs(url, StorageContext(run_blocking=run_blocking_in_thread, options=options))
+
+
+@pytest.fixture
+def bucket(fake_gcs: FakeGcsServer) -> str:
+    return fake_gcs.make_bucket()
+
+
+@pytest.fixture
+def proxy(fake_gcs: FakeGcsServer) -> Iterator[FaultProxy]:
+    with FaultProxy(fake_gcs.endpoint) as proxy:
+        yield proxy
+
+
+class TestGs(StorageConformance):
+    @pytest.fixture
+    def make_storage(self, fake_gcs: FakeGcsServer, bucket: str) -> MakeStorage:
+        return lambda: opened(fake_gcs.url(bucket, "some/prefix"), fake_gcs.storage_options())
+
+
+class TestGsOverTls(StorageConformance):
+    num_many = 50
+    num_examples = 5
+
+    @pytest.fixture
+    def make_storage(
+        self, fake_gcs: FakeGcsServer, bucket: str, tls_files: TlsFiles
+    ) -> Iterator[MakeStorage]:
+        with FaultProxy(fake_gcs.endpoint, tls=tls_files) as proxy:
+            options = fake_gcs.storage_options(through=proxy)
+            yield lambda: opened(fake_gcs.url(bucket), options)
+
+
+# --- components ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_writes", [2, 32, 33, 70])
+@bounded(60)
+async def test_any_number_of_components_becomes_one_object(
+    fake_gcs: FakeGcsServer, bucket: str, num_writes: int
+) -> None:
+    storages = [opened(fake_gcs.url(bucket), fake_gcs.storage_options()) for _ in range(2)]
+    data = pattern(1000 * num_writes - 7)
+    opener = await storages[0].writer("folder/key", len(data))
+    joined = await storages[1].join_writer(opener.token)
+    numbers = random.Random(0).sample(range(num_writes), num_writes)
+    for number in numbers:
+        view = memoryview(data)[1000 * number : 1000 * number + 1000]
+        await (opener, joined)[number % 2].write_at(1000 * number, [view])
+    assert all(key.startswith("folder/") for key in await keys_in(storages[0]))
+    await joined.release()
+    await opener.complete()
+    assert await keys_in(storages[0]) == ["folder/key"]
+    assert await storages[0].get("folder/key") == data
+    for storage in storages:
+        await storage.aclose()
+
+
+@bounded(60)
+async def test_an_object_of_one_write_is_one_upload(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options(through=proxy))
+    writer = await storage.writer("key", 100_000)
+    await writer.write_at(0, [memoryview(pattern(100_000))])
+    await writer.complete()
+    assert sum(exchange.bytes_up > 100_000 for exchange in proxy.exchanges()) == 1
+    assert not [e for e in proxy.exchanges() if "compose" in e.target]
+    assert await keys_in(storage) == ["key"]
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_bytes_that_were_never_written_are_missed(
+    fake_gcs: FakeGcsServer, bucket: str
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    writer = await storage.writer("key", 30)
+    for offset in (0, 20):
+        await writer.write_at(offset, [memoryview(pattern(10))])
+    with pytest.raises(StorageError, match="byte 10 of 30"):
+        await writer.complete()
+    await writer.abort()
+    assert await keys_in(storage) == []
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_a_dead_writer_leaves_nothing_outside_of_its_folder(
+    fake_gcs: FakeGcsServer, bucket: str
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    writer = await storage.writer("attempt/data/key", 20)
+    await writer.write_at(0, [memoryview(pattern(10))])
+    assert await storage.list_folders() == ["attempt"]
+    assert len(await storage.delete_folder("attempt")) == 2
+    assert await keys_in(storage) == []
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_completing_again_after_a_lost_answer(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options(through=proxy))
+    writer = await storage.writer("key", 20)
+    for offset in (0, 10):
+        await writer.write_at(offset, [memoryview(pattern(20))[offset : offset + 10]])
+    with (
+        proxy.fault(LoseAnswer(), pattern="compose", times=1),
+        proxy.fault(Answer(status=500), method="DELETE", pattern="parts", skip=1, times=1),
+    ):
+        await writer.complete()
+    assert await storage.get("key") == pattern(20)
+    assert await keys_in(storage) == ["key"]
+    await storage.aclose()
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+UP = 300_000
+"""Somewhere in the body of an upload of 1 MiB."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Answer(status=503),
+        Answer(status=429, retry_after_s=0),
+        Answer(status=500),
+        Answer(status=408),
+        LoseAnswer(),
+        Reset(way=Way.UP, after_bytes=UP),
+        Stall(way=Way.UP, after_bytes=UP),
+        FlipBit(way=Way.UP, at_byte=UP),
+    ],
+    ids=repr,
+)
+@bounded(60)
+async def test_faults_on_the_way_up(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    options = fake_gcs.storage_options(through=proxy)
+    storage = opened(fake_gcs.url(bucket), {**options, "stall_timeout_s": 0.5})
+    data = pattern(3 << 20)
+    writer = await storage.writer("key", len(data))
+    with proxy.fault(fault, pattern="/upload/", skip=1, times=2):
+        for offset in range(0, len(data), 1 << 20):
+            view = memoryview(data)[offset : offset + (1 << 20)]
+            await writer.write_at(offset, [view[:100_000], view[100_000:]])
+    await writer.complete()
+    assert await storage.get("key") == data
+    await storage.aclose()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Answer(status=503),
+        Reset(way=Way.DOWN, after_bytes=UP),
+        Truncate(way=Way.DOWN, after_bytes=UP),
+        Stall(way=Way.DOWN, after_bytes=UP),
+        FlipBit(way=Way.DOWN, at_byte=UP),
+    ],
+    ids=repr,
+)
+@bounded(60)
+async def test_faults_on_the_way_down(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy, fault: Fault
+) -> None:
+    options = fake_gcs.storage_options(through=proxy)
+    storage = opened(fake_gcs.url(bucket), {**options, "stall_timeout_s": 0.5})
+    data = pattern(1 << 20)
+    await storage.put("key", [memoryview(data)])
+    with proxy.fault(fault, pattern="alt=media", times=2):
+        assert await storage.get("key") == data
+    if not isinstance(fault, FlipBit):  # of a range the service tells no checksum
+        target = bytearray(len(data))
+        with proxy.fault(fault, pattern="alt=media", times=2):
+            await storage.read_into("key", 0, [memoryview(target)])
+        assert target == data
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_a_damaged_composite_is_never_complete(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    options = {**fake_gcs.storage_options(through=proxy), "max_attempts": 2}
+    storage = opened(fake_gcs.url(bucket), options)
+    writer = await storage.writer("key", 20)
+    for offset in (0, 10):
+        await writer.write_at(offset, [memoryview(pattern(10))])
+    other = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    [component, _, _] = await keys_in(other)
+    await other.put(component, [memoryview(pattern(11))])
+    with pytest.raises(StorageError, match="never written, or written twice"):
+        await writer.complete()
+    await writer.abort()
+    assert await keys_in(storage) == []
+    await storage.aclose()
+    await other.aclose()
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@bounded(60)
+async def test_no_such_bucket(fake_gcs: FakeGcsServer) -> None:
+    storage = opened("gs://no-such-bucket/a", fake_gcs.storage_options())
+    with pytest.raises(StorageError, match=r"no-such-bucket.*buckets create") as raised:
+        await storage.put("key", [memoryview(b"x")])
+    assert not raised.value.retryable
+    with pytest.raises(StorageError, match="no-such-bucket"):
+        await keys_in(storage)
+    with pytest.raises(ObjectNotFound):
+        await storage.get("key")
+    await storage.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "says"),
+    [
+        (401, AccessDenied, "credentials were refused"),
+        (403, AccessDenied, "roles/storage.objectUser"),
+        (400, StorageError, "HTTP 400"),
+        (429, Throttled, "HTTP 429"),
+        (503, Throttled, "given up after 2 tries"),
+    ],
+)
+@bounded(60)
+async def test_refusals(
+    fake_gcs: FakeGcsServer,
+    bucket: str,
+    proxy: FaultProxy,
+    status: int,
+    kind: type[StorageError],
+    says: str,
+) -> None:
+    options = {"endpoint_url": proxy.endpoint, "token": SECRET, "max_attempts": 2}
+    storage = opened(fake_gcs.url(bucket, "p"), options)
+    target = [memoryview(bytearray(1))]
+    with proxy.fault(Answer(status=status)):
+        for call in (
+            storage.put("key", [memoryview(b"x")]),
+            storage.read_into("key", 0, target),
+            storage.get("key"),
+            storage.stat("key"),
+            storage.delete(["key"]),
+            storage.writer("key", 1),
+        ):
+            with pytest.raises(kind) as raised:
+                await call
+            told = "".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+            assert re.search(says, told)
+            assert raised.value.key == "key"
+            assert bucket in told
+            assert SECRET not in repr(raised.getrepr(showlocals=False))
+    expected = 12 if kind is Throttled else 6
+    assert len(proxy.exchanges()) == expected
+    await storage.aclose()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@bounded(30)
+async def test_an_endpoint_that_does_not_answer(is_silent: bool) -> None:
+    with anyio.CancelScope():
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        if not is_silent:
+            await listener.aclose()
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{port}",
+            "anonymous": True,
+            "stall_timeout_s": 0.2,
+            "max_attempts": 2,
+        }
+        storage = opened("gs://bucket/p", options)
+        for call in (storage.put("key", [memoryview(b"x")]), storage.get("key")):
+            with pytest.raises(StorageError, match=f"127.0.0.1:{port}") as raised:
+                await call
+            assert raised.value.retryable
+        await storage.aclose()
+        await listener.aclose()
+
+
+@bounded(30)
+async def test_a_certificate_that_is_not_trusted(
+    fake_gcs: FakeGcsServer, bucket: str, tls_files: TlsFiles
+) -> None:
+    with FaultProxy(fake_gcs.endpoint, tls=tls_files) as proxy:
+        options = {"endpoint_url": proxy.endpoint, "anonymous": True}
+        storage = opened(fake_gcs.url(bucket), options)
+        for call in (storage.put("key", [memoryview(b"x")]), storage.get("key")):
+            with pytest.raises(StorageError, match="ca_bundle|not trusted") as raised:
+                await call
+            assert not raised.value.retryable
+        await storage.aclose()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"endpoint": "x"}, "no storage option 'endpoint'; did you mean 'endpoint_url'"),
+        ({"token": 5}, "token"),
+        ({"token": SECRET, "anonymous": True}, "exclude each other"),
+        ({"endpoint_url": "localhost:80"}, "http://host"),
+        ({"max_concurrency": 0}, "max_concurrency"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as raised:
+        opened("gs://bucket", options)
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs:///a", "gs://UPPER/a", "gs://bucket/a//b"])
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        opened(url, {})
+
+
+def test_a_token_is_not_shown() -> None:
+    assert SECRET not in repr(GsOptions(token=SECRET))
+
+
+# --- credentials --------------------------------------------------------------------------------
+
+
+class _Google(BaseHTTPRequestHandler):
+    """Gives tokens ``token-1``, ``token-2``, ...; objects to whoever has the latest one."""
+
+    given: ClassVar[list[dict[str, list[str]]]]
+    num_refused: ClassVar[int]
+    num_expired: ClassVar[int]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path.startswith("/upload"):
+            # As the real service says it; fake-gcs-server stores what arrives.
+            message = 'Provided CRC32C "AAAAAA==" doesn\'t match calculated CRC32C "AAAAAB==".'
+            type(self).num_refused += 1
+            self._answer(400, {"error": {"message": message}})
+            return
+        self.given.append(parse_qs(body.decode()))
+        self._answer(200, {"access_token": f"token-{len(self.given)}", "expires_in": 3600})
+
+    def do_GET(self) -> None:
+        latest = f"Bearer token-{len(self.given)}"
+        if self.headers["authorization"] != latest or len(self.given) <= self.num_expired:
+            type(self).num_refused += 1
+            self._answer(401, {"error": {"message": "Invalid Credentials"}})
+            return
+        found = {
+            "name": "key",
+            "size": "5",
+            "crc32c": "AAAAAA==",
+            "generation": "1",
+            "updated": "2026-01-01T00:00:00Z",
+        }
+        self._answer(200, found)
+
+    def _answer(self, status: int, content: object) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def google() -> Iterator[tuple[str, type[_Google]]]:
+    class Handler(_Google):
+        given: ClassVar[list[dict[str, list[str]]]] = []
+        num_refused = 0
+        num_expired = 0
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", Handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def write_service_account(folder: Path, url: str) -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    content = {
+        "type": "service_account",
+        "client_email": "saver@project.iam",
+        "private_key": pem.decode(),
+        "token_uri": f"{url}/token",
+    }
+    (folder / "key.json").write_text(json.dumps(content))
+    return str(folder / "key.json")
+
+
+def write_workload_identity(folder: Path, url: str) -> str:
+    (folder / "subject").write_text("the-subject-token")
+    content = {
+        "type": "external_account",
+        "audience": "pool",
+        "subject_token_type": "jwt",
+        "token_url": f"{url}/token",
+        "credential_source": {"file": str(folder / "subject")},
+    }
+    (folder / "identity.json").write_text(json.dumps(content))
+    return str(folder / "identity.json")
+
+
+@pytest.mark.blocking  # gcloud-aio reads the file of a workload identity's token on the loop
+@pytest.mark.parametrize("num_expired", [0, 1])
+@pytest.mark.parametrize("how", ["service-account", "workload-identity", "default"])
+@bounded(30)
+async def test_credentials(
+    google: tuple[str, type[_Google]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    num_expired: int,
+) -> None:
+    url, handler = google
+    handler.num_expired = num_expired
+    write = write_workload_identity if how == "workload-identity" else write_service_account
+    options: dict[str, Any] = {"endpoint_url": url}
+    if how == "default":
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", write(tmp_path, url))
+    else:
+        options["credentials_file"] = write(tmp_path, url)
+    storage = opened("gs://bucket", options)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(storage.stat, "key")
+    # One token for all, and another one only when that was refused.
+    assert len(handler.given) == 1 + num_expired
+    asked = handler.given[0]
+    if how == "workload-identity":
+        assert asked["subject_token"] == ["the-subject-token"]
+    else:
+        assert "jwt-bearer" in asked["grant_type"][0]
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_a_token_that_is_refused_again_is_an_error(
+    google: tuple[str, type[_Google]], tmp_path: Path
+) -> None:
+    url, handler = google
+    handler.num_expired = 100
+    options = {"endpoint_url": url, "credentials_file": write_service_account(tmp_path, url)}
+    storage = opened("gs://bucket", options)
+    with pytest.raises(AccessDenied, match="Invalid Credentials"):
+        await storage.stat("key")
+    assert handler.num_refused == 2
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_bytes_that_the_service_finds_damaged_are_sent_again(
+    google: tuple[str, type[_Google]],
+) -> None:
+    url, handler = google
+    storage = opened("gs://bucket", {"endpoint_url": url, "anonymous": True, "max_attempts": 3})
+    with pytest.raises(StorageError, match="match calculated CRC32C"):
+        await storage.put("key", [memoryview(b"x")])
+    assert handler.num_refused == 3
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
+    options = {"credentials_file": str(tmp_path / "missing.json")}
+    storage = opened("gs://bucket", options)
+    with pytest.raises(AccessDenied, match=r"missing.json.*credentials_file"):
+        await storage.stat("key")
+    await storage.aclose()
+
+
+# --- snapshots ----------------------------------------------------------------------------------
+
+
+class Weights:
+    def __init__(self, seed: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.state = {f"w{n}": torch.randn(3 << 18, generator=made) for n in range(12)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("scheme", ["gs", "gcs"])
+def test_snapshots(
+    fake_gcs: FakeGcsServer,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scheme: str,
+) -> None:
+    for name, value in fake_gcs.env().items():
+        monkeypatch.setenv(name, value)
+    url = f"{scheme}://{bucket}/run/step-1"
+    with caplog.at_level(logging.WARNING):
+        snapshot = sync.Snapshot.take(url, {"model": Weights(1)})
+        found = Weights(2)
+        sync.Snapshot(url).restore({"model": found})
+        for name, tensor in Weights(1).state.items():
+            assert torch.equal(found.state[name], tensor)
+        assert not snapshot.verify("full").problems
+        sync.Snapshot.take(url, {"model": Weights(3)}, overwrite=True)
+        sync.Snapshot(url).delete()
+    assert not caplog.records
+    with pytest.raises(NotASnapshot):
+        sync.Snapshot(url).get_manifest()
+
+
+def test_a_save_survives_a_bad_network(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    options = {**fake_gcs.storage_options(through=proxy), "stall_timeout_s": 1.0}
+    url = fake_gcs.url(bucket, "run")
+    with (
+        # The first upload is the note that the object may be joined.
+        proxy.fault(Reset(way=Way.UP, after_bytes=UP), pattern="/upload/", skip=1, times=1),
+        proxy.fault(FlipBit(way=Way.UP, at_byte=UP), pattern="/upload/", skip=1, times=1),
+        proxy.fault(Answer(status=503), pattern="/upload/", skip=2, for_s=1.0),
+    ):
+        sync.Snapshot.take(url, {"model": Weights(1)}, storage_options=options)
+    found = Weights(2)
+    with (
+        proxy.fault(Truncate(way=Way.DOWN, after_bytes=UP), pattern="safetensors", times=1),
+        proxy.fault(Stall(way=Way.DOWN, after_bytes=UP), pattern="safetensors", times=1),
+    ):
+        sync.Snapshot(url, storage_options=options).restore({"model": found})
+    for name, tensor in Weights(1).state.items():
+        assert torch.equal(found.state[name], tensor)
+
+
+def test_a_save_that_may_not_write_aborts(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    options = fake_gcs.storage_options(through=proxy)
+    with (
+        proxy.fault(Answer(status=403), method="POST", pattern="/upload/"),
+        pytest.raises(SnapshotAborted, match="objectUser"),
+    ):
+        sync.Snapshot.take(fake_gcs.url(bucket), {"model": Weights(1)}, storage_options=options)
