@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +69,8 @@ LATENCY_S = 0.05
 RATE_MIB_S = 200
 BUDGET_MIB = 256
 SPARE_MIB = 64
+LIMIT_S = 120
+"""Of one contender's way up and down."""
 
 ServerT = TypeVar("ServerT", bound=Server)
 
@@ -239,6 +243,26 @@ def _cpu_s() -> float:
     return time.process_time() + used.ru_utime + used.ru_stime
 
 
+@contextmanager
+def limited() -> Iterator[None]:
+    """Some clients wait without a deadline. In the main thread only.
+
+    Raises:
+        TimeoutError: ``LIMIT_S`` are over.
+    """
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"took over {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Match:
     """Contenders on one server, up and down in the same turns.
 
@@ -281,19 +305,22 @@ class Match:
         for task in tasks:
             url = new_url(self._server, bucket)
             try:
-                task.up(url)
-                task.spoil()
-                task.down(url)
-                task.check()
+                with limited():
+                    task.up(url)
+                    task.spoil()
+                    task.down(url)
+                    task.check()
             except Exception as error:
                 self._out(task.name, error)
-            self._storage.delete_below(url)
+            else:
+                self._storage.delete_below(url)
 
     def play(self, tasks: Sequence[Task], bucket: str, repeat: int) -> None:
         for task in tasks:
-            self.contest.add(task.name, lambda task=task: self._run(task, bucket))
+            self.contest.add(task.name, partial(self._run, task, bucket))
         self.contest.play(repeat)
 
+    @limited()
     def _run(self, task: Task, bucket: str) -> float:
         url = new_url(self._server, bucket)
         task.before()

@@ -12,6 +12,7 @@ starts it, in a process of its own, and cannot share anything with it.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import mmap
@@ -30,6 +31,9 @@ KEPT_BYTES = 4 * MIB
 """Of an object that one request makes."""
 
 STEP = 4 * MIB
+NONE = "AAAAAA=="
+"""A checksum where there has to be one, and the client has told none."""
+
 DATE = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
 ISO_DATE = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
 
@@ -60,10 +64,37 @@ class Upload:
     parts: dict[int, Blob] = field(default_factory=dict)
 
     def whole(self) -> Blob:
+        """The parts, joined."""
         parts = [part for _, part in sorted(self.parts.items())]
         kept = [part.data for part in parts if part.data is not None]
         data = b"".join(kept) if len(kept) == len(parts) else None
-        return Blob(sum(part.size for part in parts), data, self.crc32c)
+        return Blob(sum(part.size for part in parts), data, self.crc32c or combined(parts))
+
+
+def combined(parts: list[Blob]) -> str | None:
+    """The CRC32C of parts, joined, from theirs."""
+    value = 0
+    for part in parts:
+        if part.crc32c is None:
+            return None
+        factor, power, n = 1 << 31, 1 << 23, part.size  # x**0, x**8
+        while n:
+            if n & 1:
+                factor = product(factor, power)
+            power, n = product(power, power), n >> 1
+        value = product(value, factor) ^ int.from_bytes(base64.b64decode(part.crc32c), "big")
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+def product(a: int, b: int) -> int:
+    """Of two polynomials over GF(2), modulo Castagnoli's; bit 31 is the coefficient of x**0."""
+    found = 0
+    while a:
+        if a & 1 << 31:
+            found ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (0x82F63B78 if b & 1 else 0)
+    return found
 
 
 _objects: dict[str, dict[str, Blob]] = {}
@@ -120,18 +151,17 @@ class Request:
         self.drop()
         return Blob(size, None, crc32c)
 
-    def drop(self) -> None:
-        """Throws the body away."""
-        left = self.length - len(self._rest)
-        if left < 0:
-            self._rest, left = self._rest[self.length :], 0
-        else:
-            self._rest = b""
-        while left:
+    def drop(self, but: int = 0) -> bytes:
+        """Throws the body away, but for its last bytes, which are returned."""
+        here = max(0, min(len(self._rest), self.length - but))
+        self._rest = self._rest[here:]
+        left = self.length - but - here
+        while left > 0:
             received = self._connection.recv_into(_nowhere, min(left, STEP), socket.MSG_TRUNC)
             if not received:
                 raise HungUp
             left -= received
+        return self._take(but)
 
     def read(self) -> bytes:
         """The body, without framing."""
@@ -344,7 +374,7 @@ def as_json(value: object, status: int = 200, **headers: str) -> Answer:
 
 
 def resource(bucket: str, key: str, blob: Blob) -> dict[str, object]:
-    found: dict[str, object] = {
+    return {
         "kind": "storage#object",
         "id": f"{bucket}/{key}/1",
         "name": key,
@@ -355,10 +385,8 @@ def resource(bucket: str, key: str, blob: Blob) -> dict[str, object]:
         "etag": blob.etag,
         "timeCreated": ISO_DATE,
         "updated": ISO_DATE,
+        **({} if blob.crc32c is None else {"crc32c": blob.crc32c}),
     }
-    if blob.crc32c is not None:
-        found["crc32c"] = blob.crc32c
-    return found
 
 
 def gs(request: Request) -> Answer:
@@ -376,7 +404,7 @@ def gs(request: Request) -> Answer:
         return as_json({"name": bucket or json.loads(body)["name"], "location": "SINK"})
     if not key:
         contents, folders = listed(request, objects)
-        items = [resource(bucket, key, blob) for key, blob in contents]
+        items = [{"crc32c": NONE, **resource(bucket, key, blob)} for key, blob in contents]
         return as_json({"kind": "storage#objects", "items": items, "prefixes": folders})
     if key not in objects:
         return as_json({"error": {"code": 404, "message": "not found"}}, 404)
@@ -426,19 +454,20 @@ def gs_multipart(
     """Metadata and bytes in one body."""
     boundary = request.headers["content-type"].partition("boundary=")[2].strip("\"'").encode()
     head = request.peek(4096)  # the metadata comes first, and is short
-    described_at = head.index(b"\r\n\r\n") + 4
+    newline = b"\r\n" if b"\r\n" in head else b"\n"
+    described_at = head.index(2 * newline) + 2 * len(newline)
     described_end = head.index(b"--" + boundary, described_at)
     described = json.loads(head[described_at:described_end])
-    data_at = head.index(b"\r\n\r\n", described_end) + 4
-    tail = len(b"\r\n--" + boundary + b"--")
+    begin = head.index(2 * newline, described_end) + 2 * len(newline)
     crc32c = described.get("crc32c", crc32c)
     key = described.get("name", key)
     if is_kept or request.length <= KEPT_BYTES:
         body = request.read()
-        end = body.rindex(b"\r\n--" + boundary)
-        return key, Blob(end - data_at, body[data_at:end], crc32c)
-    request.drop()
-    return key, Blob(request.length - data_at - tail, None, crc32c)
+        data = body[begin : body.rindex(newline + b"--" + boundary)]
+        return key, Blob(len(data), data, crc32c)
+    tail = request.drop(but=256)
+    end = request.length - len(tail) + tail.rindex(newline + b"--" + boundary)
+    return key, Blob(end - begin, None, crc32c)
 
 
 def gs_chunk(request: Request, upload: Upload, crc32c: str | None, *, is_kept: bool) -> Answer:
