@@ -40,7 +40,8 @@ def main() -> None:
         child_memory(args.child_memory, args.gib, args.tmpfs_dir)
         return
     if args.child_cloud_memory:
-        cloud.child_memory(*args.child_cloud_memory, args.gib)
+        way, url = args.child_cloud_memory
+        cloud.child_memory(way, url, args.gib)
         return
     setting = Setting(
         gib=args.gib,

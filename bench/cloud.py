@@ -162,19 +162,19 @@ class ObjectTask(Task):
 
     def __init__(self, client: ObjectClient, data: bytes, target: np.ndarray[Any, Any]) -> None:
         super().__init__(client.name)
-        self._client, self._data, self._target = client, data, target
+        self._client, self._data, self.target = client, data, target
 
     def up(self, url: str) -> None:
         self._client.upload(f"{url}/object", self._data)
 
     def spoil(self) -> None:
-        self._target.fill(0xA5)
+        self.target.fill(0xA5)
 
     def down(self, url: str) -> None:
-        self._client.download(f"{url}/object", self._target.data)
+        self._client.download(f"{url}/object", self.target.data)
 
     def check(self) -> None:
-        if not np.array_equal(self._target, np.frombuffer(self._data, np.uint8)):
+        if not np.array_equal(self.target, np.frombuffer(self._data, np.uint8)):
             raise RuntimeError("what was downloaded is not what was uploaded")
 
 
@@ -451,13 +451,16 @@ class Trace:
 
 
 async def traced_take(url: str, state: State, storage_options: dict[str, Any]) -> Trace:
-    """Saves with less staging memory than there are bytes: more than staging has to go on."""
+    """Saves with staging memory for a quarter: the rest is staged while that is stored.
+
+    The budget is the process's, and stays.
+    """
     begin_s = time.perf_counter()
     pending = await Snapshot.async_take(
         url,
         {"model": StateDict(state)},
         storage_options=storage_options,
-        options=Options(memory_budget_bytes=BUDGET_MIB * MIB),
+        options=Options(memory_budget_bytes=state_bytes(state) // 4),
     )
     counted = [(time.perf_counter() - begin_s, event) async for event in pending.events()]
     await pending
@@ -470,10 +473,10 @@ async def traced_take(url: str, state: State, storage_options: dict[str, Any]) -
 
 
 def span_of(counted: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """When a counter was last seen at its first value, and first at its last."""
-    first, last = counted[0][1], counted[-1][1]
+    """When a counter was last seen at zero, and first at its last value."""
+    last = counted[-1][1]
     return (
-        max(at for at, value in counted if value == first),
+        max((at for at, value in counted if value == 0), default=0.0),
         min(at for at, value in counted if value == last),
     )
 

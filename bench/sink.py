@@ -178,7 +178,8 @@ class Request:
 
     @staticmethod
     def _unframed(data: bytes) -> bytes:
-        chunks, at = [], 0
+        chunks: list[bytes] = []
+        at = 0
         while True:
             end = data.index(b"\r\n", at)
             size = int(data[at:end].partition(b";")[0], 16)
@@ -453,21 +454,23 @@ def gs_multipart(
 ) -> tuple[str, Blob]:
     """Metadata and bytes in one body."""
     boundary = request.headers["content-type"].partition("boundary=")[2].strip("\"'").encode()
-    head = request.peek(4096)  # the metadata comes first, and is short
-    newline = b"\r\n" if b"\r\n" in head else b"\n"
+    if is_kept or request.is_chunked or request.length <= KEPT_BYTES:
+        head = tail = body = request.read()
+        size = len(body)
+    else:
+        head = request.peek(4096)  # the metadata comes first, and is short
+        tail = request.drop(but=256)
+        body, size = None, request.length
+    newline = b"\r\n" if b"\r\n" in head[:256] else b"\n"
     described_at = head.index(2 * newline) + 2 * len(newline)
     described_end = head.index(b"--" + boundary, described_at)
     described = json.loads(head[described_at:described_end])
     begin = head.index(2 * newline, described_end) + 2 * len(newline)
-    crc32c = described.get("crc32c", crc32c)
-    key = described.get("name", key)
-    if is_kept or request.length <= KEPT_BYTES:
-        body = request.read()
-        data = body[begin : body.rindex(newline + b"--" + boundary)]
-        return key, Blob(len(data), data, crc32c)
-    tail = request.drop(but=256)
-    end = request.length - len(tail) + tail.rindex(newline + b"--" + boundary)
-    return key, Blob(end - begin, None, crc32c)
+    end = size - len(tail) + tail.rindex(newline + b"--" + boundary)
+    is_kept = is_kept or size <= KEPT_BYTES
+    data = body[begin:end] if body is not None and is_kept else None
+    blob = Blob(end - begin, data, described.get("crc32c", crc32c))
+    return described.get("name", key), blob
 
 
 def gs_chunk(request: Request, upload: Upload, crc32c: str | None, *, is_kept: bool) -> Answer:
