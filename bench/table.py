@@ -32,7 +32,8 @@ def by(pair: tuple[str, float]) -> float:
 def main(path: str) -> None:
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     print(
-        "| row | ratio | must reach | | medians (s; memory: MiB; in brackets CPU s/GiB) |\n|---|---|---|---|---|"
+        "| row | ratio | must reach | | medians (s; memory: MiB; in brackets CPU s/GiB) |\n"
+        "|---|---|---|---|---|"
     )
     for row in rows:
         ratios = row["ratios"]

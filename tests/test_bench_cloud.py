@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def setting(tmp_path: Path) -> Setting:
     return Setting(
-        gib=0.02,
+        gib=0.01,
         repeat=1,
         small_count=0,
         tmpfs=tmp_path,
@@ -39,6 +39,7 @@ def test_sink_rows(
     names = ("aiobotocore", "no such client")
     peers = [make for make in OBJECT_CLIENTS if make().name in names]
     monkeypatch.setattr(cloud, "OBJECT_CLIENTS", (*peers, Missing))
+    monkeypatch.setattr(cloud, "SAMPLE_GIB", 0.01)
     cloud.row_sink(setting(tmp_path))
     up, down = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert [up["row"], down["row"]] == ["cloud sink upload", "cloud sink download"]
