@@ -322,13 +322,14 @@ class Match:
 
     @limited()
     def _run(self, task: Task, bucket: str) -> float:
+        """Returns the seconds of both ways: what is slow in either is measured once."""
         url = new_url(self._server, bucket)
         task.before()
         elapsed = self.ups.of(task.name, lambda: task.up(url))
         if (found := self._storage.num_bytes(url)) < self._nbytes:
             raise RuntimeError(f"{found} of {self._nbytes} bytes are stored")
         task.spoil()
-        self.downs.of(task.name, lambda: task.down(url))
+        elapsed += self.downs.of(task.name, lambda: task.down(url))
         task.check()
         self._storage.delete_below(url)
         return elapsed
