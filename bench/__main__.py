@@ -1,4 +1,5 @@
-"""All rows: ``bench/local.py`` in one process, ``bench/ranks.py`` with many.
+"""All rows: ``bench/local.py`` in one process, ``bench/ranks.py`` with many, ``bench/cloud.py``
+with object stores.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -11,11 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import local, ranks
+from bench import cloud, local, ranks
 from bench.local import Setting, child_memory, machine, note
 from bench.peers import PEERS
 
-ROWS = local.ROWS | ranks.ROWS
+ROWS = local.ROWS | ranks.ROWS | cloud.ROWS
 
 
 def main() -> None:
@@ -30,12 +31,17 @@ def main() -> None:
     parser.add_argument("--disk-dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--small-count", type=int, default=100_000)
     parser.add_argument("--child-memory", help=argparse.SUPPRESS)
+    parser.add_argument("--child-cloud-memory", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     # So that `finally` and with it the removal of folders also follows a polite kill.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.child_memory:
         child_memory(args.child_memory, args.gib, args.tmpfs_dir)
+        return
+    if args.child_cloud_memory:
+        way, url = args.child_cloud_memory
+        cloud.child_memory(way, url, args.gib)
         return
     setting = Setting(
         gib=args.gib,

@@ -16,9 +16,13 @@ def number(value: float | None) -> str:
 
 
 def seconds(row: dict[str, Any]) -> str:
-    """Medians, fastest first."""
+    """Medians, fastest first; in brackets what a row tells of CPU seconds."""
     shown = row.get("seconds") or row.get("growth_mib") or {}
-    return ", ".join(f"{name} {number(value)}" for name, value in sorted(shown.items(), key=by))
+    cpu = row.get("cpu_s_per_gib") or {}
+    return ", ".join(
+        f"{name} {number(value)}" + (f" ({number(cpu[name])})" if name in cpu else "")
+        for name, value in sorted(shown.items(), key=by)
+    )
 
 
 def by(pair: tuple[str, float]) -> float:
@@ -27,7 +31,10 @@ def by(pair: tuple[str, float]) -> float:
 
 def main(path: str) -> None:
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    print("| row | ratio | must reach | | medians (s; memory: MiB) |\n|---|---|---|---|---|")
+    print(
+        "| row | ratio | must reach | | medians (s; memory: MiB; in brackets CPU s/GiB) |\n"
+        "|---|---|---|---|---|"
+    )
     for row in rows:
         ratios = row["ratios"]
         needs = row["needs"]
