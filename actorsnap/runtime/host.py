@@ -217,8 +217,10 @@ class Host:
         return future.result()
 
     def _relieve(self) -> None:
-        self._is_relieving = self._workers.relieve()
-        if self._is_relieving:
+        # First: were it to fail, the next call must find that nobody looks any more.
+        self._is_relieving = False
+        if self._workers.relieve():
+            self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
 
     def _run_loop(self) -> None:

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
+import anyio
 import pytest
 
 from actorsnap import Snapshot, StateDict, UsageError
 from actorsnap.runtime import host as host_module
-from actorsnap.runtime.host import Host, shutdown
+from actorsnap.runtime.host import Host, Script, run_sync, shutdown
 from actorsnap.runtime.process import is_running
 from tests.conftest import LeakCheck
 
@@ -154,3 +157,32 @@ def test_a_zombie_does_not_run() -> None:
         os.waitpid(pid, 0)
     assert not is_running(pid)
     assert is_running(os.getpid())
+
+
+def test_a_look_at_the_threads_that_fails_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Host.get()
+    relieve, hangs = host._workers.relieve, threading.Event()
+    looks = iter([True, False])
+
+    def fail_once() -> bool:
+        if next(looks, False):
+            raise OSError("once")
+        return relieve()
+
+    async def work(host: Host) -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(host.num_workers):
+                tasks.start_soon(host.run_blocking, hangs.wait, 30)
+            await anyio.sleep(1)
+            await host.run_blocking(hangs.set)  # finds no thread, until one is added
+
+    def script() -> Script[None]:
+        yield work
+
+    monkeypatch.setattr(host._workers, "relieve", fail_once)
+    began = time.monotonic()
+    run_sync(script(), name="test")
+    assert time.monotonic() - began < 20
+    assert "once" in caplog.text
