@@ -159,6 +159,7 @@ class ParticipantActor:
             1
         )
         self._attempt = ""
+        self._resumed: tuple[str, ...] = ()
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: dict[tuple[int, ...] | None, list[int]] = {}
         self._objects: tuple[ObjectPlan, ...] = ()
@@ -340,7 +341,7 @@ class ParticipantActor:
                 _release_leases(self._staged)
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
-        self._attempt = command.attempt
+        self._attempt, self._resumed = command.attempt, command.resumed
         self.plan = (command.digest, command.plan)
         self._storage = await self._open_storage(command)
         try:
@@ -398,6 +399,7 @@ class ParticipantActor:
                         report=self._report_chunk,
                         is_stopped=lambda: self._has_stopped,
                         has_blocking_io=self._storage.capabilities.has_blocking_io,
+                        resumes=bool(self._resumed),
                         board=self._board,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
@@ -414,7 +416,9 @@ class ParticipantActor:
         tokens: list[Token] = []
         for number, plan in enumerate(self._objects):
             if plan.opens:
-                writer = await self._storage.writer(plan.key, plan.size)
+                name = plan.key.removeprefix(f"{self._attempt}/")
+                older = [f"{attempt}/{name}" for attempt in self._resumed]
+                writer = await self._storage.writer(plan.key, plan.size, older=older)
                 self._writers[number] = writer
                 self._opened[number].set()
                 if plan.is_shared:

@@ -72,6 +72,7 @@ class UploaderActor:
         report: Awaited with the object's number after each chunk.
         is_stopped: Asked between two blocks, on any thread: True lets the rest go.
         has_blocking_io: Whether the writers may be called from worker threads.
+        resumes: Whether to ask the writers for what dead attempts have left.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class UploaderActor:
         report: Callable[[int], Awaitable[None]],
         is_stopped: Callable[[], bool],
         has_blocking_io: bool,
+        resumes: bool,
         board: ProgressBoard,
     ) -> None:
         self._chunks = chunks
@@ -95,6 +97,7 @@ class UploaderActor:
         self._report = report
         self._is_stopped = is_stopped
         self._has_blocking_io = has_blocking_io
+        self._resumes = resumes
         self._board = board
 
     async def run(self) -> None:
@@ -124,7 +127,9 @@ class UploaderActor:
         else:
             views, checksums, whole = await self._run_blocking(_hash, staged)
             self._board.add(hashed=nbytes)
-            await writer.write_at(staged.chunk.start, [staged.head, *views], whole)
+            at, views = staged.chunk.start, [staged.head, *views]
+            if not (self._resumes and await writer.reuse(at, views, whole)):
+                await writer.write_at(at, views, whole)
             self._board.add(stored=nbytes)
         self._ledgers[staged.chunk.object].record(staged, checksums)
 

@@ -18,7 +18,7 @@ from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
-from actorsnap.planning.retention import collectable
+from actorsnap.planning.retention import collectable, resumable
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
@@ -29,6 +29,7 @@ __all__ = [
     "Source",
     "collect_garbage",
     "find_attempts",
+    "find_resumable",
     "open_place",
     "open_ready_place",
 ]
@@ -251,6 +252,16 @@ async def find_attempts(storage: Storage) -> list[str]:
     return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
 
 
+async def find_resumable(host: Host, storage: Storage, committed: str | None) -> tuple[str, ...]:
+    """See ``planning.retention.resumable``.
+
+    Raises:
+        StorageError: listing failed.
+    """
+    attempts = await find_attempts(storage)
+    return tuple(await host.run_blocking(_find_resumable, host, attempts, committed))
+
+
 async def _is_complete(storage: Storage, attempt: str) -> bool:
     try:
         await storage.stat(manifest_key(attempt, 0))
@@ -269,3 +280,7 @@ def _find_collectable(
         may_run=host.may_run,
         superseded=superseded,
     )
+
+
+def _find_resumable(host: Host, attempts: Iterable[str], committed: str | None) -> list[str]:
+    return resumable(attempts, host=host_id(), may_run=host.may_run, committed=committed)
