@@ -20,7 +20,6 @@ which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import logging
 import secrets
@@ -28,7 +27,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlencode
 
 import anyio
@@ -244,8 +243,7 @@ class S3Storage(Storage):
                 Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
             )
             for failed in answer.get("Errors", ()):
-                if failed.get("Code") != "NoSuchKey":
-                    self._raise_not_deleted(failed)
+                await self._check_deleted(failed)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
         """The folders of objects and of unfinished uploads."""
@@ -353,7 +351,7 @@ class S3Storage(Storage):
             if _code(error) in ("InvalidRange", "416"):
                 raise _truncated(key, stop, offset) from error
             raise
-        if response.status == 200 and offset:
+        if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
             raise StorageError(
                 op=op, key=key, backend=self.url, detail="the server does not heed ranges"
             )
@@ -388,7 +386,13 @@ class S3Storage(Storage):
         }
         client, full = self.client, self._full(key)
         is_signed = is_signed or client.checks_crc32c is False
-        sha256 = functools.partial(self._context.run_blocking, _sha256, views)
+
+        async def sha256() -> str:
+            digest, found = await self._context.run_blocking(_hash, views)
+            if found != crc32c:
+                raise self._changed(op, key, "what is to be sent")
+            return digest
+
         with self._explained(op, key):
             payload = await sha256() if is_signed else UNSIGNED_PAYLOAD
             response = await client.send(
@@ -400,14 +404,12 @@ class S3Storage(Storage):
                 payload = await sha256()
                 await client.send("PUT", self._bucket, full, query, headers, views, payload=payload)
         if reported is not None and reported != expected:
-            raise StorageError(
-                op=op,
-                key=key,
-                backend=self.url,
-                detail=f"bucket {self._bucket!r}: what arrived has another CRC32C",
-                retryable=True,
-            )
+            raise self._changed(op, key, "what arrived")
         return expected
+
+    def _changed(self, op: str, key: str, what: str) -> StorageError:
+        detail = f"bucket {self._bucket!r}: {what} has another CRC32C"
+        return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
     async def _has_conditional_put(self, op: str) -> bool:
         """Whether ``If-None-Match`` works; tried with an object in the scratch folder."""
@@ -452,12 +454,14 @@ class S3Storage(Storage):
         query = {"partNumber": str(number), "uploadId": upload.id}
         return await self.send("write_at", upload.key, query, self._read_headers, views, crc32c)
 
-    def _raise_not_deleted(self, failed: Mapping[str, Any]) -> NoReturn:
-        failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
+    async def _check_deleted(self, failed: Mapping[str, Any]) -> None:
         key = str(failed.get("Key", "")).removeprefix(self._prefix)
-        with self._explained("delete", key):
-            raise ClientError(failure, "DeleteObjects")
-        raise AssertionError("unreachable")
+        with suppress(ObjectNotFound):
+            # Some servers call it a failure that there is nothing to delete.
+            await self._stat("delete", key)
+            failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
+            with self._explained("delete", key):
+                raise ClientError(failure, "DeleteObjects")
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
@@ -473,11 +477,12 @@ class S3Storage(Storage):
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
 
-def _sha256(views: Sequence[memoryview]) -> str:
+def _hash(views: Sequence[memoryview]) -> tuple[str, int]:
+    """SHA-256, in hex digits, and CRC32C."""
     digest = hashlib.sha256()
     for view in views:
         digest.update(view)
-    return digest.hexdigest()
+    return digest.hexdigest(), crc32c_of(views)
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

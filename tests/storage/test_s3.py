@@ -8,7 +8,7 @@ import pickle
 import re
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,6 +31,7 @@ from actorsnap.storage.s3 import S3Storage
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
+from actorsnap.testing.proxy import FaultProxy, FlipBit, TlsFiles, Way
 from tests.conftest import LeakCheck
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
@@ -69,10 +70,12 @@ def bare(url: str, options: dict[str, Any]) -> S3Storage:
 class OnServer(StorageConformance):
     num_many = 1010  # two pages
     num_examples = 5
+    options: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture
     def make_storage(self, server: S3Server) -> MakeStorage:
-        url, options = server.url(server.make_bucket(), "some/prefix"), server.storage_options()
+        url = server.url(server.make_bucket(), "some/prefix")
+        options = server.storage_options() | self.options
         return lambda: opened(url, options)
 
 
@@ -85,15 +88,62 @@ class TestCeph(OnServer):
 class TestMoto(OnServer):
     num_many = 50
 
+    # It repeats the checksum that it is told.
+    test_a_write_that_is_not_what_it_says_is_refused = None  # type: ignore[assignment]
+
     @pytest.fixture
     def server(self, moto: MotoServer) -> S3Server:
         return moto
 
 
 class TestRclone(OnServer):
+    num_many = 50
+    options: ClassVar[dict[str, Any]] = {"has_conditional_put": False}
+
+    # It refuses numbers of parts with gaps, which S3 allows.
+    test_parts_of_any_sizes_that_are_allowed = None  # type: ignore[assignment]
+
     @pytest.fixture
     def server(self, rclone: RcloneServer) -> S3Server:
         return rclone
+
+
+@bounded(120)
+async def test_over_tls(moto: MotoServer, tls_files: TlsFiles) -> None:
+    url = moto.url(moto.make_bucket())
+    data = pattern(11 * _MIB)
+    with FaultProxy(moto.endpoint, tls=tls_files) as proxy:
+        options = moto.storage_options(proxy)
+        storage = bare(url, options)
+        writer = await storage.writer("key", len(data))
+        for start, stop in ((0, 5 * _MIB), (5 * _MIB, len(data))):
+            await writer.write_at(start, [memoryview(data)[start:stop]])
+        await writer.complete()
+        target = bytearray(len(data))
+        await storage.read_into("key", 0, [memoryview(target)])
+        assert target == data
+        await storage.aclose()
+        stranger = bare(url, {**options, "ca_bundle": None})
+        for call in (stranger.list_folders(), stranger.put("key", [])):
+            with pytest.raises(StorageError, match="is not trusted.*ca_bundle") as raised:
+                await call
+            assert not raised.value.retryable
+        await stranger.aclose()
+
+
+@bounded(120)
+async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> None:
+    url = ceph.url(ceph.make_bucket())
+    data = pattern(6 * _MIB)
+    with FaultProxy(ceph.endpoint) as proxy:
+        storage = opened(url, ceph.storage_options(proxy))
+        writer = await storage.writer("key", len(data))
+        await storage.put("other", [])  # so that the server is known
+        with proxy.fault(FlipBit(way=Way.UP, at_byte=3 * _MIB), method="PUT", times=1):
+            await writer.write_at(0, [memoryview(data)])
+        await writer.complete()
+        assert await storage.get("key") == data
+        await storage.aclose()
 
 
 # --- options --------------------------------------------------------------------------------------
