@@ -13,6 +13,10 @@ which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
   per client, with an object of its own. Where it does not, ``put_if_absent`` looks, puts and reads
   back: of two writers at the same moment the last wins, and both can see which.
+- A writer with ``older`` objects copies what it can of them, within the server. An upload that a dead
+  writer left is completed for that with the parts that it has from the first byte on; whoever still
+  writes to it fails. A copy counts if its CRC32C, or where the server tells none its ETag, an MD5, is
+  that of the bytes at hand.
 - ``list_folders`` and ``delete_folder`` know unfinished uploads, too: what a dead attempt left is
   found and removed like its objects.
 """
@@ -27,7 +31,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import anyio
@@ -40,6 +44,7 @@ from actorsnap.errors import (
     ObjectExists,
     ObjectNotFound,
     StorageError,
+    Throttled,
     UsageError,
 )
 from actorsnap.format.checksum import combine, crc32c_of
@@ -155,13 +160,20 @@ class S3Storage(Storage):
             op="put_if_absent", key=key, backend=self.url, detail="the object exists already"
         )
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object. One that exists stays until ``complete`` replaces it."""
         check_key(key)
         if not 0 <= size <= _MAX_OBJECT_BYTES:
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
             return _SmallWriter(self, _Upload(key=key, size=size), is_opener=True)
+        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
+        sources: list[_Source] = []
+        for name in older:
+            older_bytes = await self._older_bytes(check_key(name), unit)
+            # Mostly a resumed save has taken over what there was, unless it died in the midst.
+            if older_bytes > max([source.size for source in sources], default=0):
+                sources.append(_Source(key=name, size=older_bytes))
         answer = await self.call(
             "writer",
             key,
@@ -169,8 +181,9 @@ class S3Storage(Storage):
             ChecksumAlgorithm="CRC32C",
             **self._properties,
         )
-        unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
-        upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
+        upload = _Upload(
+            key=key, size=size, id=answer["UploadId"], unit=unit, sources=tuple(sources)
+        )
         return _PartWriter(self, upload, is_opener=True)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
@@ -374,8 +387,8 @@ class S3Storage(Storage):
         crc32c: int | None = None,
         *,
         is_signed: bool = False,
-    ) -> str:
-        """Sends an object or a part, with its CRC32C; returns that as S3 writes it."""
+    ) -> _Sent:
+        """Sends an object or a part, with its CRC32C."""
         if crc32c is None:
             crc32c = await self._context.run_blocking(crc32c_of, views)
         expected = crc32c_text(crc32c)
@@ -388,7 +401,7 @@ class S3Storage(Storage):
         is_signed = is_signed or client.checks_crc32c is False
 
         async def sha256() -> str:
-            digest, found = await self._context.run_blocking(_hash, views)
+            digest, found = await self._context.run_blocking(_hash, "sha256", views)
             if found != crc32c:
                 raise self._changed(op, key, "what is to be sent")
             return digest
@@ -402,10 +415,12 @@ class S3Storage(Storage):
             client.checks_crc32c = reported is not None
             if reported is None and not is_signed:
                 payload = await sha256()
-                await client.send("PUT", self._bucket, full, query, headers, views, payload=payload)
+                response = await client.send(
+                    "PUT", self._bucket, full, query, headers, views, payload=payload
+                )
         if reported is not None and reported != expected:
             raise self._changed(op, key, "what arrived")
-        return expected
+        return _Sent(expected, response.headers.get("etag", "").strip('"'))
 
     def _changed(self, op: str, key: str, what: str) -> StorageError:
         detail = f"bucket {self._bucket!r}: {what} has another CRC32C"
@@ -449,8 +464,8 @@ class S3Storage(Storage):
 
     async def send_part(
         self, upload: _Upload, number: int, views: Sequence[memoryview], crc32c: int | None
-    ) -> str:
-        """Sends a part; returns its CRC32C as S3 writes it."""
+    ) -> _Sent:
+        """Sends a part."""
         query = {"partNumber": str(number), "uploadId": upload.id}
         return await self.send("write_at", upload.key, query, self._read_headers, views, crc32c)
 
@@ -462,6 +477,90 @@ class S3Storage(Storage):
             failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
             with self._explained("delete", key):
                 raise ClientError(failure, "DeleteObjects")
+
+    async def parts(self, op: str, key: str, upload_id: str) -> list[dict[str, Any]]:
+        """What the server has of an upload, by rising number."""
+        found: list[dict[str, Any]] = []
+        after: dict[str, int] = {}
+        while True:
+            page = await self.call(op, key, "list_parts", UploadId=upload_id, **after)
+            found += page.get("Parts", ())
+            if not page.get("IsTruncated"):
+                return found
+            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    async def complete_upload(
+        self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Makes an object of these parts, which the completion names by their ETags."""
+        return await self.call(
+            op,
+            key,
+            "complete_multipart_upload",
+            UploadId=upload_id,
+            MultipartUpload={"Parts": [_named(part) for part in parts]},
+        )
+
+    async def _older_bytes(self, key: str, unit: int) -> int:
+        """The size of an older object, which is made of its upload where there is one; or 0."""
+        try:
+            return (await self._stat("writer", key)).size
+        except ObjectNotFound:
+            pass
+        except StorageError as error:
+            return self._not_resumed(error)
+        best, best_bytes, best_id = [], 0, ""
+        try:
+            async for full, upload_id in self._uploads(self._full(key)):
+                if full == self._full(key):
+                    run, run_bytes = _run(await self.parts("writer", key, upload_id), unit)
+                    if run_bytes > best_bytes:
+                        best, best_bytes, best_id = run, run_bytes, upload_id
+            if best:
+                await self.complete_upload("writer", key, best_id, best)
+        except StorageError as error:
+            return self._not_resumed(error)
+        return best_bytes
+
+    def _not_resumed(self, error: StorageError) -> int:
+        """Resuming is not worth a failure, unless that passes."""
+        if error.retryable:
+            raise error
+        logger.info("%s: not resumed: %s", self.url, error)
+        return 0
+
+    async def copy_part(
+        self,
+        upload: _Upload,
+        number: int,
+        source: _Source,
+        offset: int,
+        views: Sequence[memoryview],
+        crc32c: int,
+    ) -> _Sent | None:
+        """Copies a part from the same place in another object; None if that has not these bytes."""
+        stop = offset + num_bytes(views)
+        try:
+            answer = await self.call(
+                "reuse",
+                upload.key,
+                "upload_part_copy",
+                UploadId=upload.id,
+                PartNumber=number,
+                CopySource={"Bucket": self._bucket, "Key": self._full(source.key)},
+                CopySourceRange=f"bytes={offset}-{stop - 1}",
+            )
+        except Throttled:
+            raise
+        except StorageError as error:
+            logger.debug("%s: a part is sent, not copied: %s", self.url, error)
+            return None
+        copied = answer.get("CopyPartResult", {})
+        sent = _Sent(crc32c_text(crc32c), _etag(copied))
+        if "ChecksumCRC32C" in copied:
+            return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
+        found = await self._context.run_blocking(_hash, "md5", views)
+        return sent if found == (sent.etag, crc32c) else None
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
@@ -477,12 +576,19 @@ class S3Storage(Storage):
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
 
-def _hash(views: Sequence[memoryview]) -> tuple[str, int]:
-    """SHA-256, in hex digits, and CRC32C."""
-    digest = hashlib.sha256()
+def _hash(name: str, views: Sequence[memoryview]) -> tuple[str, int]:
+    """The digest of this name, in hex digits, and CRC32C."""
+    digest = hashlib.new(name, usedforsecurity=False)
     for view in views:
         digest.update(view)
     return digest.hexdigest(), crc32c_of(views)
+
+
+class _Source(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An object whose bytes may be the first ones of another."""
+
+    key: str
+    size: int
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -491,12 +597,21 @@ class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
         unit: No part is smaller, but the last one.
+        sources: Objects to copy from.
     """
 
     key: str
     size: int
     id: str = ""
     unit: int = 0
+    sources: tuple[_Source, ...] = ()
+
+
+class _Sent(NamedTuple):
+    """What is known of a part: its CRC32C as S3 writes it, and its ETag without quotes."""
+
+    crc32c: str
+    etag: str
 
 
 class _Writer(ObjectWriter):
@@ -563,7 +678,7 @@ class _PartWriter(_Writer):
     def __init__(self, storage: S3Storage, upload: _Upload, *, is_opener: bool) -> None:
         super().__init__(storage, upload, is_opener=is_opener)
         self._offsets: dict[int, int] = {}
-        self._checksums: dict[int, str] = {}
+        self._sent: dict[int, _Sent] = {}
         self._may_be_complete = False
 
     async def write_at(
@@ -574,22 +689,37 @@ class _PartWriter(_Writer):
         self._check(offset, stop)
         if stop == offset:
             return
+        number = self._number(offset)
+        self._sent[number] = await self._storage.send_part(self._upload, number, views, crc32c)
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        """Copies a part. Cancellation: at once; the part may be there or not."""
+        stop = offset + num_bytes(views)
+        self._check(offset, stop)
+        for source in self._upload.sources:
+            if offset < stop <= source.size:
+                number = self._number(offset)
+                sent = await self._storage.copy_part(
+                    self._upload, number, source, offset, views, crc32c
+                )
+                if sent is not None:
+                    self._sent[number] = sent
+                    return True
+        return False
+
+    def _number(self, offset: int) -> int:
         number = offset // self._upload.unit + 1
         if self._offsets.setdefault(number, offset) != offset:
             raise UsageError(f"{self.key!r}: a write has at least {self._upload.unit} bytes")
-        self._checksums[number] = await self._storage.send_part(self._upload, number, views, crc32c)
+        return number
 
     async def complete(self) -> None:
         """Makes the object of its parts. Repeatable: an answer may have been lost."""
         try:
             parts = await self._parts()
             self._may_be_complete = True
-            answer = await self._storage.call(
-                "complete",
-                self.key,
-                "complete_multipart_upload",
-                UploadId=self._upload.id,
-                MultipartUpload={"Parts": [_named(part) for part in parts]},
+            answer = await self._storage.complete_upload(
+                "complete", self.key, self._upload.id, parts
             )
         except StorageError as error:
             if not (self._may_be_complete and _code(error) == "NoSuchUpload"):
@@ -612,18 +742,9 @@ class _PartWriter(_Writer):
         """What the server has, of all writers.
 
         Raises:
-            StorageError: that is not the whole object, or has other checksums.
+            StorageError: that is not the whole object, or not what was sent.
         """
-        parts: list[dict[str, Any]] = []
-        after: dict[str, int] = {}
-        while True:
-            page = await self._storage.call(
-                "complete", self.key, "list_parts", UploadId=self._upload.id, **after
-            )
-            parts += page.get("Parts", ())
-            if not page.get("IsTruncated"):
-                break
-            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        parts = await self._storage.parts("complete", self.key, self._upload.id)
         self._check_parts(parts)
         return parts
 
@@ -633,12 +754,32 @@ class _PartWriter(_Writer):
             number = position // self._upload.unit + 1
             if part["PartNumber"] != number:
                 raise self._failed("complete", f"part {number}, from byte {position} on, is lost")
-            known, reported = self._checksums.get(number), part.get("ChecksumCRC32C")
-            if known is not None and reported is not None and reported != known:
+            known = self._sent.get(number)
+            if known is not None and part.get("ChecksumCRC32C", known.crc32c) != known.crc32c:
                 raise self._failed("complete", f"part {number} has another CRC32C than was sent")
+            if known is not None and known.etag != _etag(part):
+                # A copy whose answer was given up may come late, upon what was sent instead.
+                raise self._failed("complete", f"part {number} is not the one that was sent")
             position += part["Size"]
         if position != self.size:
             raise self._failed("complete", f"{position} of {self.size} bytes were written")
+
+
+def _run(parts: Sequence[dict[str, Any]], unit: int) -> tuple[list[dict[str, Any]], int]:
+    """The parts that lie one behind the other from the first byte on, and their bytes."""
+    run: list[dict[str, Any]] = []
+    position = 0
+    for part in parts:
+        if part["PartNumber"] != position // unit + 1:
+            break
+        run.append(part)
+        position += part["Size"]
+    return run, position
+
+
+def _etag(part: Mapping[str, Any]) -> str:
+    """Some servers quote it everywhere, some in some answers only."""
+    return str(part.get("ETag", "")).strip('"')
 
 
 def _named(part: Mapping[str, Any]) -> dict[str, Any]:

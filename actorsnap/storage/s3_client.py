@@ -354,7 +354,7 @@ class S3Client:
         self, request: AWSPreparedRequest, event_name: str, **_: Any
     ) -> AioAWSResponse:
         """What botocore asks before it sends anything itself, which it then does not."""
-        is_long = event_name.endswith("CompleteMultipartUpload")
+        is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
         headers = {name: _text(value) for name, value in request.headers.items()}
         for unwanted in ("Content-Length", "Expect"):

@@ -213,8 +213,8 @@ class Recording(Wrapper):
         super().__init__(inner)
         self.writes: list[tuple[str, int, int, bool]] = []
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _RecordingWriter(self, await self.inner.writer(key, size))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return _RecordingWriter(self, await self.inner.writer(key, size, older=older))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return _RecordingWriter(self, await self.inner.join_writer(token))

@@ -158,8 +158,9 @@ class Flaky(Wrapper):
     async def put_if_absent(self, key: str, data: bytes) -> None:
         await self._flaky(lambda: self.inner.put_if_absent(key, data))
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return FlakyWriter(self, await self._flaky(lambda: self.inner.writer(key, size)))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        inner = await self._flaky(lambda: self.inner.writer(key, size, older=older))
+        return FlakyWriter(self, inner)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return await self._flaky(lambda: self.inner.get(key, start, stop))
