@@ -13,10 +13,10 @@ which ``open_s3`` puts around it), sockets and signatures (``s3_client``, ``wire
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
   per client, with an object of its own. Where it does not, ``put_if_absent`` looks, puts and reads
   back: of two writers at the same moment the last wins, and both can see which.
-- A writer with ``older`` objects copies what it can of them, within the server. An upload that a dead
-  writer left is completed for that with the parts that it has from the first byte on; whoever still
-  writes to it fails. A copy counts if its CRC32C, or where the server tells none its ETag, an MD5, is
-  that of the bytes at hand.
+- A writer with ``older`` objects copies what it can of them, within the server. An upload that a
+  dead writer left is completed for that with the parts that it has from the first byte on; whoever
+  still writes to it fails. A copy counts if its CRC32C, or where the server tells none its ETag, an
+  MD5, is that of the bytes at hand. Who has joined a writer copies nothing.
 - ``list_folders`` and ``delete_folder`` know unfinished uploads, too: what a dead attempt left is
   found and removed like its objects.
 """
@@ -181,10 +181,8 @@ class S3Storage(Storage):
             ChecksumAlgorithm="CRC32C",
             **self._properties,
         )
-        upload = _Upload(
-            key=key, size=size, id=answer["UploadId"], unit=unit, sources=tuple(sources)
-        )
-        return _PartWriter(self, upload, is_opener=True)
+        upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
+        return _PartWriter(self, upload, is_opener=True, sources=sources)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. No request: writing tells."""
@@ -478,9 +476,9 @@ class S3Storage(Storage):
             with self._explained("delete", key):
                 raise ClientError(failure, "DeleteObjects")
 
-    async def parts(self, op: str, key: str, upload_id: str) -> list[dict[str, Any]]:
+    async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
         """What the server has of an upload, by rising number."""
-        found: list[dict[str, Any]] = []
+        found = []
         after: dict[str, int] = {}
         while True:
             page = await self.call(op, key, "list_parts", UploadId=upload_id, **after)
@@ -504,30 +502,22 @@ class S3Storage(Storage):
     async def _older_bytes(self, key: str, unit: int) -> int:
         """The size of an older object, which is made of its upload where there is one; or 0."""
         try:
-            return (await self._stat("writer", key)).size
-        except ObjectNotFound:
-            pass
-        except StorageError as error:
-            return self._not_resumed(error)
-        best, best_bytes, best_id = [], 0, ""
-        try:
+            with suppress(ObjectNotFound):
+                return (await self._stat("writer", key)).size
+            longest: tuple[int, str, Sequence[dict[str, Any]]] = 0, "", ()
             async for full, upload_id in self._uploads(self._full(key)):
                 if full == self._full(key):
                     run, run_bytes = _run(await self.parts("writer", key, upload_id), unit)
-                    if run_bytes > best_bytes:
-                        best, best_bytes, best_id = run, run_bytes, upload_id
-            if best:
-                await self.complete_upload("writer", key, best_id, best)
+                    longest = max(longest, (run_bytes, upload_id, run), key=lambda found: found[0])
+            run_bytes, upload_id, run = longest
+            if run:
+                await self.complete_upload("writer", key, upload_id, run)
         except StorageError as error:
-            return self._not_resumed(error)
-        return best_bytes
-
-    def _not_resumed(self, error: StorageError) -> int:
-        """Resuming is not worth a failure, unless that passes."""
-        if error.retryable:
-            raise error
-        logger.info("%s: not resumed: %s", self.url, error)
-        return 0
+            if error.retryable:
+                raise
+            logger.info("%s: %s is not resumed: %s", self.url, key, error)
+            return 0
+        return run_bytes
 
     async def copy_part(
         self,
@@ -584,7 +574,7 @@ def _hash(name: str, views: Sequence[memoryview]) -> tuple[str, int]:
     return digest.hexdigest(), crc32c_of(views)
 
 
-class _Source(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class _Source(NamedTuple):
     """An object whose bytes may be the first ones of another."""
 
     key: str
@@ -597,14 +587,12 @@ class _Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
         unit: No part is smaller, but the last one.
-        sources: Objects to copy from.
     """
 
     key: str
     size: int
     id: str = ""
     unit: int = 0
-    sources: tuple[_Source, ...] = ()
 
 
 class _Sent(NamedTuple):
@@ -675,8 +663,16 @@ class _SmallWriter(_Writer):
 class _PartWriter(_Writer):
     """A multipart upload."""
 
-    def __init__(self, storage: S3Storage, upload: _Upload, *, is_opener: bool) -> None:
+    def __init__(
+        self,
+        storage: S3Storage,
+        upload: _Upload,
+        *,
+        is_opener: bool,
+        sources: Sequence[_Source] = (),
+    ) -> None:
         super().__init__(storage, upload, is_opener=is_opener)
+        self._sources = sources
         self._offsets: dict[int, int] = {}
         self._sent: dict[int, _Sent] = {}
         self._may_be_complete = False
@@ -696,7 +692,7 @@ class _PartWriter(_Writer):
         """Copies a part. Cancellation: at once; the part may be there or not."""
         stop = offset + num_bytes(views)
         self._check(offset, stop)
-        for source in self._upload.sources:
+        for source in self._sources:
             if offset < stop <= source.size:
                 number = self._number(offset)
                 sent = await self._storage.copy_part(
@@ -738,7 +734,7 @@ class _PartWriter(_Writer):
             await self._storage.abort(self.key, self._upload.id)
         self._has_ended = True
 
-    async def _parts(self) -> list[dict[str, Any]]:
+    async def _parts(self) -> Sequence[dict[str, Any]]:
         """What the server has, of all writers.
 
         Raises:
@@ -748,26 +744,28 @@ class _PartWriter(_Writer):
         self._check_parts(parts)
         return parts
 
-    def _check_parts(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        position = 0
+    def _check_parts(self, parts: Sequence[dict[str, Any]]) -> None:
+        run, run_bytes = _run(parts, self._upload.unit)
+        if len(run) < len(parts):
+            number = run_bytes // self._upload.unit + 1
+            raise self._failed("complete", f"part {number}, from byte {run_bytes} on, is lost")
+        if run_bytes != self.size:
+            raise self._failed("complete", f"{run_bytes} of {self.size} bytes were written")
         for part in parts:
-            number = position // self._upload.unit + 1
-            if part["PartNumber"] != number:
-                raise self._failed("complete", f"part {number}, from byte {position} on, is lost")
+            number = part["PartNumber"]
             known = self._sent.get(number)
-            if known is not None and part.get("ChecksumCRC32C", known.crc32c) != known.crc32c:
+            if known is None:
+                continue
+            if part.get("ChecksumCRC32C", known.crc32c) != known.crc32c:
                 raise self._failed("complete", f"part {number} has another CRC32C than was sent")
-            if known is not None and known.etag != _etag(part):
+            if self._sources and _etag(part) != known.etag:
                 # A copy whose answer was given up may come late, upon what was sent instead.
                 raise self._failed("complete", f"part {number} is not the one that was sent")
-            position += part["Size"]
-        if position != self.size:
-            raise self._failed("complete", f"{position} of {self.size} bytes were written")
 
 
 def _run(parts: Sequence[dict[str, Any]], unit: int) -> tuple[list[dict[str, Any]], int]:
     """The parts that lie one behind the other from the first byte on, and their bytes."""
-    run: list[dict[str, Any]] = []
+    run = []
     position = 0
     for part in parts:
         if part["PartNumber"] != position // unit + 1:
