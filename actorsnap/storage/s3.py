@@ -509,15 +509,15 @@ class S3Storage(Storage):
                 if full == self._full(key):
                     run, run_bytes = _run(await self.parts("writer", key, upload_id), unit)
                     longest = max(longest, (run_bytes, upload_id, run), key=lambda found: found[0])
-            run_bytes, upload_id, run = longest
-            if run:
-                await self.complete_upload("writer", key, upload_id, run)
+            older_bytes, upload_id, parts = longest
+            if parts:
+                await self.complete_upload("writer", key, upload_id, parts)
         except StorageError as error:
             if error.retryable:
                 raise
             logger.info("%s: %s is not resumed: %s", self.url, key, error)
             return 0
-        return run_bytes
+        return older_bytes
 
     async def copy_part(
         self,
