@@ -217,10 +217,13 @@ def on_another_host() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("at", [2, 5, 8, 9, 11])
+@pytest.mark.parametrize(
+    ("at", "overwrite"),
+    # A writer, writes, the end of the object, a manifest, and a commit that replaces another.
+    [(2, False), (5, False), (8, False), (9, False), (5, True), (8, True), (9, True), (10, True)],
+)
 async def test_a_zombie_that_goes_on_changes_nothing(url: str, at: int, overwrite: bool) -> None:
-    """It saves another state, and is held at one of its last operations meanwhile."""
+    """It saves another state, and is held at one of its operations meanwhile."""
     verbs = frozenset({"writer", "write_at", "complete", "put"})
     barrier = Barrier(at, verbs=verbs)
     with faulty(lambda inner: BarrierStorage(inner, barrier)):
@@ -274,7 +277,7 @@ def test_a_killed_upload_is_resumed(zygote: Zygote, server: S3Server) -> None:
 
 async def _resume(url: str, options: dict[str, Any]) -> None:
     sent = await sent_by(url, state(1, 15), storage_options=options)
-    # Of 30 MiB in parts of 6, three were there; and nobody sends small objects in parts.
+    # Of 30 MiB in parts of 6, three were there.
     assert 11 * MIB < sent < 14 * MIB
     await assert_holds(url, state(1, 15), storage_options=options)
 
