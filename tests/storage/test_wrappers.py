@@ -427,6 +427,7 @@ async def test_each_verb_gets_over_one_failure(name: str, verb: Verb) -> None:
     joined = await storage.join_writer(writer.token)
     await writer.write_at(0, [memoryview(b"w")])
     await joined.write_at(1, [memoryview(b"j")])
+    assert not await writer.reuse(0, [memoryview(b"w")], 0)
     await joined.release()
     await writer.complete()
     assert await storage.get("written") == b"wj"
