@@ -174,14 +174,9 @@ class S3Storage(Storage):
             # Mostly a resumed save has taken over what there was, unless it died in the midst.
             if older_bytes > max([source.size for source in sources], default=0):
                 sources.append(_Source(key=name, size=older_bytes))
-        answer = await self.call(
-            "writer",
-            key,
-            "create_multipart_upload",
-            ChecksumAlgorithm="CRC32C",
-            **self._properties,
-        )
-        upload = _Upload(key=key, size=size, id=answer["UploadId"], unit=unit)
+        if sources and not await self._copies_parts(key, sources[0]):
+            sources = []
+        upload = _Upload(key=key, size=size, id=await self._begin_upload(key), unit=unit)
         return _PartWriter(self, upload, is_opener=True, sources=sources)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
@@ -519,6 +514,60 @@ class S3Storage(Storage):
             return 0
         return older_bytes
 
+    async def _begin_upload(self, key: str) -> str:
+        answer = await self.call(
+            "writer",
+            key,
+            "create_multipart_upload",
+            ChecksumAlgorithm="CRC32C",
+            **self._properties,
+        )
+        upload_id: str = answer["UploadId"]
+        return upload_id
+
+    async def _copies_parts(self, key: str, source: _Source) -> bool:
+        """Whether the server copies; tried with an upload of its own.
+
+        Some take the request for an empty part instead, and let nobody write that again.
+        """
+        client = self.client
+        async with client.probing:
+            if client.copies_parts is None:
+                upload_id = await self._begin_upload(key)
+                try:
+                    copied = await self._copy("writer", key, upload_id, 1, source, 0, 1)
+                    client.copies_parts = bool(copied)
+                except StorageError as error:
+                    if error.retryable:
+                        raise
+                    client.copies_parts = False
+                finally:
+                    await self.abort(key, upload_id)
+        return client.copies_parts
+
+    async def _copy(
+        self,
+        op: str,
+        key: str,
+        upload_id: str,
+        number: int,
+        source: _Source,
+        start: int,
+        stop: int,
+    ) -> Mapping[str, Any]:
+        """Copies a part; what the server says of it, which is nothing where it did not."""
+        answer = await self.call(
+            op,
+            key,
+            "upload_part_copy",
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": self._bucket, "Key": self._full(source.key)},
+            CopySourceRange=f"bytes={start}-{stop - 1}",
+        )
+        copied: Mapping[str, Any] = answer.get("CopyPartResult", {})
+        return copied
+
     async def copy_part(
         self,
         upload: _Upload,
@@ -531,21 +580,12 @@ class S3Storage(Storage):
         """Copies a part from the same place in another object; None if that has not these bytes."""
         stop = offset + num_bytes(views)
         try:
-            answer = await self.call(
-                "reuse",
-                upload.key,
-                "upload_part_copy",
-                UploadId=upload.id,
-                PartNumber=number,
-                CopySource={"Bucket": self._bucket, "Key": self._full(source.key)},
-                CopySourceRange=f"bytes={offset}-{stop - 1}",
-            )
+            copied = await self._copy("reuse", upload.key, upload.id, number, source, offset, stop)
         except Throttled:
             raise
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        copied = answer.get("CopyPartResult", {})
         sent = _Sent(crc32c_text(crc32c), _etag(copied))
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None

@@ -185,7 +185,8 @@ class S3Client:
         checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
             answered. Where it does not, payloads are signed.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
-        probing: Held while that is found out.
+        copies_parts: Whether it copies from objects into uploads; None until it was tried.
+        probing: Held while such things are found out.
     """
 
     def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
@@ -193,6 +194,7 @@ class S3Client:
         self.num_users = 0
         self.checks_crc32c: bool | None = None
         self.has_conditional_put = options.has_conditional_put
+        self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
         self._run_waiting = run_waiting
         self._opening = anyio.Lock()
