@@ -182,6 +182,7 @@ class ParticipantActor:
             1
         )
         self._attempt = ""
+        self._resumed: tuple[str, ...] = ()
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
         self._division: Division = None
@@ -391,7 +392,7 @@ class ParticipantActor:
                 _release_leases(self._staged)
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
-        self._attempt = command.attempt
+        self._attempt, self._resumed = command.attempt, command.resumed
         plan = (command.digest, command.plan)
         self.remembered = Remembered(plan, self._division, self._sharded)
         self._storage = await self._open_storage(command)
@@ -453,6 +454,7 @@ class ParticipantActor:
                         report=self._report_chunk,
                         is_stopped=lambda: self._has_stopped,
                         has_blocking_io=self._storage.capabilities.has_blocking_io,
+                        resumes=bool(self._resumed),
                         board=self._board,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
@@ -469,7 +471,9 @@ class ParticipantActor:
         tokens: list[Token] = []
         for number, plan in enumerate(self._objects):
             if plan.opens:
-                writer = await self._storage.writer(plan.key, plan.size)
+                name = plan.key.removeprefix(f"{self._attempt}/")
+                older = [f"{attempt}/{name}" for attempt in self._resumed]
+                writer = await self._storage.writer(plan.key, plan.size, older=older)
                 self._writers[number] = writer
                 self._opened[number].set()
                 if plan.is_shared:

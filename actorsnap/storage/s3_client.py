@@ -187,7 +187,8 @@ class S3Client:
             answered. Where it does not, payloads are signed.
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
-        probing: Held while that is found out.
+        copies_parts: Whether it copies from objects into uploads; None until it was tried.
+        probing: Held while such things are found out.
     """
 
     def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
@@ -196,6 +197,7 @@ class S3Client:
         self.checks_crc32c: bool | None = None
         self.checks_sha256: bool | None = None
         self.has_conditional_put = options.has_conditional_put
+        self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
         self._run_waiting = run_waiting
         self._opening = anyio.Lock()
@@ -357,7 +359,7 @@ class S3Client:
         self, request: AWSPreparedRequest, event_name: str, **_: Any
     ) -> AioAWSResponse:
         """What botocore asks before it sends anything itself, which it then does not."""
-        is_long = event_name.endswith("CompleteMultipartUpload")
+        is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
         headers = {name: _text(value) for name, value in request.headers.items()}
         for unwanted in ("Content-Length", "Expect"):
