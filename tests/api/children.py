@@ -419,7 +419,7 @@ def save_model_and_die(url: str, storage_options: dict[str, Any], seed: int, at:
 
     with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when="before")):
         sync.Snapshot.take(
-            faulty_url(url), model_of(seed, 15), storage_options=storage_options, options=OPTIONS
+            faulty_url(url), model_of(seed, 30), storage_options=storage_options, options=OPTIONS
         )
 
 

@@ -251,7 +251,7 @@ async def test_resume_must_be_a_bool(url: str) -> None:
 
 # --- s3:// ----------------------------------------------------------------------------------------
 
-PART = 5 * MIB
+PART = 10 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -276,10 +276,10 @@ def test_a_killed_upload_is_resumed(zygote: Zygote, server: S3Server) -> None:
 
 
 async def _resume(url: str, options: dict[str, Any]) -> None:
-    sent = await sent_by(url, state(1, 15), storage_options=options)
-    # Of 30 MiB in parts of 6, three were there.
-    assert 11 * MIB < sent < 14 * MIB
-    await assert_holds(url, state(1, 15), storage_options=options)
+    sent = await sent_by(url, state(1, 30), storage_options=options)
+    # Of 60 MiB in parts of 10 to 12, three were there.
+    assert 23 * MIB < sent < 31 * MIB
+    await assert_holds(url, state(1, 30), storage_options=options)
 
 
 def test_garbage_of_a_killed_upload_is_collected(zygote: Zygote, moto: MotoServer) -> None:
