@@ -114,7 +114,9 @@ def is_ready(url: str | os.PathLike[str]) -> bool:
     with _lock:
         if scheme in _registered:
             return True
-    return scheme in _BUILT_IN and _BUILT_IN[scheme].partition(":")[0] in sys.modules
+    module, _, name = _BUILT_IN.get(scheme, "").partition(":")
+    # A module that another thread is still importing has it not yet.
+    return hasattr(sys.modules.get(module), name)
 
 
 def _split(url: object, text: str) -> tuple[str | None, str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 import pytest
 
@@ -260,4 +261,7 @@ def test_a_loop_may_open_what_is_ready(
     monkeypatch.setattr(metadata, "entry_points", fail)
     assert opener(CONTEXT).url == "mine://x"
     monkeypatch.delitem(sys.modules, "actorsnap.storage.memory")
+    assert not registry_module.is_ready("memory://name")
+    unfinished = ModuleType("actorsnap.storage.memory")
+    monkeypatch.setitem(sys.modules, unfinished.__name__, unfinished)
     assert not registry_module.is_ready("memory://name")
