@@ -168,15 +168,25 @@ class S3Storage(Storage):
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
             return _SmallWriter(self, _Upload(key=key, size=size), is_opener=True)
-        upload_id = await self._create(key)
-        if self.client.checks_sha256 is None and not self.client.checks_crc32c:
-            # Not beside the upload: some servers delete its folder with the object that is tried.
-            await self.abort(key, upload_id)
-            await self._checks_sha256("writer")
-            upload_id = await self._create(key)
+        upload_id = await self._begin(key)
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
         upload = _Upload(key=key, size=size, id=upload_id, unit=unit)
         return _PartWriter(self, upload, is_opener=True)
+
+    async def _begin(self, key: str) -> str:
+        """Begins an upload; the first one of a client alone, to learn what the server checks."""
+        client = self.client
+        if not client.knows_checks:
+            async with client.beginning:
+                if not client.knows_checks:
+                    upload_id = await self._create(key)
+                    if client.knows_checks:
+                        return upload_id
+                    # Not beside uploads: some servers delete their folder with the object that
+                    # is tried.
+                    await self.abort(key, upload_id)
+                    await self._checks_sha256("writer")
+        return await self._create(key)
 
     async def _create(self, key: str) -> str:
         """Begins an upload, and learns whether the server knows the checksums of parts."""

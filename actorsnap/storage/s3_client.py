@@ -188,6 +188,7 @@ class S3Client:
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         probing: Held while that is found out.
+        beginning: Held by the first upload, until it is known what the server checks.
     """
 
     def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
@@ -197,12 +198,20 @@ class S3Client:
         self.checks_sha256: bool | None = None
         self.has_conditional_put = options.has_conditional_put
         self.probing = anyio.Lock()
+        self.beginning = anyio.Lock()
         self._run_waiting = run_waiting
         self._opening = anyio.Lock()
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
+        # Reading the trusted authorities takes longer than a round trip: once is enough.
+        self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
+
+    @property
+    def knows_checks(self) -> bool:
+        """Whether it is known how what is sent has to be secured."""
+        return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
         """Gives the client back. The last user closes the connections; credentials are kept."""
@@ -339,18 +348,20 @@ class S3Client:
         proxies = options.proxies
         if proxies is None:
             proxies = get_environ_proxies(endpoint_url)
-        verify = options.ca_bundle or session.get_config_variable("ca_bundle") or True
-        try:
-            context = ssl.create_default_context(cafile=get_cert_path(verify))
-        except OSError as error:
-            raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
+        scheme = urlsplit(endpoint_url).scheme
+        if scheme == "https" and self._ssl_context is None:
+            verify = options.ca_bundle or session.get_config_variable("ca_bundle") or True
+            try:
+                self._ssl_context = ssl.create_default_context(cafile=get_cert_path(verify))
+            except OSError as error:
+                raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
         return Wire(
             self._run_waiting,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
-            ssl_context=context,
-            proxy=proxies.get(urlsplit(endpoint_url).scheme),
+            ssl_context=self._ssl_context,
+            proxy=proxies.get(scheme),
         )
 
     async def _send_control(
