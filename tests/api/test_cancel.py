@@ -121,7 +121,7 @@ async def test_cancelling_a_take(
         assert ending == "cancelled"
         number = await number_at(url)
         is_commit = barrier.key == ".actorsnap" and barrier.verb.startswith("put")
-        is_after = barrier.verb in ("list_folders", "delete_folder") or (
+        is_after = barrier.verb in ("list_folders", "list", "delete_folder") or (
             barrier.verb == "get" and barrier.num_operations > 10
         )
         if has_blocking_io:
