@@ -67,6 +67,7 @@ class Snapshot:
         *,
         replicated: Sequence[str] = (),
         overwrite: bool = False,
+        resume: bool = False,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -86,7 +87,7 @@ class Snapshot:
         is one snapshot: what ranks share is written once, by all of them. No collective is
         called, but by a ``state_dict`` of yours. All ranks return, or raise the same error, by
         ``Options.timeout_s``, whatever happens to one of them. ``path``, ``metadata``,
-        ``overwrite`` and the options that concern storing are those of rank 0.
+        ``overwrite``, ``resume`` and the options that concern storing are those of rank 0.
 
         What other programs keep at ``path`` is not touched. The garbage of older attempts is
         deleted behind the commit; this waits for it 5 seconds at most.
@@ -98,6 +99,10 @@ class Snapshot:
                 all ranks. Sharded tensors, and what DistributedDataParallel wraps, need none.
             overwrite: Replace a snapshot that is committed at ``path``. It stays valid until
                 the new one is committed.
+            resume: Send only what a save to ``path`` whose processes have died has not stored
+                yet, where the storage can tell and copy by itself (``s3://``). You say by it that
+                no job saves there any more: attempts of other hosts count as dead, and fail if
+                they are not. Bytes are compared by checksums, so any state may be saved.
             metadata: Any JSON object; comes back as ``Snapshot.metadata``.
             storage_options: For the backend.
             options: See ``Options``.
@@ -123,6 +128,7 @@ class Snapshot:
                     app_state=app_state,
                     replicated=replicated,
                     overwrite=overwrite,
+                    resume=resume,
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,
@@ -142,6 +148,7 @@ class Snapshot:
         *,
         replicated: Sequence[str] = (),
         overwrite: bool = False,
+        resume: bool = False,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -164,6 +171,7 @@ class Snapshot:
                     app_state=app_state,
                     replicated=replicated,
                     overwrite=overwrite,
+                    resume=resume,
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,

@@ -185,6 +185,7 @@ class ParticipantActor:
             1
         )
         self._attempt = ""
+        self._resumed: tuple[str, ...] = ()
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
         self._division: Division = None
@@ -394,7 +395,7 @@ class ParticipantActor:
                 _release_leases(self._staged)
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
-        self._attempt = command.attempt
+        self._attempt, self._resumed = command.attempt, command.resumed
         plan = (command.digest, command.plan)
         self.remembered = Remembered(plan, self._division, self._sharded)
         self._storage = await self._open_storage(command)
@@ -455,6 +456,7 @@ class ParticipantActor:
                         report=self._report_chunk,
                         is_stopped=lambda: self._has_stopped,
                         has_blocking_io=self._storage.capabilities.has_blocking_io,
+                        resumes=bool(self._resumed),
                         board=self._board,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
@@ -483,7 +485,9 @@ class ParticipantActor:
     async def _open_next(self, unopened: Iterator[int]) -> None:
         for number in unopened:
             plan = self._objects[number]
-            self._writers[number] = await self._storage.writer(plan.key, plan.size)
+            name = plan.key.removeprefix(f"{self._attempt}/")
+            older = [f"{attempt}/{name}" for attempt in self._resumed]
+            self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
             self._opened[number].set()
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:

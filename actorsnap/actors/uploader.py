@@ -88,6 +88,7 @@ class UploaderActor:
         report: Awaited with the object's number after each chunk.
         is_stopped: Asked between two blocks, on any thread: True lets the rest go.
         has_blocking_io: Whether the writers may be called from worker threads.
+        resumes: Whether to ask the writers for what dead attempts have left.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class UploaderActor:
         report: Callable[[int], Awaitable[None]],
         is_stopped: Callable[[], bool],
         has_blocking_io: bool,
+        resumes: bool,
         board: ProgressBoard,
     ) -> None:
         self._chunks = chunks
@@ -111,6 +113,7 @@ class UploaderActor:
         self._report = report
         self._is_stopped = is_stopped
         self._has_blocking_io = has_blocking_io
+        self._resumes = resumes
         self._board = board
 
     async def run(self) -> None:
@@ -143,7 +146,9 @@ class UploaderActor:
         else:
             views, checksums, whole = await self._run_blocking(_hash, staged, ledger)
             self._board.add(hashed=nbytes)
-            await writer.write_at(staged.chunk.start, [staged.head, *views], whole)
+            at, views = staged.chunk.start, [staged.head, *views]
+            if not (self._resumes and await writer.reuse(at, views, whole)):
+                await writer.write_at(at, views, whole)
             self._board.add(stored=nbytes)
         ledger.record(staged, checksums)
 

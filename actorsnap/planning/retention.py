@@ -1,4 +1,5 @@
-"""Decides what is garbage: leftovers of attempts that can no longer commit.
+"""Decides what is garbage: leftovers of attempts that can no longer commit; and what of it a
+resumed save may use.
 
 Implements "Crash windows" of ``docs/format.md``.
 """
@@ -9,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from actorsnap.format.layout import Attempt
 
-__all__ = ["MAX_ATTEMPT_S", "collectable", "unclaimed"]
+__all__ = ["MAX_ATTEMPT_S", "collectable", "resumable", "unclaimed"]
 
 MAX_ATTEMPT_S = 24 * 3600
 """No attempt commits later than this after it began; the coordinator keeps to it."""
@@ -55,3 +56,25 @@ def unclaimed(garbage: Sequence[str], claims: Mapping[str, Collection[str]]) -> 
     """
     dead = frozenset(garbage)
     return [name for name in garbage if dead.issuperset(claims.get(name, ()))]
+
+
+def resumable(
+    attempts: Iterable[str],
+    *,
+    host: str,
+    may_run: Callable[[Attempt], bool],
+    committed: str | None,
+) -> list[str]:
+    """The attempts whose objects a resumed save may use, the newest first.
+
+    Those of other hosts are among them: whoever resumes says that the job which made them is gone.
+
+    Args:
+        attempts: Attempt folders found.
+        host, may_run: See ``collectable``.
+        committed: The attempt that the commit object names; its objects are nobody's leftovers.
+    """
+    found = [attempt for name in attempts if (attempt := Attempt.parse(name)) is not None]
+    dead = [each for each in found if each.host != host or not may_run(each)]
+    names = [str(each) for each in sorted(dead, key=lambda each: (each.created_s, each.nonce))]
+    return [name for name in reversed(names) if name != committed]

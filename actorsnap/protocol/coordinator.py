@@ -258,6 +258,7 @@ class CoordinatorMachine:
         world_size: Ranks that take part.
         release: This release; every rank must be of the same.
         rules: How all ranks pack.
+        resumed: Dead attempts whose objects are used, the newest first.
         memory: What is known from the save before; no other machine may use it.
     """
 
@@ -270,9 +271,11 @@ class CoordinatorMachine:
         release: str,
         rules: PackingRules,
         fsync: bool = True,
+        resumed: tuple[str, ...] = (),
         memory: Memory | None = None,
     ) -> None:
         self.attempt = attempt
+        self.resumed = resumed
         self.url = url
         self.fsync = fsync
         self.world_size = world_size
@@ -440,6 +443,7 @@ class CoordinatorMachine:
             self.rules,
             plan.digests[rank],
             None if is_known else plan.ranks[rank],
+            self.resumed,
         )
 
     # Storing

@@ -271,6 +271,7 @@ class Assign(_Message, frozen=True, tag="A"):
         rules: Its packing rules, likewise.
         digest: Of the plan.
         plan: None if the rank said that it remembers it.
+        resumed: Dead attempts at the same place, the newest first: what they left need not be sent.
     """
 
     attempt: str
@@ -279,6 +280,7 @@ class Assign(_Message, frozen=True, tag="A"):
     rules: PackingRules
     digest: bytes
     plan: RankPlan | None
+    resumed: tuple[str, ...] = ()
 
 
 class Tokens(_Message, frozen=True, tag="T"):

@@ -227,6 +227,7 @@ class StartStoring(msgspec.Struct, frozen=True):
     rules: PackingRules
     plan: RankPlan
     digest: bytes
+    resumed: tuple[str, ...]
 
 
 class JoinObjects(msgspec.Struct, frozen=True):
@@ -400,7 +401,11 @@ class ParticipantMachine:
             plan = self._begun.remembered[1]
         self._begun = None
         url = event.url.decode("utf-8", "surrogatepass")
-        return [StartStoring(event.attempt, url, event.fsync, event.rules, plan, event.digest)]
+        return [
+            StartStoring(
+                event.attempt, url, event.fsync, event.rules, plan, event.digest, event.resumed
+            )
+        ]
 
     # Storing
 

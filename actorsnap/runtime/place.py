@@ -19,7 +19,7 @@ from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
-from actorsnap.planning.retention import collectable, unclaimed
+from actorsnap.planning.retention import collectable, resumable, unclaimed
 from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
@@ -35,6 +35,7 @@ __all__ = [
     "find_attempts",
     "find_claims",
     "find_collectable",
+    "find_resumable",
     "open_place",
     "open_ready_place",
 ]
@@ -318,6 +319,20 @@ async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
             elif attempt is not None:
                 collections.append(owner)
     return Claims(copies=copies, collections=collections)
+
+
+async def find_resumable(host: Host, storage: Storage, committed: str | None) -> tuple[str, ...]:
+    """See ``planning.retention.resumable``.
+
+    Raises:
+        StorageError: listing failed.
+    """
+
+    def find() -> list[str]:
+        return resumable(attempts, host=host_id(), may_run=host.may_run, committed=committed)
+
+    attempts = await find_attempts(storage)
+    return tuple(await host.run_blocking(find))
 
 
 async def _is_complete(storage: Storage, attempt: str) -> bool:

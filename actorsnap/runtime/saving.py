@@ -42,6 +42,7 @@ from actorsnap.runtime.place import (
     Place,
     Source,
     collect_garbage,
+    find_resumable,
     open_place,
 )
 from actorsnap.runtime.ranks import Team
@@ -85,6 +86,7 @@ class SaveJob:
     Args:
         place: Where this rank was asked to save; rank 0's holds.
         captured: The rank's state, or why there is none.
+        resume: Use what dead attempts at the place have left; rank 0's holds.
         membership: None where this is the only rank.
         cause: The exception behind ``captured`` where that is a failure.
 
@@ -103,6 +105,7 @@ class SaveJob:
         captured: Captured | Failure,
         copies: bool,
         overwrite: bool,
+        resume: bool,
         metadata: dict[str, Any],
         options: Options,
         membership: Membership | None = None,
@@ -113,6 +116,8 @@ class SaveJob:
         self._captured: Captured | Failure | None = captured
         self._copies = copies
         self._overwrite = overwrite
+        self._resume = resume
+        self._resumed: tuple[str, ...] = ()
         self._metadata = metadata
         self._options = options
         self._membership = membership
@@ -325,6 +330,8 @@ class SaveJob:
     async def _older(self, storage: Storage) -> Commit | None:
         """What a commit will replace; None if nothing, or what cannot be read.
 
+        Also finds what there is to resume.
+
         Raises:
             ObjectExists: there is a commit object, and ``overwrite`` is not given.
             UnsupportedFormat, NotASnapshot: it is not this release's to replace.
@@ -346,6 +353,10 @@ class SaveJob:
                 detail=f"{what} at this path. Take to another path, or pass "
                 "overwrite=True: the old one stays valid until the new one is committed",
             )
+        if self._resume:
+            committed = None if older is None else older.attempt
+            self._resumed = await find_resumable(self._host, storage, committed)
+            logger.info("%s: resumes %s", self.label, ", ".join(self._resumed) or "nothing")
         return older
 
     async def _attempt_save(
@@ -430,6 +441,7 @@ class SaveJob:
                     max_writes=can.max_writes,
                     has_joined_writers=can.has_joined_writers,
                 ),
+                resumed=self._resumed,
                 memory=None if membership is None else membership.memory,
             ),
             end=end,

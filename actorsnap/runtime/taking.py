@@ -46,6 +46,7 @@ class TakeCall:
     app_state: AppState
     replicated: Sequence[str]
     overwrite: bool
+    resume: bool
     metadata: Mapping[str, Any] | None
     storage_options: Mapping[str, Any] | None
     options: Options | None
@@ -87,6 +88,7 @@ def _prepare(
     if not isinstance(replicated, Sequence) or not all(isinstance(g, str) for g in replicated):
         raise UsageError(f"replicated must be a list of globs, not {replicated!r}")
     check_flag("overwrite", call.overwrite)
+    check_flag("resume", call.resume)
     metadata = check_metadata(call.metadata)
     host = Host.get()
     # Refuses bad URLs before state_dict() runs; mostly without a step in between.
@@ -107,6 +109,7 @@ def _prepare(
         captured=captured,
         copies=is_async,
         overwrite=call.overwrite,
+        resume=call.resume,
         metadata=metadata,
         options=options,
         membership=membership,
@@ -151,6 +154,7 @@ def _failing(
         captured=failure,
         copies=False,
         overwrite=False,
+        resume=False,
         metadata={},
         options=options,
         membership=membership,

@@ -168,6 +168,22 @@ class ObjectWriter(ABC):
         """``write_at`` for worker threads; only where ``has_blocking_io``."""
         raise NotImplementedError
 
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        """Takes ``views`` from an older object instead of ``write_at``, if that has just them.
+
+        Only where the object was opened with ``older`` ones. True promises as much as a
+        ``write_at`` that has returned: the storage itself compared the bytes by a checksum. After
+        False they must be written. To be overridden where a storage can copy by itself.
+
+        Args:
+            offset, views: See ``write_at``.
+            crc32c: Of all their bytes.
+
+        Raises:
+            StorageError: the storage is to be asked again.
+        """
+        return False
+
     @abstractmethod
     async def complete(self) -> None:
         """Makes the object durable and readable under its key.
@@ -222,8 +238,15 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object of ``size`` bytes for positional writes.
+
+        Args:
+            key: Its name.
+            size: In bytes.
+            older: Names that dead writers gave to objects that may have the same bytes, the newest
+                first. Complete or not, a storage that can makes them a source for
+                ``ObjectWriter.reuse``; a writer of them that lives after all then fails.
 
         Raises:
             ObjectExists: where the backend can tell cheaply that the key exists.

@@ -162,7 +162,7 @@ class FsStorage(Storage):
                 publish_exclusively(temporary, path)
             self._folders.sync(os.path.dirname(path))
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Creates the file at its full size, for positional writes.
 
         Cancellation: nothing is left.

@@ -173,7 +173,7 @@ class FsspecStorage(Storage):
                 await self._call("rm_file", temporary)
             raise
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object.
 
         Raises:

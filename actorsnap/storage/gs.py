@@ -127,7 +127,7 @@ class GsStorage(Storage):
             "put_if_absent", key, name, views, crc, storage_class=self._class, if_absent=True
         )
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object, and notes in the bucket that it may be joined.
 
         Cancellation: a note may be left.

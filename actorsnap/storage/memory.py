@@ -52,11 +52,27 @@ class _Object:
 
 @dataclass(slots=True)
 class _Upload:
-    """An object that a writer has not completed; invisible to readers."""
+    """An object that a writer has not completed; invisible to readers.
+
+    Attributes:
+        full: The key in the space.
+        older: Objects to reuse.
+    """
 
     key: str
+    full: str
     buffer: bytearray
+    older: list[bytes | bytearray] = field(default_factory=list)
     ranges: set[tuple[int, int]] = field(default_factory=set)
+
+    def num_written(self) -> int:
+        """Bytes before the first one that was not written."""
+        position = 0
+        for start, stop in sorted(self.ranges):
+            if start > position:
+                break
+            position = max(position, stop)
+        return position
 
 
 @dataclass(slots=True)
@@ -141,8 +157,8 @@ class MemoryStorage(Storage):
             if self._space.objects.setdefault(full, value) is not value:
                 self._raise_exists("put_if_absent", key)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        """Opens a new object.
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        """Opens a new object. What of ``older`` ones is not complete ends here.
 
         Raises:
             ObjectExists: the key exists.
@@ -152,12 +168,25 @@ class MemoryStorage(Storage):
             raise UsageError(f"an object cannot have {size} bytes")
         await checkpoint()
         token = secrets.token_bytes(16)
-        upload = _Upload(key, bytearray(size))
+        upload = _Upload(key, full, bytearray(size))
         with self._space.lock:
             if full in self._space.objects:
                 self._raise_exists("writer", key)
+            for name in older:
+                self._complete_older(self._prefix + check_key(name))
+                found = self._space.objects.get(self._prefix + name)
+                if found is not None:
+                    upload.older.append(found.data)
             self._space.uploads[token] = upload
         return _MemoryWriter(self, full, upload, token, is_opener=True)
+
+    def _complete_older(self, full: str) -> None:
+        """Makes an object of what writers of it have written from the first byte on; they end."""
+        for token, upload in list(self._space.uploads.items()):
+            if upload.full == full:
+                del self._space.uploads[token]
+                data = bytes(memoryview(upload.buffer)[: upload.num_written()])
+                self._space.objects.setdefault(full, _Object(data, time.time()))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object opened in this process.
@@ -226,6 +255,28 @@ class MemoryStorage(Storage):
         with self._space.lock:
             for key in full:
                 self._space.objects.pop(key, None)
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        """The folders of objects and of those that are not complete."""
+        await checkpoint()
+        start = self._prefix + (f"{check_key(folder)}/" if folder else "")
+        with self._space.lock:
+            keys = [*self._space.objects, *[each.full for each in self._space.uploads.values()]]
+        below = [key.removeprefix(start) for key in keys if key.startswith(start)]
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        """Deletes all objects in ``folder`` and ends their writers; returns their keys."""
+        start = f"{self._prefix}{check_key(folder)}/"
+        await checkpoint()
+        with self._space.lock:
+            objects, uploads = self._space.objects, self._space.uploads
+            keys = [key for key in objects if key.startswith(start)]
+            tokens = [token for token, each in uploads.items() if each.full.startswith(start)]
+            for key in keys:
+                del objects[key]
+            keys += [uploads.pop(token).full for token in tokens]
+        return [key.removeprefix(self._prefix) for key in keys]
 
     async def stat(self, key: str) -> ObjectInfo:
         """Size and time of one object.
@@ -297,6 +348,19 @@ class _MemoryWriter(ObjectWriter):
             self._upload.buffer[offset : offset + view.nbytes] = view
             offset += view.nbytes
 
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        stop = offset + num_bytes(views)
+        await checkpoint()
+        with self._space.lock:
+            self._require_open("reuse")
+        for data in self._upload.older:
+            found = memoryview(data)[offset:stop]
+            if len(found) == stop - offset and crc32c_of([found]) == crc32c:
+                self._upload.buffer[offset:stop] = found
+                self._upload.ranges.add((offset, stop))
+                return True
+        return False
+
     async def complete(self) -> None:
         if not self._is_opener:
             raise UsageError(f"{self.key!r}: only the opener of an object completes it")
@@ -319,13 +383,10 @@ class _MemoryWriter(ObjectWriter):
     def _fault(self) -> str:
         """What is wrong with how the object was written; empty if nothing is."""
         least_bytes = self._capabilities.least_write_bytes(self.size)
-        position = 0
+        position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):
-            if start > position:
-                break
             if stop - start < least_bytes and stop < self.size:
                 return f"[{start}, {stop}) is less than {least_bytes} bytes"
-            position = max(position, stop)
         return f"byte {position} of {self.size} was never written" if position < self.size else ""
 
     async def release(self) -> None:

@@ -187,7 +187,8 @@ class S3Client:
             answered. Where it does not, payloads are signed.
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
-        probing: Held while that is found out.
+        copies_parts: Whether it copies from objects into uploads; None until it was tried.
+        probing: Held while such things are found out.
         beginning: Held by the first upload, until it is known what the server checks.
     """
 
@@ -197,6 +198,7 @@ class S3Client:
         self.checks_crc32c: bool | None = None
         self.checks_sha256: bool | None = None
         self.has_conditional_put = options.has_conditional_put
+        self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
         self.beginning = anyio.Lock()
         self._run_waiting = run_waiting
@@ -368,7 +370,7 @@ class S3Client:
         self, request: AWSPreparedRequest, event_name: str, **_: Any
     ) -> AioAWSResponse:
         """What botocore asks before it sends anything itself, which it then does not."""
-        is_long = event_name.endswith("CompleteMultipartUpload")
+        is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
         headers = {name: _text(value) for name, value in request.headers.items()}
         for unwanted in ("Content-Length", "Expect"):

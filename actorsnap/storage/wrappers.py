@@ -74,8 +74,8 @@ class Wrapper(Storage):
     async def put_if_absent(self, key: str, data: bytes) -> None:
         await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return await self.inner.writer(key, size)
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return await self.inner.writer(key, size, older=older)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return await self.inner.join_writer(token)
@@ -127,6 +127,9 @@ class WriterWrapper(ObjectWriter):
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         self.inner.write_at_blocking(offset, views)
 
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        return await self.inner.reuse(offset, views, crc32c)
+
     async def complete(self) -> None:
         await self.inner.complete()
 
@@ -157,9 +160,11 @@ class PrefixStorage(Wrapper):
         with self._relative():
             await self.inner.put_if_absent(self._full(key), data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         with self._relative():
-            return _PrefixWriter(self, await self.inner.writer(self._full(key), size))
+            full = [self._full(name) for name in older]
+            inner = await self.inner.writer(self._full(key), size, older=full)
+        return _PrefixWriter(self, inner)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         with self._relative():
@@ -240,6 +245,10 @@ class _PrefixWriter(WriterWrapper):
         with self._storage._relative():
             self.inner.write_at_blocking(offset, views)
 
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        with self._storage._relative():
+            return await self.inner.reuse(offset, views, crc32c)
+
     async def complete(self) -> None:
         with self._storage._relative():
             await self.inner.complete()
@@ -275,9 +284,9 @@ class TurnsStorage(Wrapper):
         async with self._turn():
             await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         async with self._turn():
-            return _TurnsWriter(self, await self.inner.writer(key, size))
+            return _TurnsWriter(self, await self.inner.writer(key, size, older=older))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         async with self._turn():
@@ -335,6 +344,10 @@ class _TurnsWriter(WriterWrapper):
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         raise NotImplementedError("who waits for a turn has no blocking I/O")
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        async with self._turn():
+            return await self.inner.reuse(offset, views, crc32c)
 
     async def complete(self) -> None:
         async with self._turn():
@@ -467,8 +480,9 @@ class RetryStorage(Wrapper):
             except StorageError as error:
                 await self._wait(error, failures)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _RetryWriter(self, await self._retry(lambda: self.inner.writer(key, size)))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        inner = await self._retry(lambda: self.inner.writer(key, size, older=older))
+        return _RetryWriter(self, inner)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return _RetryWriter(self, await self._retry(lambda: self.inner.join_writer(token)))
@@ -567,6 +581,9 @@ class _RetryWriter(WriterWrapper):
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         raise NotImplementedError("a retrying storage has no blocking I/O")
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        return await self._storage._retry(lambda: self.inner.reuse(offset, views, crc32c))
 
     async def complete(self) -> None:
         await self._storage._retry(self.inner.complete)

@@ -459,6 +459,44 @@ class StorageConformance:
         await _write(storage, "folder/key", b"second try")
         assert await storage.get("folder/key") == b"second try"
 
+    @pytest.mark.parametrize("is_complete", [False, True])
+    @_bounded
+    async def test_what_older_writers_left_is_reused_only_where_it_is_the_same(
+        self, make_storage: MakeStorage, is_complete: bool
+    ) -> None:
+        part = _write_bytes(make_storage(), 1_000_000)
+        older, newer = pattern(3 * part), bytearray(pattern(3 * part))
+        newer[part + part // 2] ^= 1
+        dead = make_storage()
+        writer = await dead.writer("older/key", len(older))
+        for start in range(0, len(older) if is_complete else 2 * part, part):
+            view = memoryview(older)[start : start + part]
+            await writer.write_at(start, [view], crc32c(view))
+        if is_complete:
+            await writer.complete()
+        storage = make_storage()
+        names = ["missing/key", "older/key"]
+        again = await storage.writer("newer/key", len(newer), older=names)
+        for start in range(0, len(newer), part):
+            view = memoryview(newer)[start : start + part]
+            is_reused = await again.reuse(start, [view[:100], view[100:]], crc32c(view))
+            assert not (is_reused and newer[start : start + part] != older[start : start + part])
+            if not is_reused:
+                await again.write_at(start, [view], crc32c(view))
+        if not is_complete:
+            with contextlib.suppress(StorageError):
+                view = memoryview(bytes(part))
+                await writer.write_at(2 * part, [view], crc32c(view))
+                await writer.complete()
+        await again.complete()
+        assert await storage.get("newer/key") == newer
+        await storage.delete_folder("older")
+        assert await storage.get("newer/key") == newer
+        assert await storage.list_folders() == ["newer"]
+        await writer.abort()
+        await storage.aclose()
+        await dead.aclose()
+
     @_bounded
     async def test_abort_of_an_untouched_writer(self, storage: Storage) -> None:
         writer = await storage.writer("key", 1000)

@@ -45,6 +45,7 @@ class Verb(StrEnum):
     WRITER = "writer"
     JOIN_WRITER = "join_writer"
     WRITE_AT = "write_at"
+    REUSE = "reuse"
     COMPLETE = "complete"
     RELEASE = "release"
     ABORT = "abort"
@@ -71,6 +72,7 @@ _WRITING = frozenset(
         Verb.PUT,
         Verb.PUT_IF_ABSENT,
         Verb.WRITE_AT,
+        Verb.REUSE,
         Verb.COMPLETE,
         Verb.DELETE,
         Verb.DELETE_FOLDER,
@@ -130,7 +132,7 @@ class FaultyStorage(Wrapper):
             error: What is raised; a ``StorageError`` that is not retryable if None.
             is_lasting: All operations from ``fail_at`` on fail: the store is gone.
             kill_after: SIGKILL this process at that operation, counted over the verbs that
-                write: put, put_if_absent, write_at, complete, delete, delete_folder.
+                write: put, put_if_absent, write_at, reuse, complete, delete, delete_folder.
             kill_when: ``before`` or ``after`` that operation had its effect.
             latency_s: Seconds by which a verb begins later.
             stall: Verbs that wait for ever, until they are cancelled.
@@ -186,10 +188,10 @@ class FaultyStorage(Wrapper):
         async with self._operation(Verb.PUT_IF_ABSENT, key):
             await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         # A fault after the effect drops the writer without aborting it, like a lost answer.
         async with self._operation(Verb.WRITER, key):
-            inner = await self.inner.writer(key, size)
+            inner = await self.inner.writer(key, size, older=older)
         return _FaultyWriter(self, inner)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
@@ -320,6 +322,10 @@ class _FaultyWriter(WriterWrapper):
         async with self._storage._operation(Verb.COMPLETE, self.key):
             await self.inner.complete()
 
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        async with self._storage._operation(Verb.REUSE, self.key):
+            return await self.inner.reuse(offset, views, crc32c)
+
     async def release(self) -> None:
         async with self._storage._operation(Verb.RELEASE, self.key):
             await self.inner.release()
@@ -359,8 +365,8 @@ class ThrottledStorage(Wrapper):
         await self._pay(len(data))
         await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _ThrottledWriter(self, await self.inner.writer(key, size))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return _ThrottledWriter(self, await self.inner.writer(key, size, older=older))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return _ThrottledWriter(self, await self.inner.join_writer(token))

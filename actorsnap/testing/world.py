@@ -51,6 +51,7 @@ class SimulatedSave:
         late_s: How much later than the others a rank begins.
         release_of: Releases of ranks that run another one.
         copies: As in ``async_take``.
+        resumed: Dead attempts whose objects are used.
         memory, remembered: What coordinator and ranks know from the save before.
 
     Attributes:
@@ -69,6 +70,7 @@ class SimulatedSave:
     timeout_s: float = 60.0
     overwrite: bool = False
     copies: bool = False
+    resumed: tuple[str, ...] = ()
     budget_bytes: int = 64 * _MIB
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
@@ -170,6 +172,7 @@ class SimulatedSave:
                     max_writes=can.max_writes,
                     has_joined_writers=can.has_joined_writers,
                 ),
+                resumed=self.resumed,
                 memory=memory,
             ),
             end=self._network.coordinator(),

@@ -226,8 +226,8 @@ class Recording(Wrapper):
         super().__init__(inner)
         self.writes: list[tuple[str, int, int, bool]] = []
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _RecordingWriter(self, await self.inner.writer(key, size))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return _RecordingWriter(self, await self.inner.writer(key, size, older=older))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return _RecordingWriter(self, await self.inner.join_writer(token))
@@ -259,6 +259,26 @@ async def test_each_write_brings_its_checksum_and_is_as_the_storage_wants_it(cop
     for key, offset, nbytes, is_right in storage.writes:
         assert is_right
         assert nbytes >= rules.least_write_bytes(sizes[key]) or offset + nbytes == sizes[key]
+
+
+async def test_killed_ranks_are_resumed_by_others() -> None:
+    storage = empty_storage()
+    slow = FaultyStorage(storage, latency_s={Verb.COMPLETE: 100.0})
+    dying = world_of(2, slow)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(dying.run)
+        await anyio.sleep(50.0)
+        dying.kill(0)
+        dying.kill(1)
+    assert not await is_committed(storage)
+
+    counting = Recording(storage)
+    world = world_of(2, counting, attempt=ATTEMPT.replace("89abcdef", "00000000"))
+    world.resumed = (ATTEMPT,)
+    assert await world.run() == {0: None, 1: None}
+    _, manifests = await read_back(storage)
+    assert {record.key.split("/")[0] for m in manifests for record in m.objects} == {world.attempt}
+    assert counting.writes == []
 
 
 async def test_one_writer_per_object_is_enough() -> None:

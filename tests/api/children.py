@@ -21,10 +21,12 @@ import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import coordinator, errands
-from actorsnap.runtime import taking
-from actorsnap.runtime.host import Host, shutdown, wait_done
-from actorsnap.storage.base import Storage
-from actorsnap.testing import FaultyStorage
+from actorsnap.runtime import inputs, taking, upkeep
+from actorsnap.runtime.host import Host, run_sync, shutdown, wait_done
+from actorsnap.runtime.place import Source
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.registry import open_storage
+from actorsnap.testing import FaultyStorage, run_blocking_in_thread
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import leftovers, number_at, runtime_threads, state
 
@@ -408,3 +410,31 @@ def forked(call: Callable[[], Any]) -> Any:
     os.close(into)
     with os.fdopen(out) as stream:
         return json.load(stream)
+
+
+def save_model_and_die(url: str, storage_options: dict[str, Any], seed: int, at: int) -> None:
+    """Saves the state of ``test_resume``, and dies before the ``at``-th write to the storage."""
+    from tests.api.test_resume import OPTIONS
+    from tests.api.test_resume import state as model_of
+
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when="before")):
+        sync.Snapshot.take(
+            faulty_url(url), model_of(seed, 30), storage_options=storage_options, options=OPTIONS
+        )
+
+
+def folders_and_garbage(url: str, storage_options: dict[str, Any]) -> list[int]:
+    """How many attempts lie there; how many keys their collection deletes; how many are left."""
+    source = Source(inputs.make_place(url, storage_options), FAST)
+
+    async def num_attempts() -> int:
+        context = StorageContext(run_blocking=run_blocking_in_thread, options=storage_options)
+        storage = open_storage(url, context)
+        try:
+            return len(await storage.list_folders())
+        finally:
+            await storage.aclose()
+
+    before = asyncio.run(num_attempts())
+    deleted, _ = run_sync(upkeep.collect(source, force=False), name="collect")
+    return [before, len(deleted), asyncio.run(num_attempts())]

@@ -159,9 +159,9 @@ class BarrierStorage(Wrapper):
         async with self._passed("put_if_absent", key):
             await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         async with self._passed("writer", key):
-            return _BarrierWriter(await self.inner.writer(key, size), self._barrier)
+            return _BarrierWriter(await self.inner.writer(key, size, older=older), self._barrier)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         async with self._passed("get", key):

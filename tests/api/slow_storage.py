@@ -68,8 +68,8 @@ class GatedStorage(Wrapper):
         self.capabilities = without_blocking_io(inner.capabilities)
         self._gate = gate
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return GatedWriter(await self.inner.writer(key, size), self._gate)
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return GatedWriter(await self.inner.writer(key, size, older=older), self._gate)
 
 
 class GatedWriter(WriterWrapper):

@@ -259,8 +259,8 @@ class _Flipping(Wrapper):
         if not self.writes and self.flips():
             views[0][len(views[0]) // 2] ^= 4
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return _FlippingWriter(self, await self.inner.writer(key, size))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return _FlippingWriter(self, await self.inner.writer(key, size, older=older))
 
 
 class _FlippingWriter(WriterWrapper):

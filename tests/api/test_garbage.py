@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +255,8 @@ class _Reaper(Wrapper):
         await self._reap("stat", key)
         return await self.inner.stat(key)
 
-    async def writer(self, key: str, size: int) -> Any:
-        writer = await self.inner.writer(key, size)
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> Any:
+        writer = await self.inner.writer(key, size, older=older)
         if "=small" in key:
             await self._reap("writer", key)
         return writer

@@ -37,8 +37,8 @@ class HangingStorage(Wrapper):
         self.hangs = threading.Event()
         assert self.capabilities.has_blocking_io
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return HangingWriter(self, await self.inner.writer(key, size))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        return HangingWriter(self, await self.inner.writer(key, size, older=older))
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         if self.verb == "put_if_absent":

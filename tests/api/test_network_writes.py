@@ -43,7 +43,7 @@ class OneAtLast(Wrapper):
         self._num_asked = 0
         self._all_asked, self.has_written = anyio.Event(), anyio.Event()
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         self._num_asked += 1
         if self._num_asked == 1:
             with anyio.fail_after(20):
@@ -51,7 +51,7 @@ class OneAtLast(Wrapper):
                 await self.has_written.wait()
         elif self._num_asked == NUM_OBJECTS:
             self._all_asked.set()
-        return _Telling(await self.inner.writer(key, size), self.has_written)
+        return _Telling(await self.inner.writer(key, size, older=older), self.has_written)
 
 
 class _Telling(WriterWrapper):

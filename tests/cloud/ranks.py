@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from actorsnap.storage.s3 import S3Storage
+from actorsnap.storage.s3_upload import PartWriter
 from actorsnap.sync import Snapshot
 from tests.cloud.places import state
 from tests.worlds import Rank, World
@@ -23,16 +23,16 @@ def take(me: Rank, url: str) -> list[bool]:
     me.join_gloo()
     written: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    send_part = S3Storage.send_part
+    write_at = PartWriter.write_at
 
     async def counted(
-        self: S3Storage, upload: Any, number: int, views: Sequence[memoryview], crc32c: int | None
-    ) -> Any:
-        sizes[upload.key] = upload.size
-        written[upload.key] = written.get(upload.key, 0) + sum(view.nbytes for view in views)
-        return await send_part(self, upload, number, views, crc32c)
+        self: PartWriter, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        sizes[self.key] = self.size
+        written[self.key] = written.get(self.key, 0) + sum(view.nbytes for view in views)
+        await write_at(self, offset, views, crc32c)
 
-    S3Storage.send_part = counted  # type: ignore[method-assign]
+    PartWriter.write_at = counted  # type: ignore[method-assign]
     Snapshot.take(url, state(1, num_floats=NUM_FLOATS), replicated=["**"])
     dist.barrier()
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actorsnap.format.layout import Attempt
-from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable, unclaimed
+from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable, resumable, unclaimed
 
 NOW = 1_800_000_000.0
 
@@ -49,3 +49,26 @@ def test_what_a_running_copy_claims_is_kept() -> None:
     assert unclaimed(garbage, {}) == garbage
     assert unclaimed(garbage, {copied: [dead]}) == garbage
     assert unclaimed(garbage, {copied: [dead, running]}) == [dead]
+
+
+def resume(*attempts: str, committed: str | None = None) -> list[str]:
+    return resumable(
+        attempts, host="aaaaaaaa", may_run=lambda attempt: attempt.pid == 1, committed=committed
+    )
+
+
+def test_dead_attempts_are_resumed_the_newest_first() -> None:
+    old, new = name(pid=2, age_s=20), name(pid=2, age_s=10)
+    assert resume(old, new) == resume(new, old) == [new, old]
+
+
+def test_an_attempt_that_may_run_is_never_resumed() -> None:
+    assert resume(name(pid=1)) == []
+
+
+def test_attempts_of_other_hosts_are_resumed_on_the_callers_word() -> None:
+    assert resume(name(host="b" * 8, pid=1)) == [name(host="b" * 8, pid=1)]
+
+
+def test_neither_what_is_committed_nor_what_is_no_attempt_is_resumed() -> None:
+    assert resume(name(pid=2), "step-1", committed=name(pid=2)) == []

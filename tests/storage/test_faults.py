@@ -78,6 +78,7 @@ async def work(storage: Storage) -> None:
             await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"ab")])
         else:
             await writer.write_at(0, [memoryview(b"ab")])
+        assert not await writer.reuse(0, [memoryview(b"ab")], 0)
         await joined.release()
         await joined.abort()  # without effect
         await writer.complete()
@@ -103,6 +104,7 @@ ORDER = [
     "writer",
     "join_writer",
     "write_at",
+    "reuse",
     "release",
     "complete",
     "get",

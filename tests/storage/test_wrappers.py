@@ -158,8 +158,9 @@ class Flaky(Wrapper):
     async def put_if_absent(self, key: str, data: bytes) -> None:
         await self._flaky(lambda: self.inner.put_if_absent(key, data))
 
-    async def writer(self, key: str, size: int) -> ObjectWriter:
-        return FlakyWriter(self, await self._flaky(lambda: self.inner.writer(key, size)))
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        inner = await self._flaky(lambda: self.inner.writer(key, size, older=older))
+        return FlakyWriter(self, inner)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return await self._flaky(lambda: self.inner.get(key, start, stop))
@@ -426,6 +427,7 @@ async def test_each_verb_gets_over_one_failure(name: str, verb: Verb) -> None:
     joined = await storage.join_writer(writer.token)
     await writer.write_at(0, [memoryview(b"w")])
     await joined.write_at(1, [memoryview(b"j")])
+    assert not await writer.reuse(0, [memoryview(b"w")], 0)
     await joined.release()
     await writer.complete()
     assert await storage.get("written") == b"wj"

@@ -1,0 +1,560 @@
+"""Requests to one bucket of S3: what they look like, and what a server turns out to know.
+
+Decides the checks that go along with a body, and finds out which of them the server makes. Must
+not know: the verbs of a storage (``s3``), which parts an object has (``s3_upload``), sockets and
+signatures (``s3_client``).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import anyio
+from botocore.exceptions import BotoCoreError, ClientError
+
+from actorsnap.errors import (
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    Throttled,
+    UsageError,
+)
+from actorsnap.format.checksum import crc32c_of
+from actorsnap.storage.base import ObjectInfo, StorageContext, check_key
+from actorsnap.storage.s3_client import (
+    UNSIGNED_PAYLOAD,
+    S3Client,
+    S3Options,
+    crc32c_text,
+    explained,
+    shared_client,
+)
+from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.wire import WireError, WrongLength
+
+__all__ = ["S3Bucket", "Sent", "code", "etag", "info_of", "truncated"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_DELETED = 1000
+"""Keys in one request."""
+
+_MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
+
+_CLEANUP_S = 30.0
+"""Ending an upload takes no longer, also if the caller is cancelled; what is left is garbage."""
+
+
+class Sent(NamedTuple):
+    """What is known of a body that arrived: CRC32C as S3 writes it, and ETag without quotes."""
+
+    crc32c: str
+    etag: str
+
+
+class S3Bucket:
+    """One bucket, below a prefix, which the keys that are given here have not.
+
+    All requests raise what ``s3_client.explained`` makes of a failure.
+
+    Raises:
+        UsageError: the URL names no bucket.
+    """
+
+    def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
+        name, _, prefix = url.removeprefix("s3://").partition("/")
+        prefix = prefix.rstrip("/")
+        if not name:
+            raise UsageError(f"{url!r} names no bucket: s3://bucket/prefix")
+        self.url = f"s3://{name}/{prefix}".rstrip("/")
+        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._name = name
+        self._context = context
+        self._options = options
+        self._shared: S3Client | None = None
+        self._payer = {"RequestPayer": "requester"} if options.request_payer else {}
+        self._read_headers = _headers(self._payer)
+        self._properties = _properties(options)
+        self._written = _headers({**self._payer, **self._properties})
+
+    @property
+    def client(self) -> S3Client:
+        """The client; on the event loop that uses this storage."""
+        if self._shared is None:
+            context = self._context
+            run_waiting = context.run_waiting or context.run_blocking
+            self._shared = shared_client(self._options, run_waiting)
+        return self._shared
+
+    async def aclose(self) -> None:
+        """Gives the shared client back. Idempotent."""
+        client, self._shared = self._shared, None
+        if client is not None:
+            await client.release()
+
+    def full(self, key: str) -> str:
+        """The key in the bucket."""
+        return self._prefix + key
+
+    @contextmanager
+    def _explained(self, op: str, key: str) -> Iterator[None]:
+        """Raises what a failure means as an error of this package."""
+        try:
+            yield
+        except (ClientError, BotoCoreError, WireError) as error:
+            raise explained(
+                error, self.client, op=op, key=key, url=self.url, bucket=self._name
+            ) from error
+
+    async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
+        """A control call, about the object ``key`` where that is not empty."""
+        if key:
+            params["Key"] = self.full(key)
+        with self._explained(op, key):
+            return await self.client.call(operation, Bucket=self._name, **self._payer, **params)
+
+    def relative(self, full: str) -> str:
+        """The key of what has this one in the bucket."""
+        return full.removeprefix(self._prefix)
+
+    async def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
+        """Objects below ``prefix``, up to 1000 a page."""
+        prefix = self.full(prefix)
+        after: dict[str, str] = {}
+        while True:
+            page = await self.call(op, "", "list_objects_v2", Prefix=prefix, **params, **after)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            after = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
+        """Key and id of each unfinished upload below ``prefix``."""
+        prefix = self.full(prefix)
+        after: dict[str, str] = {}
+        while True:
+            try:
+                page = await self.call("list", "", "list_multipart_uploads", Prefix=prefix, **after)
+            except StorageError as error:
+                if error.retryable:
+                    raise
+                # Not every server and every policy allows it; then they are the bucket's rules
+                # to collect (AbortIncompleteMultipartUpload).
+                logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
+                return
+            for each in page.get("Uploads", ()):
+                yield self.relative(each["Key"]), each["UploadId"]
+            if not page.get("IsTruncated"):
+                return
+            after = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    async def stat(self, op: str, key: str) -> ObjectInfo:
+        """Size and time of an object.
+
+        Raises:
+            ObjectNotFound: no such object.
+        """
+        answer = await self.call(op, key, "head_object")
+        return ObjectInfo(key=key, size=answer["ContentLength"], modified_s=_modified_s(answer))
+
+    async def receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fills ``views``, which are not empty, from byte ``offset`` on.
+
+        Raises:
+            ObjectNotFound: no such object.
+            ChecksumMismatch: the object ends before the views are full.
+        """
+        stop = offset + num_bytes(views)
+        headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
+        try:
+            with self._explained(op, key):
+                response = await self.client.receive(self._name, self.full(key), headers, views)
+        except StorageError as error:
+            cause = error.__cause__
+            if isinstance(cause, WrongLength) and cause.num_bytes is not None:
+                raise truncated(key, stop, offset + cause.num_bytes) from error
+            if code(error) in ("InvalidRange", "416"):
+                raise truncated(key, stop, offset) from error
+            raise
+        if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
+            raise StorageError(
+                op=op, key=key, backend=self.url, detail="the server does not heed ranges"
+            )
+
+    async def get(self, op: str, key: str) -> tuple[bytes, int]:
+        """The first bytes of an object, all of a small one, and its size."""
+        with self._explained(op, key):
+            response = await self.client.receive(
+                self._name, self.full(key), self._read_headers, None
+            )
+        return response.body, int(response.headers.get("content-length", len(response.body)))
+
+    async def put(
+        self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        """A whole object in one request."""
+        await self._send(op, key, {}, self._written, views, crc32c)
+
+    async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
+        """A whole object that is not there yet; only where ``has_conditional_put``."""
+        headers = {**self._written, "If-None-Match": "*"}
+        # With all checks at once: a second try would find what the first has created.
+        await self._send(op, key, {}, headers, views, is_signed=True)
+
+    async def _send(
+        self,
+        op: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        views: Sequence[memoryview],
+        crc32c: int | None = None,
+        *,
+        is_signed: bool = False,
+    ) -> Sent:
+        """Sends an object or a part, with its CRC32C."""
+        if crc32c is None:
+            (crc32c,) = await self.checksums([views])
+        expected = crc32c_text(crc32c)
+        headers = {
+            **headers,
+            "x-amz-checksum-crc32c": expected,
+            "x-amz-sdk-checksum-algorithm": "CRC32C",
+        }
+        client, sent = self.client, None
+        if not is_signed and client.checks_crc32c is not False:
+            sent = await self._send_as(UNSIGNED_PAYLOAD, op, key, query, headers, views)
+            client.checks_crc32c = bool(sent.crc32c)
+        if sent is None or not sent.crc32c:
+            has_md5 = is_signed or not await self._checks_sha256(op)
+            names = ["sha256", "md5"] if has_md5 else ["sha256"]
+            found, digests = await self._context.run_blocking(_hash, views, names)
+            if found != crc32c:
+                raise self.changed(op, key, "what is to be sent")
+            if has_md5:
+                headers["Content-MD5"] = base64.b64encode(digests[1]).decode()
+            sent = await self._send_as(digests[0].hex(), op, key, query, headers, views)
+            client.checks_crc32c = bool(sent.crc32c)
+        if sent.crc32c not in ("", expected):
+            raise self.changed(op, key, "what arrived")
+        return Sent(expected, sent.etag)
+
+    async def _send_as(
+        self,
+        payload: str,
+        op: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        views: Sequence[memoryview],
+    ) -> Sent:
+        """One request; what the server says of it, which may be no CRC32C."""
+        with self._explained(op, key):
+            response = await self.client.send(
+                "PUT", self._name, self.full(key), query, headers, views, payload=payload
+            )
+        said = response.headers
+        return Sent(said.get("x-amz-checksum-crc32c", ""), said.get("etag", "").strip('"'))
+
+    def changed(self, op: str, key: str, what: str) -> StorageError:
+        """The error for bytes that are not the ones that have this CRC32C; to be tried again."""
+        detail = f"bucket {self._name!r}: {what} has another CRC32C"
+        return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
+
+    async def has_conditional_put(self, op: str) -> bool:
+        """Whether ``If-None-Match`` works; tried with an object in the scratch folder."""
+        client = self.client
+        async with client.probing:
+            if client.has_conditional_put is None:
+                client.has_conditional_put = await self._probe(op)
+                if not client.has_conditional_put:
+                    logger.warning(
+                        "%s: the server does not heed If-None-Match: of two writers at the same "
+                        "moment the last one wins, and each sees by reading back whose it is",
+                        self.url,
+                    )
+        return client.has_conditional_put
+
+    async def _probe(self, op: str) -> bool:
+        async with self._probe_key() as key:
+            try:
+                await self.put_conditionally(op, key, [])
+                await self.put_conditionally(op, key, [])
+            except ObjectExists:
+                return True
+            except StorageError as error:
+                if code(error) != "NotImplemented":
+                    raise
+            return False
+
+    async def _checks_sha256(self, op: str) -> bool:
+        """Whether a body that is not what is signed is refused; tried with one."""
+        client = self.client
+        async with client.probing:
+            if client.checks_sha256 is None:
+                nothing = hashlib.sha256().hexdigest()
+                async with self._probe_key() as key:
+                    try:
+                        views = [memoryview(b"x")]
+                        await self._send_as(nothing, op, key, {}, self._written, views)
+                        client.checks_sha256 = False
+                    except StorageError as error:
+                        if error.retryable and code(error) not in _MISMATCHES:
+                            raise
+                        client.checks_sha256 = True
+            return client.checks_sha256
+
+    @asynccontextmanager
+    async def _probe_key(self) -> AsyncIterator[str]:
+        """The key of an object in the scratch folder, which is deleted in the end."""
+        folder = f"{self._context.scratch}/" if self._context.scratch else ""
+        key = f"{folder}.{secrets.token_hex(8)}.probe"
+        try:
+            yield key
+        finally:
+            with anyio.CancelScope(shield=True), suppress(StorageError):
+                await self.delete([key])
+
+    async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
+        """The CRC32C of each."""
+        return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects, a batch per request."""
+        full = [self.full(key) for key in dict.fromkeys(keys)]
+        for start in range(0, len(full), _MAX_DELETED):
+            batch = full[start : start + _MAX_DELETED]
+            answer = await self.call(
+                "delete",
+                "",
+                "delete_objects",
+                Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
+            )
+            for failed in answer.get("Errors", ()):
+                await self._check_deleted(failed)
+
+    async def _check_deleted(self, failed: Mapping[str, Any]) -> None:
+        key = self.relative(str(failed.get("Key", "")))
+        with suppress(ObjectNotFound):
+            # Some servers call it a failure that there is nothing to delete.
+            await self.stat("delete", key)
+            failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
+            with self._explained("delete", key):
+                raise ClientError(failure, "DeleteObjects")
+
+    async def begin_upload(self, key: str) -> str:
+        """Begins an upload, the first one alone to learn what the server checks; returns its id."""
+        client = self.client
+        if not client.knows_checks:
+            async with client.beginning:
+                if not client.knows_checks:
+                    upload_id = await self._create_upload(key)
+                    if client.knows_checks:
+                        return upload_id
+                    # Not beside uploads: some servers delete their folder with the object that
+                    # is tried.
+                    await self.abort_upload(key, upload_id)
+                    await self._checks_sha256("writer")
+        return await self._create_upload(key)
+
+    async def _create_upload(self, key: str) -> str:
+        """Begins an upload, and learns whether the server knows the checksums of parts."""
+        answer = await self.call(
+            "writer",
+            key,
+            "create_multipart_upload",
+            ChecksumAlgorithm="CRC32C",
+            **self._properties,
+        )
+        if self.client.checks_crc32c is None:
+            self.client.checks_crc32c = "ChecksumAlgorithm" in answer
+        return str(answer["UploadId"])
+
+    async def send_part(
+        self, key: str, upload_id: str, number: int, views: Sequence[memoryview], crc32c: int
+    ) -> Sent:
+        """Sends a part with this CRC32C."""
+        query = {"partNumber": str(number), "uploadId": upload_id}
+        return await self._send("write_at", key, query, self._read_headers, views, crc32c)
+
+    async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
+        """What the server has of an upload, by rising number."""
+        found = []
+        after: dict[str, int] = {}
+        while True:
+            page = await self.call(op, key, "list_parts", UploadId=upload_id, **after)
+            found += page.get("Parts", ())
+            if not page.get("IsTruncated"):
+                return found
+            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    async def complete_upload(
+        self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Makes an object of these parts, which the completion names by their ETags."""
+        return await self.call(
+            op,
+            key,
+            "complete_multipart_upload",
+            UploadId=upload_id,
+            MultipartUpload={"Parts": [_named(part) for part in parts]},
+        )
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Ends an upload, also under cancellation; never raises ``StorageError``."""
+        with anyio.move_on_after(_CLEANUP_S, shield=True):
+            try:
+                await self.call(
+                    "abort",
+                    key,
+                    "abort_multipart_upload",
+                    UploadId=upload_id,
+                )
+            except StorageError as error:
+                logger.debug("%s: an upload was not aborted: %s", self.url, error)
+
+    async def copies_parts(self, key: str, source: str) -> bool:
+        """Whether the server copies from ``source``; tried with an upload to ``key``.
+
+        Some take the request for an empty part instead, and let nobody write that again.
+        """
+        client = self.client
+        async with client.probing:
+            if client.copies_parts is None:
+                upload_id = await self._create_upload(key)
+                try:
+                    copied = await self._copy("writer", key, upload_id, 1, source, 0, 1)
+                    client.copies_parts = bool(copied)
+                except StorageError as error:
+                    if error.retryable:
+                        raise
+                    client.copies_parts = False
+                finally:
+                    await self.abort_upload(key, upload_id)
+        return client.copies_parts
+
+    async def copy_part(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        source: str,
+        offset: int,
+        views: Sequence[memoryview],
+        crc32c: int,
+    ) -> Sent | None:
+        """Copies a part from the same place in ``source``; None if that has not these bytes."""
+        stop = offset + num_bytes(views)
+        try:
+            copied = await self._copy("reuse", key, upload_id, number, source, offset, stop)
+        except Throttled:
+            raise
+        except StorageError as error:
+            logger.debug("%s: a part is sent, not copied: %s", self.url, error)
+            return None
+        sent = Sent(crc32c_text(crc32c), etag(copied))
+        if "ChecksumCRC32C" in copied:
+            return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
+        found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
+        return sent if (md5.hex(), found) == (sent.etag, crc32c) else None
+
+    async def _copy(
+        self,
+        op: str,
+        key: str,
+        upload_id: str,
+        number: int,
+        source: str,
+        start: int,
+        stop: int,
+    ) -> Mapping[str, Any]:
+        """Copies a part; what the server says of it, which is nothing where it did not."""
+        answer = await self.call(
+            op,
+            key,
+            "upload_part_copy",
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": self._name, "Key": self.full(source)},
+            CopySourceRange=f"bytes={start}-{stop - 1}",
+        )
+        copied: Mapping[str, Any] = answer.get("CopyPartResult", {})
+        return copied
+
+
+def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[bytes]]:
+    """The CRC32C, and the digests of these names."""
+    digests = [hashlib.new(name, usedforsecurity=False) for name in names]
+    for view in views:
+        for digest in digests:
+            digest.update(view)
+    return crc32c_of(views), [digest.digest() for digest in digests]
+
+
+def etag(part: Mapping[str, Any]) -> str:
+    """Some servers quote it everywhere, some in some answers only."""
+    return str(part.get("ETag", "")).strip('"')
+
+
+def _named(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
+
+
+_HEADERS = {
+    "RequestPayer": "x-amz-request-payer",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "StorageClass": "x-amz-storage-class",
+    "Tagging": "x-amz-tagging",
+}
+"""How bulk requests say what control calls say by parameters."""
+
+
+def _headers(params: Mapping[str, str]) -> dict[str, str]:
+    return {_HEADERS[name]: value for name, value in params.items()}
+
+
+def _properties(options: S3Options) -> dict[str, str]:
+    """What new objects get, as parameters of control calls."""
+    params = {
+        "ServerSideEncryption": options.sse,
+        "SSEKMSKeyId": options.kms_key_id,
+        "StorageClass": options.storage_class,
+        "Tagging": urlencode(options.tags) or None,
+    }
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _modified_s(answer: Mapping[str, Any]) -> float:
+    modified: datetime | None = answer.get("LastModified")
+    return 0.0 if modified is None else modified.timestamp()
+
+
+def code(error: StorageError) -> str | None:
+    """What the server called it."""
+    cause = error.__cause__
+    return cause.response["Error"].get("Code") if isinstance(cause, ClientError) else None
+
+
+def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
+    """What a page of a list says of an object."""
+    return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))
+
+
+def truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
+    """The error for an object that is shorter than somebody needs."""
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
+    )

@@ -1,0 +1,281 @@
+"""Writers of objects in S3: one put, or a multipart upload.
+
+Decides which parts an object has, and whether the server has them all. Must not know: the verbs of
+a storage, headers, checks that servers make (``s3_bucket``). ``s3`` has the rules in words.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import anyio.lowlevel
+import msgspec
+
+from actorsnap.errors import ObjectNotFound, StorageError, UsageError
+from actorsnap.format.checksum import combine, crc32c_of
+from actorsnap.storage.base import ObjectWriter
+from actorsnap.storage.s3_bucket import S3Bucket, Sent, code, etag
+from actorsnap.storage.s3_client import crc32c_text
+from actorsnap.storage.vectored import between, num_bytes
+
+__all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
+
+
+class Source(NamedTuple):
+    """An object whose bytes may be the first ones of another."""
+
+    key: str
+    size: int
+
+
+class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What writers of one object share: a token is this, encoded.
+
+    Attributes:
+        id: Of the multipart upload; empty for an object that is one put.
+        unit: No write is shorter, but the last one.
+    """
+
+    key: str
+    size: int
+    id: str = ""
+    unit: int = 0
+
+
+class _Part(NamedTuple):
+    number: int
+    offset: int
+    views: Sequence[memoryview]
+    crc32c: int
+
+
+class _Writer(ObjectWriter):
+    """What both kinds of writers have in common."""
+
+    def __init__(self, bucket: S3Bucket, upload: Upload, *, is_opener: bool) -> None:
+        self.key = upload.key
+        self.size = upload.size
+        self.token = msgspec.msgpack.encode(upload)
+        self._bucket = bucket
+        self._upload = upload
+        self._is_opener = is_opener
+        self._has_ended = False
+
+    async def release(self) -> None:
+        """Ends a joined writer: all parts are durable already."""
+        if self._is_opener:
+            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        self._has_ended = True
+        await anyio.lowlevel.checkpoint()
+
+    def _check(self, offset: int, stop: int) -> None:
+        if self._has_ended:
+            raise self._failed("write_at", "the writer was completed, released or aborted")
+        if offset < 0 or stop > self.size:
+            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+
+    def _failed(self, op: str, detail: str) -> StorageError:
+        return StorageError(op=op, key=self.key, backend=self._bucket.url, detail=detail)
+
+
+class SmallWriter(_Writer):
+    """An object that is one put. Its bytes are copied: they are put when it is complete."""
+
+    _data: bytes | None = None
+    _crc32c: int | None = None
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        stop = offset + num_bytes(views)
+        self._check(offset, stop)
+        if not self._is_opener:
+            raise self._failed("write_at", f"who opens {self.size} bytes writes them, all at once")
+        if stop - offset < self.size:
+            raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
+        await anyio.lowlevel.checkpoint()
+        self._data, self._crc32c = b"".join(views), crc32c
+
+    async def complete(self) -> None:
+        if self._data is None and self.size:
+            raise self._failed("complete", f"0 of {self.size} bytes were written")
+        views = [memoryview(self._data or b"")]
+        await self._bucket.put("complete", self.key, views, self._crc32c)
+        self._has_ended = True
+
+    async def abort(self) -> None:
+        self._has_ended = True
+        self._data = None
+
+
+class PartWriter(_Writer):
+    """A multipart upload."""
+
+    def __init__(
+        self,
+        bucket: S3Bucket,
+        upload: Upload,
+        *,
+        is_opener: bool,
+        sources: Sequence[Source] = (),
+    ) -> None:
+        super().__init__(bucket, upload, is_opener=is_opener)
+        self._sources = sources
+        self._sent: dict[int, Sent] = {}
+        self._may_be_complete = False
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        """Sends one part, or several. Cancellation: at once; they may be there or not."""
+        for part in await self._cut(offset, views, crc32c):
+            self._sent[part.number] = await self._bucket.send_part(
+                self.key, self._upload.id, part.number, part.views, part.crc32c
+            )
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        """Copies the parts. Cancellation: at once; they may be there or not."""
+        stop = offset + num_bytes(views)
+        sources = [source.key for source in self._sources if stop <= source.size]
+        if not sources:
+            return False
+        parts = await self._cut(offset, views, crc32c)
+        for source in sources:
+            if await self._copy(source, parts):
+                return True
+        return False
+
+    async def _copy(self, source: str, parts: Sequence[_Part]) -> bool:
+        for part in parts:
+            sent = await self._bucket.copy_part(
+                self.key,
+                self._upload.id,
+                part.number,
+                source,
+                part.offset,
+                part.views,
+                part.crc32c,
+            )
+            if sent is None:
+                return False
+            self._sent[part.number] = sent
+        return True
+
+    async def complete(self) -> None:
+        """Makes the object of its parts. Repeatable: an answer may have been lost."""
+        try:
+            parts = await self._parts()
+            self._may_be_complete = True
+            answer = await self._bucket.complete_upload(
+                "complete", self.key, self._upload.id, parts
+            )
+        except StorageError as error:
+            # Some servers call an upload that is gone an object that is not there.
+            is_gone = isinstance(error, ObjectNotFound) or code(error) == "NoSuchUpload"
+            if not (self._may_be_complete and is_gone):
+                raise
+            if (await self._bucket.stat("complete", self.key)).size != self.size:
+                raise
+        else:
+            reported = answer.get("ChecksumCRC32C")
+            if reported is not None and reported not in _whole(parts):
+                raise self._failed("complete", "the whole object has another CRC32C than its parts")
+        self._has_ended = True
+
+    async def abort(self) -> None:
+        """Ends the upload. Requests under way may leave parts, which are garbage."""
+        if self._is_opener and not self._has_ended:
+            await self._bucket.abort_upload(self.key, self._upload.id)
+        self._has_ended = True
+
+    async def _cut(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None
+    ) -> Sequence[_Part]:
+        """The parts of a write, about equally long.
+
+        Raises:
+            StorageError: its bytes have another CRC32C; to be tried again.
+        """
+        stop = offset + num_bytes(views)
+        self._check(offset, stop)
+        if stop == offset:
+            return ()
+        unit = self._upload.unit
+        num_parts = stop // unit - offset // unit
+        if stop == self.size:
+            num_parts = max(1, (stop - offset) // unit)
+        elif stop < offset + unit:
+            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
+        if num_parts == 1 and crc32c is not None:
+            bodies: Sequence[Sequence[memoryview]] = [views]
+            checksums: Sequence[int] = [crc32c]
+        else:
+            cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
+            bodies = [between(views, *cut) for cut in pairwise(cuts)]
+            checksums = await self._checksums(bodies, crc32c)
+        parts = []
+        for number, (body, checksum) in enumerate(
+            zip(bodies, checksums, strict=True), offset // unit + 1
+        ):
+            parts.append(_Part(number=number, offset=offset, views=body, crc32c=checksum))
+            offset += num_bytes(body)
+        return parts
+
+    async def _checksums(
+        self, bodies: Sequence[Sequence[memoryview]], crc32c: int | None
+    ) -> Sequence[int]:
+        """The CRC32C of each part of a write, which as a whole is to have this one."""
+        checksums = await self._bucket.checksums(bodies)
+        whole = 0
+        for body, checksum in zip(bodies, checksums, strict=True):
+            whole = combine(whole, checksum, num_bytes(body))
+        if crc32c not in (None, whole):
+            raise self._bucket.changed("write_at", self.key, "what is to be sent")
+        return checksums
+
+    async def _parts(self) -> Sequence[dict[str, Any]]:
+        """What the server has, of all writers.
+
+        Raises:
+            StorageError: that is not the whole object, or not what was sent.
+        """
+        parts = await self._bucket.parts("complete", self.key, self._upload.id)
+        whole = leading(parts)
+        num_stored = sum(part["Size"] for part in whole)
+        if len(whole) < len(parts):
+            number = len(whole) + 1
+            raise self._failed("complete", f"part {number}, from byte {num_stored} on, is lost")
+        if num_stored != self.size:
+            raise self._failed("complete", f"{num_stored} of {self.size} bytes were written")
+        for part in parts:
+            self._check_part(part)
+        return parts
+
+    def _check_part(self, part: Mapping[str, Any]) -> None:
+        number = part["PartNumber"]
+        sent = self._sent.get(number)
+        if sent is None:
+            return
+        if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
+            raise self._failed("complete", f"part {number} has another CRC32C than was sent")
+        if self._sources and etag(part) != sent.etag:
+            # A copy whose answer was given up may come late, upon what was sent instead.
+            raise self._failed("complete", f"part {number} is not the one that was sent")
+
+
+def leading(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The parts that lie one behind the other, from the first byte on."""
+    stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
+    return parts[:stop]
+
+
+def _whole(parts: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The CRC32C of an object of these parts, in both ways that S3 has to say it."""
+    values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
+    whole = 0
+    for part, value in zip(parts, values, strict=True):
+        whole = combine(whole, int.from_bytes(value, "big"), part["Size"])
+    return {crc32c_text(whole), f"{crc32c_text(crc32c_of(values))}-{len(parts)}"}
