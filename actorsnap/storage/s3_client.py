@@ -210,7 +210,6 @@ class S3Client:
         self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
 
-    @property
     def knows_checks(self) -> bool:
         """Whether it is known how what is sent has to be secured."""
         return bool(self.checks_crc32c) or self.checks_sha256 is not None
