@@ -7,6 +7,7 @@ import hashlib
 import logging
 import pickle
 import re
+import ssl
 import urllib.request
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -383,6 +384,28 @@ async def test_storages_share_a_client(
     await two.aclose()
     await other.aclose()
     assert client.num_users == 0
+
+
+@bounded(60)
+async def test_trusted_authorities_are_read_once(
+    moto: MotoServer, bucket: str, tls_files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than a round trip, and nobody needs them without TLS."""
+    num_read = 0
+    create = ssl.create_default_context
+
+    def counted(**how: Any) -> ssl.SSLContext:
+        nonlocal num_read
+        num_read += 1
+        return create(**how)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    with FaultProxy(moto.endpoint) as plain, FaultProxy(moto.endpoint, tls=tls_files) as secure:
+        for proxy, expected in ((plain, 0), (secure, 1), (secure, 1)):
+            storage = bare(f"s3://{bucket}", moto.storage_options(proxy))
+            await storage.put("key", [memoryview(b"x")])
+            await storage.aclose()
+            assert num_read == expected
 
 
 def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
