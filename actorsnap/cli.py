@@ -52,6 +52,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
     is_same_content,
 )
+from actorsnap.options import Options, from_env
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
 from actorsnap.runtime import inputs, reading, upkeep
@@ -276,7 +277,8 @@ def cat(
 ) -> None:
     """Print one object of a snapshot; of long bytes the beginning, unless --raw."""
     with _errors():
-        value = Snapshot(path, storage_options=_storage_options(option)).read_object(object)
+        snapshot = Snapshot(path, storage_options=_storage_options(option), options=_options())
+        value = snapshot.read_object(object)
         if raw:
             data = _raw_bytes(value)
             sys.stdout.flush()
@@ -312,7 +314,8 @@ def cp(
     """Copy a snapshot; one that was interrupted goes on where it was."""
     with _errors():
         both = _storage_options(option)
-        snapshot = Snapshot(source, storage_options=both | _storage_options(src_option))
+        src_options = both | _storage_options(src_option)
+        snapshot = Snapshot(source, storage_options=src_options, options=_options())
         with _progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -383,9 +386,14 @@ def _what_to_delete(source: Source, path: str) -> str:
 # Calls ----------------------------------------------------------------------------------------
 
 
+def _options() -> Options:
+    # Copying or verifying a large snapshot takes hours; and Ctrl-C ends it.
+    return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
+
+
 def _source(path: str, option: list[str] | None) -> Source:
     place = inputs.make_place(path, _storage_options(option))
-    return Source(place, inputs.resolve_options(None))
+    return Source(place, _options())
 
 
 def _storage_options(given: list[str] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli
 from actorsnap.format.geometry import Box
-from actorsnap.runtime import inputs, upkeep
+from actorsnap.runtime import inputs, reading, upkeep
 from actorsnap.runtime.host import run_async
 from actorsnap.runtime.place import Source
 from actorsnap.storage.base import Storage, StorageContext
@@ -743,3 +743,20 @@ def test_a_terminal_sees_columns() -> None:
     lines = text.replace("\r", "").splitlines()
     starts = {re.match(r"0/dense/\S+ +", line).end() for line in lines if "0/dense/float" in line}  # type: ignore[union-attr]
     assert len(starts) == 1
+
+
+def test_commands_are_patient_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float] = []
+    load = reading.load_index
+
+    def noted(source: Source) -> Any:
+        timeouts.append(source.options.timeout_s)
+        return load(source)
+
+    monkeypatch.setattr(reading, "load_index", noted)
+    for _ in range(2):
+        assert run("inspect", tmp_path).code == 3
+        monkeypatch.setenv("ACTORSNAP_TIMEOUT_S", "7.5")
+    assert timeouts == [86400, 7.5]

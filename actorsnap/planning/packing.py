@@ -176,6 +176,8 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         min_object_bytes: A key is spread over more objects only if each gets this much.
         min_write_bytes: Least size of a chunk that does not end its object.
         max_writes: Most chunks of an object, over all its writers; None for any number.
+        max_object_bytes: Most bytes of an object; None for any number. A leaf must have less than
+            half of it.
         has_joined_writers: Objects may have several writers.
     """
 
@@ -184,6 +186,7 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     min_object_bytes: int
     min_write_bytes: int = 1
     max_writes: int | None = None
+    max_object_bytes: int | None = None
     has_joined_writers: bool = True
 
     def least_write_bytes(self, size: int) -> int:
@@ -369,12 +372,17 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
             small.extend(members)
             continue
         count = min(max_objects, totals[token] // max(1, rules.min_object_bytes))
-        groups = _distribute(items, members, max(1, count))
+        groups = _distribute(items, members, max(1, count, _least_objects(totals[token], rules)))
         for number, group in enumerate(groups):
             objects.append(Arranged(token, number, _stored_order(items, group)))
     for number, group in enumerate(_split_headers(items, small)):
         objects.append(Arranged(None, number, _stored_order(items, group)))
     return objects
+
+
+def _least_objects(total: int, rules: PackingRules) -> int:
+    # The heaviest object has less than an equal share and one leaf: each may be half of the limit.
+    return 1 if rules.max_object_bytes is None else -(-total // (rules.max_object_bytes // 2))
 
 
 def canonical(item: Item) -> tuple[str, tuple[int, ...]]:

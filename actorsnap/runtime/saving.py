@@ -439,6 +439,7 @@ class SaveJob:
                     min_object_bytes=options.min_object_bytes,
                     min_write_bytes=can.min_write_bytes,
                     max_writes=can.max_writes,
+                    max_object_bytes=can.max_object_bytes,
                     has_joined_writers=can.has_joined_writers,
                 ),
                 resumed=self._resumed,

@@ -77,6 +77,7 @@ class Capabilities:
         min_write_bytes: Least size of a ``write_at``, but of the one that ends the object.
         max_writes: Most ranges that one object is written in, those of joined writers included;
             None for any number. See ``least_write_bytes``.
+        max_object_bytes: Most bytes of an object; None for any number.
         has_joined_writers: Several ranks may write one object: ``join_writer`` works.
         checks_crc32c: A ``write_at`` whose bytes have another CRC32C than it says is refused.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
@@ -86,8 +87,11 @@ class Capabilities:
     has_blocking_io: bool = False
     min_write_bytes: int = 1
     max_writes: int | None = None
+    max_object_bytes: int | None = None
     has_joined_writers: bool = True
     checks_crc32c: bool = False
+    has_conditional_put: bool = True
+    preferred_parallel_objects: int = 4
 
     def least_write_bytes(self, size: int) -> int:
         """The least size of a ``write_at`` to an object of ``size`` bytes, but for the one that
@@ -98,9 +102,6 @@ class Capabilities:
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
         )
-
-    has_conditional_put: bool = True
-    preferred_parallel_objects: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

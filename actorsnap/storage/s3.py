@@ -89,6 +89,7 @@ class S3Storage(Storage):
         self.capabilities = Capabilities(
             min_write_bytes=options.part_bytes,
             max_writes=_MAX_PARTS,
+            max_object_bytes=_MAX_OBJECT_BYTES,
             checks_crc32c=True,
             has_conditional_put=options.has_conditional_put is not False,
         )

@@ -65,7 +65,7 @@ class Barrier:
     Attributes:
         verb: Of the operation that is or was held.
         key: Likewise.
-        num_operations: Operations begun.
+        before: Verbs and keys of the operations that began earlier.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Barrier:
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.verb = ""
         self.key = ""
-        self.num_operations = 0
+        self.before: list[tuple[str, str]] = []
         self._num_counted = 0
 
     @property
@@ -108,7 +108,8 @@ class Barrier:
 
     def _is_held(self, verb: str, key: str, *, is_thread: bool = False) -> bool:
         with self._lock:
-            self.num_operations += 1
+            if not self.verb:
+                self.before.append((verb, key))
             if self._verbs is not None and verb not in self._verbs:
                 return False
             if self.is_blocking and not is_thread:
@@ -116,6 +117,7 @@ class Barrier:
             self._num_counted += 1
             if self._num_counted != self._at:
                 return False
+            self.before.pop()
             self.verb, self.key = verb, key
             return True
 

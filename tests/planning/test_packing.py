@@ -110,6 +110,14 @@ def test_large_keys_are_spread_and_balanced() -> None:
     assert plans[0].key == f"{ATTEMPT}/data/model/3-0.safetensors"
 
 
+def test_no_object_is_larger_than_the_storage_takes() -> None:
+    items = [make(f"model/{n}", "uint8", 300 + n) for n in range(9000)]
+    items += [make(f"model/large-{n}", "uint8", 4 * MIB) for n in range(9)]
+    plans = pack(items, attempt=ATTEMPT, rank=0, rules=rules(max_object_bytes=10 * MIB))
+    check(items, plans)
+    assert max(plan.size for plan in plans) <= 10 * MIB
+
+
 def test_neighbours_in_write_order_lie_in_different_objects() -> None:
     items = [make(f"model/{i}", "float32", 4 * MIB) for i in range(64)]
     order = write_order(pack(items, attempt=ATTEMPT, rank=0, rules=rules()))
