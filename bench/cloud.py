@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from actorsnap import Options, Snapshot, StateDict
+from actorsnap import Options, Phase, Snapshot, StateDict
 from actorsnap.sync import Snapshot as SyncSnapshot
 from actorsnap.testing.proxy import Exchange, FaultProxy
 from bench import sink
@@ -438,9 +438,15 @@ def row_fake_gcs(setting: Setting) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A save: when each kind of work began and ended, in seconds from the call on."""
+    """A save: when each kind of work began and ended, in seconds from the call on.
+
+    Attributes:
+        seconds: Until it was committed.
+        returned_s: Until the caller had the outcome: garbage was looked for then.
+    """
 
     seconds: float
+    returned_s: float
     spans: dict[str, tuple[float, float]]
 
     @property
@@ -465,10 +471,12 @@ async def traced_take(url: str, state: State, storage_options: dict[str, Any]) -
     )
     counted = [(time.perf_counter() - begin_s, event) async for event in pending.events()]
     await pending
-    seconds = time.perf_counter() - begin_s
+    returned_s = time.perf_counter() - begin_s
     kinds = ("staged", "hashed", "stored")
+    committed_s = min(at for at, event in counted if event.phase == Phase.COMMITTED)
     return Trace(
-        seconds,
+        committed_s,
+        returned_s,
         {kind: span_of([(at, getattr(e, f"{kind}_bytes")) for at, e in counted]) for kind in kinds},
     )
 
@@ -524,6 +532,7 @@ def slow_row(setting: Setting, kind: type[S3Server], place: str) -> None:
         },
         missing=contest.missing,
         ideal_s=round(ideal_s, 4),
+        last_run_returned_s=round(counted[-1].returned_s, 4) if counted else None,
         last_run_spans_s={kind: [round(at, 3) for at in span] for kind, span in last.items()},
         **facts_of(state, contest.seconds, place),
     )

@@ -225,16 +225,19 @@ class CoordinatorActor:
 
     async def _look_before(self, commit: Commit) -> None:
         """Sees what is about to be replaced, and that what is to be named is still there."""
-        if self._template.overwrite:
-            with suppress(ChecksumMismatch):
-                older = await find_commit(self._storage)
-                self.replaced = older.attempt if older is not None else None
         async with anyio.create_task_group() as tasks:
+            if self._template.overwrite:
+                tasks.start_soon(self._look_for_older)
             # The iterator is shared.
             ranks = iter(enumerate(commit.manifests))
             for _ in range(min(_NUM_LOOKERS, len(commit.manifests))):
                 tasks.start_soon(self._look_for, ranks)
         await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def _look_for_older(self) -> None:
+        with suppress(ChecksumMismatch):
+            older = await find_commit(self._storage)
+            self.replaced = older.attempt if older is not None else None
 
     async def _look_for(self, manifests: Iterator[tuple[int, ManifestRecord]]) -> None:
         """Sees that what ranks have written is there, also for this rank."""

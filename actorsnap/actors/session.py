@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -85,6 +85,9 @@ __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
 logger = logging.getLogger(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
+_NUM_OPENERS = 16
+"""So many objects are opened at a time: each is a round trip or two on a network."""
+
 _LOOK_S = 10.0
 """Bound of the look whether a commit is visible, when nobody can tell any more."""
 
@@ -441,9 +444,8 @@ class ParticipantActor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._guard, Stage.STAGE, None, self._stage, staging)
-                tasks.start_soon(
-                    self._guard, Stage.STORE, None, self._open_writers, may_store, begin
-                )
+                tasks.start_soon(self._guard, Stage.STORE, None, self._open_writers)
+                tasks.start_soon(self._begin_storing, may_store, begin)
                 for _ in range(num_uploaders):
                     uploader = UploaderActor(
                         chunks=staged_out.clone(),
@@ -466,20 +468,30 @@ class ParticipantActor:
             # The trainer's own memory was read until the last chunk was written.
             await self._post(StagingEnded())
 
-    async def _open_writers(self, may_store: anyio.Event, begin: anyio.Event) -> None:
-        """Lets uploaders begin when there is something to write to, and staging permits."""
-        tokens: list[Token] = []
-        for number, plan in enumerate(self._objects):
-            if plan.opens:
-                name = plan.key.removeprefix(f"{self._attempt}/")
-                older = [f"{attempt}/{name}" for attempt in self._resumed]
-                writer = await self._storage.writer(plan.key, plan.size, older=older)
-                self._writers[number] = writer
-                self._opened[number].set()
-                if plan.is_shared:
-                    tokens.append(Token.of(self._attempt, plan.key, writer.token))
-        if tokens:
+    async def _open_writers(self) -> None:
+        numbers = [number for number, plan in enumerate(self._objects) if plan.opens]
+        async with anyio.create_task_group() as tasks:
+            unopened = iter(numbers)  # shared
+            for _ in range(min(_NUM_OPENERS, len(numbers))):
+                tasks.start_soon(self._open_next, unopened)
+        shared = [number for number in numbers if self._objects[number].is_shared]
+        if shared:
+            tokens = [
+                Token.of(self._attempt, self._objects[number].key, self._writers[number].token)
+                for number in shared
+            ]
             await self._post(ObjectsOpened(tuple(tokens)))
+
+    async def _open_next(self, unopened: Iterator[int]) -> None:
+        for number in unopened:
+            plan = self._objects[number]
+            name = plan.key.removeprefix(f"{self._attempt}/")
+            older = [f"{attempt}/{name}" for attempt in self._resumed]
+            self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
+            self._opened[number].set()
+
+    async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
+        """Lets uploaders begin when staging permits; each waits for what it writes to itself."""
         await may_store.wait()
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)

@@ -213,7 +213,12 @@ def _is_damage(error: Exception) -> bool:
 
 
 async def collect_garbage(
-    host: Host, storage: Storage, *, superseded: str | None = None, force: bool = False
+    host: Host,
+    storage: Storage,
+    *,
+    committed: str | None = None,
+    superseded: str | None = None,
+    force: bool = False,
 ) -> list[str]:
     """Deletes what attempts left that can no longer commit.
 
@@ -221,6 +226,8 @@ async def collect_garbage(
     committed after it, so what is deleted belongs to no snapshot, whoever commits meanwhile.
 
     Args:
+        committed: The attempt that the caller has just committed. Who replaces it has a folder
+            before: while there is no other one, there is nothing to look into.
         superseded: An attempt that the caller knows to be replaced.
         force: Delete every other attempt, also one that may be running.
 
@@ -232,6 +239,8 @@ async def collect_garbage(
         StorageError: listing, reading or deleting failed.
     """
     attempts = await find_attempts(storage)
+    if attempts == [committed]:
+        return []
     if force:
         return await _delete_attempts(storage, attempts, attempts)
     garbage = await find_collectable(host, attempts, superseded)

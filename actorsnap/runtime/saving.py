@@ -487,7 +487,10 @@ class SaveJob:
 
         async def collect() -> None:
             assert self._storage is not None
-            await collect_garbage(self._host, self._storage, superseded=replaced)
+            committed = str(self._attempt)
+            await collect_garbage(
+                self._host, self._storage, committed=committed, superseded=replaced
+            )
 
         async def lose_patience() -> None:
             await anyio.sleep_until(min(deadline, anyio.current_time() + _PATIENCE_S))

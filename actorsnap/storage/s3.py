@@ -9,8 +9,9 @@ what servers cannot do (``s3_bucket``), sockets and signatures (``s3_client``, `
   unit follows from the object's size; and a write has as many parts as lead to the number of the
   next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers want,
   and writers on other ranks need to know no more than the upload's id. A write is a unit or longer,
-  so that no part is less than half of one. ``complete`` lists the parts and wants them to cover the
-  object.
+  so that no part is less than half of one. ``complete`` names the parts by the ETags that the
+  server has answered: it refuses those that it has not, or has otherwise. Then, and where several
+  have written, the parts are listed first and have to cover the object.
 - Every body has its CRC32C with it. A server that compares it repeats it in the answer. Where one
   does not, payloads are signed: what arrives otherwise is refused for its SHA-256. Whether it is
   is tried once per client; where it is not, the MD5 goes along, which every server compares.

@@ -55,10 +55,11 @@ _CLEANUP_S = 30.0
 
 
 class Sent(NamedTuple):
-    """What is known of a body that arrived: CRC32C as S3 writes it, and ETag without quotes."""
+    """What is known of a body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
 
     crc32c: str
     etag: str
+    size: int
 
 
 class S3Bucket:
@@ -249,7 +250,7 @@ class S3Bucket:
             client.checks_crc32c = bool(sent.crc32c)
         if sent.crc32c not in ("", expected):
             raise self.changed(op, key, "what arrived")
-        return Sent(expected, sent.etag)
+        return sent._replace(crc32c=expected)
 
     async def _send_as(
         self,
@@ -266,7 +267,9 @@ class S3Bucket:
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
             )
         said = response.headers
-        return Sent(said.get("x-amz-checksum-crc32c", ""), said.get("etag", "").strip('"'))
+        return Sent(
+            said.get("x-amz-checksum-crc32c", ""), said.get("etag", "").strip('"'), num_bytes(views)
+        )
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
         """The error for bytes that are not the ones that have this CRC32C; to be tried again."""
@@ -355,14 +358,19 @@ class S3Bucket:
                 raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
-        """Begins an upload; returns its id."""
-        upload_id = await self._create_upload(key)
-        if self.client.checks_sha256 is None and not self.client.checks_crc32c:
-            # Not beside the upload: some servers delete its folder with the object that is tried.
-            await self.abort_upload(key, upload_id)
-            await self._checks_sha256("writer")
-            upload_id = await self._create_upload(key)
-        return upload_id
+        """Begins an upload, the first one alone to learn what the server checks; returns its id."""
+        client = self.client
+        if not client.knows_checks():
+            async with client.beginning:
+                if not client.knows_checks():
+                    upload_id = await self._create_upload(key)
+                    if client.knows_checks():
+                        return upload_id
+                    # Not beside uploads: some servers delete their folder with the object that
+                    # is tried.
+                    await self.abort_upload(key, upload_id)
+                    await self._checks_sha256("writer")
+        return await self._create_upload(key)
 
     async def _create_upload(self, key: str) -> str:
         """Begins an upload, and learns whether the server knows the checksums of parts."""
@@ -399,12 +407,17 @@ class S3Bucket:
         self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Makes an object of these parts, which the completion names by their ETags."""
+        names = {"PartNumber", "ETag"}
+        if self.client.checks_crc32c is not False:
+            names.add("ChecksumCRC32C")
         return await self.call(
             op,
             key,
             "complete_multipart_upload",
             UploadId=upload_id,
-            MultipartUpload={"Parts": [_named(part) for part in parts]},
+            MultipartUpload={
+                "Parts": [{name: part[name] for name in names & part.keys()} for part in parts]
+            },
         )
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
@@ -459,7 +472,7 @@ class S3Bucket:
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        sent = Sent(crc32c_text(crc32c), etag(copied))
+        sent = Sent(crc32c_text(crc32c), etag(copied), num_bytes(views))
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
         found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
@@ -501,10 +514,6 @@ def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[
 def etag(part: Mapping[str, Any]) -> str:
     """Some servers quote it everywhere, some in some answers only."""
     return str(part.get("ETag", "")).strip('"')
-
-
-def _named(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
 
 
 _HEADERS = {

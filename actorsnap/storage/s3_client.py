@@ -189,6 +189,7 @@ class S3Client:
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         copies_parts: Whether it copies from objects into uploads; None until it was tried.
         probing: Held while such things are found out.
+        beginning: Held by the first upload, until it is known what the server checks.
     """
 
     def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
@@ -199,12 +200,19 @@ class S3Client:
         self.has_conditional_put = options.has_conditional_put
         self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
+        self.beginning = anyio.Lock()
         self._run_waiting = run_waiting
         self._opening = anyio.Lock()
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
+        # Reading the trusted authorities takes longer than a round trip: once is enough.
+        self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
+
+    def knows_checks(self) -> bool:
+        """Whether it is known how what is sent has to be secured."""
+        return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
         """Gives the client back. The last user closes the connections; credentials are kept."""
@@ -341,18 +349,20 @@ class S3Client:
         proxies = options.proxies
         if proxies is None:
             proxies = get_environ_proxies(endpoint_url)
-        verify = options.ca_bundle or session.get_config_variable("ca_bundle") or True
-        try:
-            context = ssl.create_default_context(cafile=get_cert_path(verify))
-        except OSError as error:
-            raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
+        scheme = urlsplit(endpoint_url).scheme
+        if scheme == "https" and self._ssl_context is None:
+            verify = options.ca_bundle or session.get_config_variable("ca_bundle") or True
+            try:
+                self._ssl_context = ssl.create_default_context(cafile=get_cert_path(verify))
+            except OSError as error:
+                raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
         return Wire(
             self._run_waiting,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
-            ssl_context=context,
-            proxy=proxies.get(urlsplit(endpoint_url).scheme),
+            ssl_context=self._ssl_context,
+            proxy=proxies.get(scheme),
         )
 
     async def _send_control(

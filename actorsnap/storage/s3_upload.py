@@ -7,6 +7,7 @@ a storage, headers, checks that servers make (``s3_bucket``). ``s3`` has the rul
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from actorsnap.storage.s3_client import crc32c_text
 from actorsnap.storage.vectored import between, num_bytes
 
 __all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
+
+logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -167,11 +170,7 @@ class PartWriter(_Writer):
     async def complete(self) -> None:
         """Makes the object of its parts. Repeatable: an answer may have been lost."""
         try:
-            parts = await self._parts()
-            self._may_be_complete = True
-            answer = await self._bucket.complete_upload(
-                "complete", self.key, self._upload.id, parts
-            )
+            parts, answer = await self._complete()
         except StorageError as error:
             # Some servers call an upload that is gone an object that is not there.
             is_gone = isinstance(error, ObjectNotFound) or code(error) == "NoSuchUpload"
@@ -184,6 +183,25 @@ class PartWriter(_Writer):
             if reported is not None and reported not in _whole(parts):
                 raise self._failed("complete", "the whole object has another CRC32C than its parts")
         self._has_ended = True
+
+    async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+        """The parts of the object, and the answer to its completion."""
+        parts = self._own_parts()
+        if parts:
+            self._may_be_complete = True
+            try:
+                return parts, await self._complete_of(parts)
+            except StorageError as error:
+                if code(error) != "InvalidPart":
+                    raise
+                # It has not what it answered to have, or its answer was changed on the way.
+                logger.debug("%s: %s; what has it?", self._bucket.url, error)
+        parts = await self._parts()
+        self._may_be_complete = True
+        return parts, await self._complete_of(parts)
+
+    async def _complete_of(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
 
     async def abort(self) -> None:
         """Ends the upload. Requests under way may leave parts, which are garbage."""
@@ -235,6 +253,22 @@ class PartWriter(_Writer):
         if crc32c not in (None, whole):
             raise self._bucket.changed("write_at", self.key, "what is to be sent")
         return checksums
+
+    def _own_parts(self) -> Sequence[dict[str, Any]]:
+        """All parts, as the server would list them, if they are all of this writer; else none."""
+        own = sorted(self._sent.items())
+        parts = [
+            {
+                "PartNumber": number,
+                "ETag": f'"{sent.etag}"',
+                "ChecksumCRC32C": sent.crc32c,
+                "Size": sent.size,
+            }
+            for number, sent in own
+            if sent.etag
+        ]
+        is_whole = sum(part["Size"] for part in leading(parts)) == self.size
+        return parts if is_whole else ()
 
     async def _parts(self) -> Sequence[dict[str, Any]]:
         """What the server has, of all writers.

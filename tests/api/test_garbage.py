@@ -256,9 +256,10 @@ class _Reaper(Wrapper):
         return await self.inner.stat(key)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> Any:
+        writer = await self.inner.writer(key, size, older=older)
         if "=small" in key:
             await self._reap("writer", key)
-        return await self.inner.writer(key, size, older=older)
+        return writer
 
     def list(self, prefix: str) -> AsyncIterator[Any]:
         return self.inner.list(prefix)

@@ -7,11 +7,13 @@ import hashlib
 import logging
 import pickle
 import re
+import ssl
 import urllib.request
 from collections.abc import Callable
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import anyio
 import msgspec
 import pytest
 import torch
@@ -34,7 +36,7 @@ from actorsnap.storage.s3 import S3Storage
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
-from actorsnap.testing.proxy import FaultProxy, FlipBit, TlsFiles, Way
+from actorsnap.testing.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 from tests.conftest import LeakCheck
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
@@ -234,6 +236,65 @@ async def test_a_lost_part_is_found(options: dict[str, Any], bucket: str) -> Non
     await storage.aclose()
 
 
+@bounded(120)
+async def test_who_wrote_all_parts_names_them(ceph: CephServer) -> None:
+    """What the server says of a part need not be asked for again, unless it does not agree."""
+    data = memoryview(pattern(20 * _MIB))
+
+    async def save(storage: S3Storage, *others: tuple[int, int]) -> None:
+        """Writes from 0 to 15 MiB, and ``others`` through a writer that joins."""
+        writer = await storage.writer("key", len(data))
+        joined = await storage.join_writer(writer.token)
+        for to, start, stop in ((writer, 0, 15), *((joined, *each) for each in others)):
+            await to.write_at(start * _MIB, [data[start * _MIB : stop * _MIB]])
+        if not others:
+            await writer.write_at(15 * _MIB, [data[15 * _MIB :]])
+        await writer.complete()
+
+    with FaultProxy(ceph.endpoint) as proxy:
+        storage = bare(ceph.url(ceph.make_bucket()), ceph.storage_options(proxy))
+
+        def ending() -> list[str]:
+            """The methods of requests about a whole upload: GET lists it, POST completes it."""
+            asked = proxy.exchanges()
+            proxy.forget()
+            about = [each.method for each in asked if "?uploadId=" in each.target]
+            return [method for method in about if method != "DELETE"]
+
+        await save(storage)
+        assert ending() == ["POST"]
+        await save(storage, (15, 20))
+        assert ending() == ["GET", "POST"]
+        with proxy.fault(SetHeader(name="ETag", value='"harmed"'), pattern="partNumber=2"):
+            await save(storage)
+        assert ending() == ["POST", "GET", "POST"]
+        assert await storage.get("key") == data
+        with (
+            proxy.fault(Drop(), method="PUT", pattern="partNumber=2"),
+            pytest.raises(StorageError, match="15728640 of 20971520 bytes were written"),
+        ):
+            await save(storage)
+        await storage.aclose()
+
+
+@bounded(120)
+async def test_uploads_that_begin_together_learn_what_is_checked_once(
+    rclone: RcloneServer,
+) -> None:
+    with FaultProxy(rclone.endpoint) as proxy:
+        storage = bare(rclone.url(rclone.make_bucket()), rclone.storage_options(proxy))
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(storage.writer, f"key{number}", 6 * _MIB)
+        asked = [(each.method, each.target.partition("?")[2]) for each in proxy.exchanges()]
+        probe = [".probe" in each.target for each in proxy.exchanges()].index(True)
+        begun = [n for n, each in enumerate(asked) if each == ("POST", "uploads")]
+        # The first one was ended before; and all others began behind.
+        assert [n < probe for n in begun] == [True, False, False, False, False]
+        assert sum(".probe" in each.target for each in proxy.exchanges()) == 1
+        await storage.aclose()
+
+
 @bounded(60)
 async def test_complete_may_be_repeated(options: dict[str, Any], bucket: str) -> None:
     storage = bare(f"s3://{bucket}", options)
@@ -323,6 +384,28 @@ async def test_storages_share_a_client(
     await two.aclose()
     await other.aclose()
     assert client.num_users == 0
+
+
+@bounded(60)
+async def test_trusted_authorities_are_read_once(
+    moto: MotoServer, bucket: str, tls_files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than a round trip, and nobody needs them without TLS."""
+    num_read = 0
+    create = ssl.create_default_context
+
+    def counted(**how: Any) -> ssl.SSLContext:
+        nonlocal num_read
+        num_read += 1
+        return create(**how)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    with FaultProxy(moto.endpoint) as plain, FaultProxy(moto.endpoint, tls=tls_files) as secure:
+        for proxy, expected in ((plain, 0), (secure, 1), (secure, 1)):
+            storage = bare(f"s3://{bucket}", moto.storage_options(proxy))
+            await storage.put("key", [memoryview(b"x")])
+            await storage.aclose()
+            assert num_read == expected
 
 
 def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
