@@ -35,6 +35,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSRequest
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    InvalidRegionError,
     NoCredentialsError,
     ParamValidationError,
     ProfileNotFound,
@@ -529,8 +530,12 @@ def _unanswered(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
         remedy = "" if error.is_retryable else "; look at endpoint_url, proxies and ca_bundle"
         return StorageError, f"{error.detail}{remedy}", {"retryable": error.is_retryable}
-    if isinstance(error, ParamValidationError | ProfileNotFound):
-        return StorageError, str(error), {}
+    if isinstance(error, InvalidRegionError | ParamValidationError | ProfileNotFound):
+        return (
+            StorageError,
+            f"{str(error).rstrip('.')}; correct the storage option or the configuration",
+            {},
+        )
     assert isinstance(error, BotoCoreError)
     # No more of its message than the kind: some quote what a credential helper has printed.
     return (

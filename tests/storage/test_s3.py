@@ -176,10 +176,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
     assert not any(secret in str(raised.value) for secret in _SECRETS)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///key", "s3://bucket/a//b", "s3://bucket/../x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///key",
+        "s3://bucket/a//b",
+        "s3://bucket/../x",
+        "s3://a bucket/x",
+        f"s3://{_SECRETS[0]}:{_SECRETS[1]}@bucket/x",
+    ],
+)
 def test_wrong_urls_are_refused(url: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as raised:
         opened(url, {})
+    assert not any(secret in str(raised.value) for secret in _SECRETS)
 
 
 def test_options_hide_what_is_secret() -> None:
@@ -461,6 +472,15 @@ async def test_a_silent_endpoint_is_given_up() -> None:
                 await call
             assert raised.value.retryable
         await storage.aclose()
+
+
+@bounded(30)
+async def test_a_region_that_cannot_be_one() -> None:
+    storage = bare("s3://bucket", {"region": "a region", **_KEYS})
+    with pytest.raises(StorageError, match="region .* correct the storage option") as raised:
+        await storage.stat("key")
+    assert type(raised.value) is StorageError
+    await storage.aclose()
 
 
 @pytest.fixture
