@@ -528,8 +528,12 @@ _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 def _unanswered(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
-        remedy = "" if error.is_retryable else "; look at endpoint_url, proxies and ca_bundle"
-        return StorageError, f"{error.detail}{remedy}", {"retryable": error.is_retryable}
+        remedy = (
+            "raise the timeouts in storage_options if the server is that slow"
+            if error.is_timeout
+            else "look at the server, endpoint_url, proxies and ca_bundle"
+        )
+        return StorageError, f"{error.detail}; {remedy}", {"retryable": error.is_retryable}
     if isinstance(error, InvalidRegionError | ParamValidationError | ProfileNotFound):
         return (
             StorageError,
