@@ -314,6 +314,20 @@ async def test_unfinished_uploads_are_found_and_removed(
     await storage.aclose()
 
 
+@bounded(60)
+async def test_an_object_is_deleted_with_unfinished_uploads_to_it(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}/place", options)
+    for key in ("attempt/one", "attempt/two", "attempt/other"):
+        await storage.writer(key, 6 * _MIB)
+    await storage.delete(["attempt/one", "attempt/two"])
+    uploads = await storage.bucket.client.call("list_multipart_uploads", Bucket=bucket)
+    assert [upload["Key"] for upload in uploads["Uploads"]] == ["place/attempt/other"]
+    await storage.delete_folder("attempt")
+    await storage.aclose()
+
+
 # --- the client -----------------------------------------------------------------------------------
 
 
