@@ -16,6 +16,8 @@ import asyncio
 import base64
 import functools
 import io
+import logging
+import re
 import ssl
 import weakref
 from collections.abc import Mapping, Sequence
@@ -71,6 +73,26 @@ __all__ = [
 MIB = 1 << 20
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+
+
+_SECRET = re.compile(
+    "((?:secret_?access_?key|session_?token|security-token|signature)[\"'>:=]+\\s*(?:b')?)"
+    "[A-Za-z0-9%+/=._-]+",
+    re.IGNORECASE,
+)
+
+
+class _Redacted(logging.Filter):
+    """Hides credentials in what botocore logs at DEBUG: requests, and answers that hold keys."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = _SECRET.sub(r"\1...", record.getMessage()), ()
+        return True
+
+
+for _name in ("auth", "endpoint", "parsers"):
+    for _package in ("botocore", "aiobotocore"):
+        logging.getLogger(f"{_package}.{_name}").addFilter(_Redacted())
 
 
 class S3Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -328,6 +328,21 @@ async def test_an_object_is_deleted_with_unfinished_uploads_to_it(
     await storage.aclose()
 
 
+@bounded(60)
+async def test_botocore_logs_no_secrets(moto: MotoServer, caplog: pytest.LogCaptureFixture) -> None:
+    # moto asks nobody who he is.
+    options = {**moto.storage_options(), **_KEYS}
+    with caplog.at_level(logging.DEBUG, logger="botocore"):
+        logging.getLogger("botocore.parsers").debug("<SecretAccessKey>%s</", _SECRETS[1])
+        storage = bare(f"s3://{moto.make_bucket()}", options)
+        await storage.put("key", [memoryview(b"x")])
+        await storage.list_folders()
+        await storage.aclose()
+    assert "CanonicalRequest" in caplog.text
+    assert not any(secret in caplog.text for secret in _SECRETS[1:])
+    assert not re.search("signature[:=]\\s*[0-9a-f]", caplog.text, re.IGNORECASE)
+
+
 # --- the client -----------------------------------------------------------------------------------
 
 
