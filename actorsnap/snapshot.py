@@ -56,7 +56,7 @@ class Snapshot:
 
     @property
     def path(self) -> str:
-        """The URL."""
+        """The URL, without secrets."""
         return self._source.place.url
 
     @classmethod
@@ -424,7 +424,7 @@ class PendingSnapshot:
 
     @property
     def path(self) -> str:
-        """The URL."""
+        """The URL, without secrets."""
         return self._job.url
 
     async def staged(self) -> None:

@@ -44,7 +44,7 @@ class Snapshot:
 
     @property
     def path(self) -> str:
-        """The URL."""
+        """The URL, without secrets."""
         return self._source.place.url
 
     @classmethod
@@ -205,7 +205,7 @@ class PendingSnapshot:
 
     @property
     def path(self) -> str:
-        """The URL."""
+        """The URL, without secrets."""
         return self._job.url
 
     def staged(self) -> None:

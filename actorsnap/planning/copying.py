@@ -151,7 +151,7 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         complete: Keys of objects that may be kept, if their bytes are right.
-        others: Keys to delete.
+        others: Keys to delete: also those of which only the beginning may be there, unseen.
     """
 
     complete: frozenset[str]
@@ -171,4 +171,5 @@ def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[
     complete = frozenset(
         [o.key for o in plan.objects if o.key in noted and found.get(o.key) == o.size]
     )
-    return Leftovers(complete=complete, others=tuple([key for key in found if key not in complete]))
+    keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
+    return Leftovers(complete=complete, others=tuple([key for key in keys if key not in complete]))

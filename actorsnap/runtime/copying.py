@@ -326,6 +326,8 @@ class _Copy:
                     "leftovers of the same attempt lie there, and no copy has left them. "
                     "Delete them by `actorsnap rm --garbage`, or copy to another path"
                 )
+            if not others:
+                return frozenset()
             noted: list[str] = []
             for info in others:
                 try:

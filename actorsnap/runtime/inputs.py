@@ -19,7 +19,7 @@ from actorsnap.runtime.place import (
 from actorsnap.state.stateful import (
     Stateful,
 )
-from actorsnap.storage.registry import absolute, check_url
+from actorsnap.storage.registry import absolute, check_url, without_secrets
 
 __all__ = [
     "AppState",
@@ -43,7 +43,9 @@ def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     if storage_options is not None and not isinstance(storage_options, Mapping):
         # Not what it is: there may be secrets in it.
         raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
-    return Place(url=url, at=absolute(url), storage_options=dict(storage_options or {}))
+    return Place(
+        url=without_secrets(url), at=absolute(url), storage_options=dict(storage_options or {})
+    )
 
 
 def resolve_options(options: Options | None) -> Options:

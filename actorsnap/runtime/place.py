@@ -51,12 +51,12 @@ class Place:
     """Where a snapshot lies.
 
     Attributes:
-        url: As the caller gave it.
-        at: The same, wherever the process' working folder may be by now.
+        url: As the caller gave it, without secrets: for messages.
+        at: The whole of it, wherever the process' working folder may be by now.
     """
 
     url: str
-    at: str
+    at: str = field(repr=False)
     storage_options: dict[str, Any] = field(repr=False)  # there may be secrets in it
 
 

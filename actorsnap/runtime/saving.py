@@ -48,6 +48,7 @@ from actorsnap.runtime.place import (
 from actorsnap.runtime.ranks import Team
 from actorsnap.state.capture import Captured
 from actorsnap.storage.base import Capabilities, Storage
+from actorsnap.storage.registry import without_secrets
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 from actorsnap.transport.store import StoreSave
@@ -302,9 +303,10 @@ class SaveJob:
         """The storage that the coordinator says: rank 0's options hold for all."""
         if self._storage is None:
             if command.url != self._place.at:
-                logger.warning("%s: rank 0 saves to %s: so does this rank", self.label, command.url)
+                url = without_secrets(command.url)
+                logger.warning("%s: rank 0 saves to %s: so does this rank", self.label, url)
                 self._place = Place(
-                    url=command.url, at=command.url, storage_options=self._place.storage_options
+                    url=url, at=command.url, storage_options=self._place.storage_options
                 )
             self._storage = await self._open(errands, command.attempt, fsync=command.fsync)
         return self._storage

@@ -298,7 +298,8 @@ class Storage(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects. Keys that do not exist are passed over. Folders that become empty
+        """Deletes objects, and what writers that died before they were complete left of them, where
+        a storage keeps that. Keys that do not exist are passed over. Folders that become empty
         vanish with their last object."""
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:

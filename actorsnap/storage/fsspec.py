@@ -61,6 +61,7 @@ from actorsnap.storage.base import (
     check_key,
 )
 from actorsnap.storage.many import for_each
+from actorsnap.storage.registry import without_secrets
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
@@ -113,8 +114,7 @@ class FsspecStorage(Storage):
     def __init__(
         self, url: str, implementation: type[AbstractFileSystem], context: StorageContext
     ) -> None:
-        # Without password and query, which may be a signature.
-        self.url = re.sub(r"(//[^/:@]*):[^/@]*@", r"\1@", url).partition("?")[0]
+        self.url = without_secrets(url)
         self.capabilities = Capabilities(has_joined_writers=False, has_conditional_put=False)
         self._place = url
         self._options = dict(context.options)

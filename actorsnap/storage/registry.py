@@ -33,6 +33,7 @@ __all__ = [
     "known_schemes",
     "open_storage",
     "register",
+    "without_secrets",
 ]
 
 ENTRY_POINT_GROUP = "actorsnap.storage"
@@ -50,6 +51,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 _HOME = re.compile("(fs://)?~", re.IGNORECASE)
+
+_PASSWORD = re.compile("(?<=://)([^/:@]*):[^/]*@")
 
 _registered: dict[str, StorageFactory] = {}
 _lock = threading.Lock()
@@ -133,6 +136,18 @@ def absolute(url: str) -> str:
     if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
         return url
     return f"{scheme}{os.getcwd()}/{path}"
+
+
+def without_secrets(url: str) -> str:
+    """The URL as messages may show it: without a password, and without the query of what is left
+    to fsspec, which may be a signature."""
+    match = _SCHEME.match(url)
+    if match is None:
+        return url
+    shown = _PASSWORD.sub(r"\1@", url)
+    with _lock:
+        has_query = match[1].lower() not in {*_BUILT_IN, *_registered}
+    return shown.partition("?")[0] if has_query else shown
 
 
 def check_url(url: object) -> str:

@@ -22,16 +22,17 @@ what servers cannot do (``s3_bucket``), sockets and signatures (``s3_client``, `
   dead writer left is completed for that with the parts that it has from the first byte on; whoever
   still writes to it fails. A copy counts if its CRC32C, or where the server tells none its ETag, an
   MD5, is that of the bytes at hand. Who has joined a writer copies nothing.
-- ``list_folders`` and ``delete_folder`` know unfinished uploads, too: what a dead attempt left is
-  found and removed like its objects.
+- ``list_folders``, ``delete`` and ``delete_folder`` know unfinished uploads, too: what a dead
+  attempt left is found and removed like its objects.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from os.path import commonprefix
 from typing import Any
 
 import anyio.lowlevel
@@ -216,8 +217,28 @@ class S3Storage(Storage):
                 yield info_of(self.bucket.relative(each["Key"]), each)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, 1000 per request. Cancellation: some are deleted."""
-        await self.bucket.delete([check_key(key) for key in keys])
+        """Deletes objects, 1000 per request, and uploads to them.
+
+        Cancellation: some are deleted.
+        """
+        keys = [check_key(key) for key in keys]
+        if keys:
+            await self._abort_uploads(commonprefix(keys), frozenset(keys))
+            await self.bucket.delete(keys)
+
+    async def _abort_uploads(
+        self, prefix: str, only: Collection[str] | None = None
+    ) -> Sequence[str]:
+        """Aborts unfinished uploads below ``prefix``, or of them ``only`` those to these keys.
+
+        Returns their keys.
+        """
+        aborted = []
+        async for key, upload_id in self.bucket.uploads(prefix):
+            if only is None or key in only:
+                await self.bucket.abort_upload(key, upload_id)
+                aborted.append(key)
+        return aborted
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
         """The folders of objects and of unfinished uploads."""
@@ -235,12 +256,9 @@ class S3Storage(Storage):
     async def delete_folder(self, folder: str) -> Sequence[str]:
         """Deletes all objects in ``folder`` and aborts all uploads to it; returns their keys."""
         start = f"{check_key(folder)}/"
-        keys = []
-        async for key, upload_id in self.bucket.uploads(start):
-            await self.bucket.abort_upload(key, upload_id)
-            keys.append(key)
+        keys = [*await self._abort_uploads(start)]
         keys.extend([info.key async for info in self.list(start)])
-        await self.delete(keys)
+        await self.bucket.delete(keys)
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:

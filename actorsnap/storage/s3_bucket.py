@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -45,6 +46,9 @@ __all__ = ["S3Bucket", "Sent", "code", "etag", "info_of", "truncated"]
 
 logger = logging.getLogger(__name__)
 
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+")
+"""The name of a bucket, some of which are older than Amazon's rules; or of an access point."""
+
 _MAX_DELETED = 1000
 """Keys in one request."""
 
@@ -68,7 +72,7 @@ class S3Bucket:
     All requests raise what ``s3_client.explained`` makes of a failure.
 
     Raises:
-        UsageError: the URL names no bucket.
+        UsageError: the URL names no bucket, or what cannot be one.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -76,6 +80,12 @@ class S3Bucket:
         prefix = prefix.rstrip("/")
         if not name:
             raise UsageError(f"{url!r} names no bucket: s3://bucket/prefix")
+        if not _BUCKET.fullmatch(name):
+            # Not what stands there: it may be key:secret@bucket.
+            raise UsageError(
+                "what stands between s3:// and the next slash cannot be a bucket's name; "
+                "credentials go into storage_options or the environment"
+            )
         self.url = f"s3://{name}/{prefix}".rstrip("/")
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self._name = name

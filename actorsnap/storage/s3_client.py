@@ -16,6 +16,8 @@ import asyncio
 import base64
 import functools
 import io
+import logging
+import re
 import ssl
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSRequest
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    InvalidRegionError,
     NoCredentialsError,
     ParamValidationError,
     ProfileNotFound,
@@ -70,6 +73,26 @@ __all__ = [
 MIB = 1 << 20
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+
+
+_SECRET = re.compile(
+    "((?:secret_?access_?key|session_?token|security-token|signature)[\"'>:=]+\\s*(?:b')?)"
+    "[A-Za-z0-9%+/=._-]+",
+    re.IGNORECASE,
+)
+
+
+class _Redacted(logging.Filter):
+    """Hides credentials in what botocore logs at DEBUG: requests, and answers that hold keys."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = _SECRET.sub(r"\1...", record.getMessage()), ()
+        return True
+
+
+for _name in ("auth", "endpoint", "parsers"):
+    for _package in ("botocore", "aiobotocore"):
+        logging.getLogger(f"{_package}.{_name}").addFilter(_Redacted())
 
 
 class S3Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -537,10 +560,18 @@ _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 def _unanswered(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
-        remedy = "" if error.is_retryable else "; look at endpoint_url, proxies and ca_bundle"
-        return StorageError, f"{error.detail}{remedy}", {"retryable": error.is_retryable}
-    if isinstance(error, ParamValidationError | ProfileNotFound):
-        return StorageError, str(error), {}
+        remedy = (
+            "raise the timeouts in storage_options if the server is that slow"
+            if error.is_timeout
+            else "look at the server, endpoint_url, proxies and ca_bundle"
+        )
+        return StorageError, f"{error.detail}; {remedy}", {"retryable": error.is_retryable}
+    if isinstance(error, InvalidRegionError | ParamValidationError | ProfileNotFound):
+        return (
+            StorageError,
+            f"{str(error).rstrip('.')}; correct the storage option or the configuration",
+            {},
+        )
     assert isinstance(error, BotoCoreError)
     # No more of its message than the kind: some quote what a credential helper has printed.
     return (

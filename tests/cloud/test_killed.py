@@ -7,11 +7,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from actorsnap.cli import app
+from actorsnap.sync import Snapshot
 from tests.api.places import leftovers, number_at
 from tests.api.zygote import Zygote
 from tests.cloud.places import uploads_of
@@ -66,3 +68,18 @@ def test_killed_at_an_operation_of_a_save_that_replaces(
     commit = 1 if when == "before" else 2
     assert found == [1] * (len(found) - 3) + [commit, 2, 2]
     assert num_uploads >= 2
+
+
+def test_a_copy_that_was_killed_leaves_no_uploads_behind_the_next(
+    zygote: Zygote, ceph: CephServer, bucket: str, tmp_path: Path
+) -> None:
+    source, to = str(tmp_path / "source"), ceph.url(bucket, "run")
+    assert zygote.call("save", url=source, number=1).result() == ""
+    at = 0
+    while not uploads_of(ceph, bucket):
+        at += 1
+        ending = zygote.call("copy_and_die_at_operation", source=source, to=to, at=at, when="after")
+        assert ending.was_killed
+    Snapshot(source).copy_to(to)
+    assert asyncio.run(number_at(to)) == 1
+    assert uploads_of(ceph, bucket) == []

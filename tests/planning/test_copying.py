@@ -112,7 +112,7 @@ def test_only_what_was_noted_as_complete_is_kept() -> None:
     found = {"a": 8, "b": 8, "c": 7, "other": 8}
     leftovers = sort_leftovers(CopyPlan(data=data, manifests=()), found, ["a", "c", "d", "other"])
     assert leftovers.complete == {"a"}
-    assert leftovers.others == ("b", "c", "other")
+    assert leftovers.others == ("b", "c", "other", "d")
 
 
 def test_holes_are_found_over_all_ranks() -> None:

@@ -236,6 +236,14 @@ async def test_secrets_are_not_shown(asyncmemory: str) -> None:
     await storage.aclose()
 
 
+def test_handles_do_not_show_secrets() -> None:
+    for url in (f"sftp://user:{SECRET}@host/run", f"https://host/run?sig={SECRET}"):
+        snapshot = sync.Snapshot(url)
+        shown = f"{snapshot!r} {snapshot.path} {snapshot._source.place!r}"
+        assert "host/run" in shown
+        assert SECRET not in shown
+
+
 @pytest.fixture
 def http(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A server of the files of a folder: asynchronous, without ranges, and nobody may write."""

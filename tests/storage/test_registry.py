@@ -17,6 +17,7 @@ from actorsnap.storage import Storage, StorageContext, known_schemes, open_stora
 from actorsnap.storage import registry as registry_module
 from actorsnap.storage.fs import FsStorage
 from actorsnap.storage.memory import MemoryStorage
+from actorsnap.storage.registry import without_secrets
 from actorsnap.testing import run_blocking_in_thread
 
 CONTEXT = StorageContext(run_blocking=run_blocking_in_thread)
@@ -265,3 +266,18 @@ def test_a_loop_may_open_what_is_ready(
     unfinished = ModuleType("actorsnap.storage.memory")
     monkeypatch.setitem(sys.modules, unfinished.__name__, unfinished)
     assert not registry_module.is_ready("memory://name")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sftp://user:p@s:s@host:22/a", "sftp://user@host:22/a"),
+        ("https://host/a?sig=secret", "https://host/a"),
+        ("s3://key:secret@bucket/a", "s3://key@bucket/a"),
+        ("s3://bucket/a?b", "s3://bucket/a?b"),
+        ("http://host:80/a:b@c", "http://host:80/a:b@c"),
+        ("a?b:c@d", "a?b:c@d"),
+    ],
+)
+def test_secrets_in_urls_are_not_shown(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown

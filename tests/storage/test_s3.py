@@ -178,10 +178,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
     assert not any(secret in str(raised.value) for secret in _SECRETS)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///key", "s3://bucket/a//b", "s3://bucket/../x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///key",
+        "s3://bucket/a//b",
+        "s3://bucket/../x",
+        "s3://a bucket/x",
+        f"s3://{_SECRETS[0]}:{_SECRETS[1]}@bucket/x",
+    ],
+)
 def test_wrong_urls_are_refused(url: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as raised:
         opened(url, {})
+    assert not any(secret in str(raised.value) for secret in _SECRETS)
 
 
 def test_options_hide_what_is_secret() -> None:
@@ -364,6 +375,35 @@ async def test_unfinished_uploads_are_found_and_removed(
     await storage.aclose()
 
 
+@bounded(60)
+async def test_an_object_is_deleted_with_unfinished_uploads_to_it(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}/place", options)
+    for key in ("attempt/one", "attempt/two", "attempt/other"):
+        await storage.writer(key, 6 * _MIB)
+    await storage.delete(["attempt/one", "attempt/two"])
+    uploads = await storage.bucket.client.call("list_multipart_uploads", Bucket=bucket)
+    assert [upload["Key"] for upload in uploads["Uploads"]] == ["place/attempt/other"]
+    await storage.delete_folder("attempt")
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_botocore_logs_no_secrets(moto: MotoServer, caplog: pytest.LogCaptureFixture) -> None:
+    # moto asks nobody who he is.
+    options = {**moto.storage_options(), **_KEYS}
+    with caplog.at_level(logging.DEBUG, logger="botocore"):
+        logging.getLogger("botocore.parsers").debug("<SecretAccessKey>%s</", _SECRETS[1])
+        storage = bare(f"s3://{moto.make_bucket()}", options)
+        await storage.put("key", [memoryview(b"x")])
+        await storage.list_folders()
+        await storage.aclose()
+    assert "CanonicalRequest" in caplog.text
+    assert not any(secret in caplog.text for secret in _SECRETS[1:])
+    assert not re.search("signature[:=]\\s*[0-9a-f]", caplog.text, re.IGNORECASE)
+
+
 # --- the client -----------------------------------------------------------------------------------
 
 
@@ -522,13 +562,16 @@ async def test_errors_name_the_bucket_and_the_remedy(
         assert not any(secret in shown for secret in _SECRETS)
 
 
+_CONNECT = "'bucket': cannot connect to 127.0.0.1.*; look at .* endpoint_url"
+
+
 @bounded(30)
 async def test_an_endpoint_that_is_not_there() -> None:
     with serving(lambda peer: None) as server:
         pass
     storage = bare("s3://bucket", {"endpoint_url": server.url, **_KEYS})
     for call in (storage.put("key", []), storage.list_folders()):
-        with pytest.raises(StorageError, match="'bucket': cannot connect to 127.0.0.1") as raised:
+        with pytest.raises(StorageError, match=_CONNECT) as raised:
             await call
         assert raised.value.retryable
     await storage.aclose()
@@ -540,10 +583,21 @@ async def test_a_silent_endpoint_is_given_up() -> None:
         options = {"endpoint_url": server.url, "stall_timeout_s": 0.2, **_KEYS}
         storage = bare("s3://bucket", options)
         for call in (storage.put("key", []), storage.list_folders()):
-            with pytest.raises(StorageError, match="silent for 0.2 s") as raised:
+            with pytest.raises(
+                StorageError, match=r"silent for 0.2 s; raise .* storage_options"
+            ) as raised:
                 await call
             assert raised.value.retryable
         await storage.aclose()
+
+
+@bounded(30)
+async def test_a_region_that_cannot_be_one() -> None:
+    storage = bare("s3://bucket", {"region": "a region", **_KEYS})
+    with pytest.raises(StorageError, match="region_name.*; correct the storage option") as raised:
+        await storage.stat("key")
+    assert type(raised.value) is StorageError
+    await storage.aclose()
 
 
 @pytest.fixture
