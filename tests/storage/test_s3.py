@@ -91,6 +91,7 @@ class TestCeph(OnServer):
         return ceph
 
 
+@pytest.mark.slow
 class TestMoto(OnServer):
     num_many = 50
 
@@ -102,6 +103,7 @@ class TestMoto(OnServer):
         return moto
 
 
+@pytest.mark.slow
 class TestRclone(OnServer):
     num_many = 50
     options: ClassVar[dict[str, Any]] = {"has_conditional_put": False}
