@@ -29,7 +29,9 @@ from actorsnap.errors import (
     Throttled,
     UsageError,
 )
+from actorsnap.format.checksum import crc32c
 from actorsnap.storage import Storage, StorageContext
+from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.gs import open_gs
 from actorsnap.storage.gs_client import GsOptions
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
@@ -205,6 +207,120 @@ async def test_completing_again_after_a_lost_answer(
         await writer.complete()
     assert await storage.get("key") == data
     assert await keys_in(storage) == ["key"]
+    await storage.aclose()
+
+
+# --- older objects ------------------------------------------------------------------------------
+
+
+async def left(storage: Storage, data: bytes, *, key: str = "older/key") -> None:
+    """What a writer that died before it could complete has left: MiB for MiB."""
+    writer = await storage.writer(key, len(data))
+    for offset in range(0, len(data), MIB):
+        await writer.write_at(offset, [memoryview(data)[offset : offset + MIB]])
+
+
+async def reused(writer: ObjectWriter, data: bytes, at: int, *, num: int = MIB) -> bool:
+    view = memoryview(data)[at : at + num]
+    return await writer.reuse(at, [view], crc32c(view))
+
+
+@bounded(60)
+async def test_older_components_are_copied_by_one_request_each(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options(through=proxy))
+    data = pattern(3 * MIB)
+    await left(storage, data[: 2 * MIB])
+    proxy.forget()
+    writer = await storage.writer("newer/key", len(data), older=["older/key"])
+    joined = await storage.join_writer(writer.token)
+    assert await reused(writer, data, 0)
+    assert await reused(joined, data, MIB)
+    assert not await reused(writer, data, 2 * MIB)
+    asked = [exchange.target for exchange in proxy.exchanges()]
+    assert ["/rewriteTo/" in target for target in asked] == [False, False, True, True]
+    # It depends on them no more.
+    await storage.delete_folder("older")
+    await writer.write_at(2 * MIB, [memoryview(data)[2 * MIB :]])
+    await writer.complete()
+    assert await storage.get("newer/key") == data
+    assert await keys_in(storage) == ["newer/key"]
+    await storage.aclose()
+
+
+@pytest.mark.parametrize("size", [MIB // 2, 3 * MIB])
+@bounded(60)
+async def test_an_older_object_of_one_write_is_copied(
+    fake_gcs: FakeGcsServer, bucket: str, size: int
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    data = pattern(size)
+    await storage.put("older/key", [memoryview(data)])
+    writer = await storage.writer("newer/key", size, older=["older/key"])
+    assert await reused(writer, data, 0, num=size)
+    await writer.complete()
+    assert await storage.get("newer/key") == data
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_what_vanishes_or_changes_while_it_is_copied_is_sent(
+    fake_gcs: FakeGcsServer, bucket: str
+) -> None:
+    """By a collector, and by a writer that is not dead."""
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    data = pattern(3 * MIB)
+    await left(storage, data)
+    writer = await storage.writer("newer/key", len(data), older=["older/key"])
+    first, second, _ = sorted(await keys_in(storage))
+    await storage.delete([first])
+    await storage.put(second, [memoryview(bytes(MIB))])
+    for n, is_there in enumerate((False, False, True)):
+        assert await reused(writer, data, n * MIB) is is_there
+        if not is_there:
+            await writer.write_at(n * MIB, [memoryview(data)[n * MIB : (n + 1) * MIB]])
+    await writer.complete()
+    assert await storage.get("newer/key") == data
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_a_bit_that_flipped_in_an_older_component(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    """A server that does not look stores it, and the writer dies before it has deleted that."""
+    options = {**fake_gcs.storage_options(through=proxy), "max_attempts": 1}
+    storage = opened(fake_gcs.url(bucket), options)
+    data = pattern(2 * MIB)
+    with (
+        proxy.fault(FlipBit(way=Way.UP, at_byte=UP), pattern="/upload/", times=1),
+        proxy.fault(Reset(way=Way.UP), pattern="/batch/", times=1),
+        pytest.raises(StorageError),
+    ):
+        await left(storage, data)
+    assert len(await keys_in(storage)) == 1
+    writer = await storage.writer("newer/key", len(data), older=["older/key"])
+    assert not await reused(writer, data, 0)
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_older_objects_that_may_not_be_listed_are_sent(
+    fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
+) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options(through=proxy))
+    data = pattern(2 * MIB)
+    await left(storage, data)
+    with proxy.fault(Answer(status=403), method="GET", times=1):
+        writer = await storage.writer("newer/key", len(data), older=["older/key"])
+    assert not await reused(writer, data, 0)
+    writer = await storage.writer("newer/key", len(data), older=["older/key"])
+    with proxy.fault(Answer(status=403), pattern="rewriteTo", times=1):
+        assert not await reused(writer, data, 0)
+    with proxy.fault(Answer(status=503), pattern="rewriteTo", times=1):
+        assert await reused(writer, data, 0)
+    await writer.abort()
     await storage.aclose()
 
 
