@@ -78,6 +78,7 @@ from actorsnap.state.capture import Captured, Leaf
 from actorsnap.state.tensors import ByteSource, MemorySource, PartSource
 from actorsnap.state.tree import part_path
 from actorsnap.storage.base import ObjectWriter, Storage
+from actorsnap.storage.many import for_each
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
 __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
@@ -87,6 +88,8 @@ logger = logging.getLogger(__name__)
 _RELEASED = MemorySource(0, 0, None)
 _LOOK_S = 10.0
 """Bound of the look whether a commit is visible, when nobody can tell any more."""
+
+_MAX_OPENING = 16
 
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
@@ -468,22 +471,27 @@ class ParticipantActor:
 
     async def _open_writers(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         """Lets uploaders begin when there is something to write to, and staging permits."""
-        tokens: list[Token] = []
-        for number, plan in enumerate(self._objects):
-            if plan.opens:
-                name = plan.key.removeprefix(f"{self._attempt}/")
-                older = [f"{attempt}/{name}" for attempt in self._resumed]
-                writer = await self._storage.writer(plan.key, plan.size, older=older)
-                self._writers[number] = writer
-                self._opened[number].set()
-                if plan.is_shared:
-                    tokens.append(Token.of(self._attempt, plan.key, writer.token))
+        opens = [number for number, plan in enumerate(self._objects) if plan.opens]
+        # Each may cost a request, and who joins waits for the last one.
+        await for_each(self._open_writer, opens, at_once=_MAX_OPENING)
+        tokens = [
+            Token.of(self._attempt, self._objects[number].key, self._writers[number].token)
+            for number in opens
+            if self._objects[number].is_shared
+        ]
         if tokens:
             await self._post(ObjectsOpened(tuple(tokens)))
         await may_store.wait()
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)
         begin.set()
+
+    async def _open_writer(self, number: int) -> None:
+        plan = self._objects[number]
+        name = plan.key.removeprefix(f"{self._attempt}/")
+        older = [f"{attempt}/{name}" for attempt in self._resumed]
+        self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
+        self._opened[number].set()
 
     async def _join(self, tokens: Sequence[Token]) -> None:
         for key, token in [each.opened(self._attempt) for each in tokens]:
