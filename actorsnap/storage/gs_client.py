@@ -199,7 +199,7 @@ class GsClient:
         """
         views = flat(views)
         boundary = secrets.token_hex(16)
-        metadata = {"name": name, "crc32c": _encoded(crc)}
+        metadata = {"crc32c": _encoded(crc)}
         if storage_class is not None:
             metadata["storageClass"] = storage_class
         head = (
@@ -209,7 +209,8 @@ class GsClient:
         )
         tail = f"\r\n--{boundary}--\r\n"
         body = [memoryview(head.encode()), *views, memoryview(tail.encode())]
-        params = {"uploadType": "multipart", "fields": _FIELDS, **self._write_params()}
+        params = {"uploadType": "multipart", "name": name, "fields": _FIELDS}
+        params |= self._write_params()
         if if_absent:
             params |= _IF_ABSENT
         self._object_url(op, key, name)  # refuses what is no name
