@@ -22,7 +22,7 @@ def _no_secrets_in_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         assert_no_secret(f"{record.getMessage()} {error!r}")
 
 
-@pytest.fixture(params=["ceph", "fake_gcs"])
+@pytest.fixture(scope="module", params=["ceph", "fake_gcs"])
 def store(request: pytest.FixtureRequest) -> Store:
     """Each protocol that we speak, on one server."""
     found = request.getfixturevalue(request.param)
