@@ -210,6 +210,43 @@ async def test_completing_again_after_a_lost_answer(
     await storage.aclose()
 
 
+@bounded(60)
+async def test_a_component_that_the_server_loses(fake_gcs: FakeGcsServer, bucket: str) -> None:
+    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    writer = await storage.writer("key", 2 * MIB)
+    for offset in (0, MIB):
+        await writer.write_at(offset, [memoryview(pattern(MIB))])
+    await storage.delete([(await keys_in(storage))[1]])
+    with pytest.raises(StorageError, match="complete of 'key'"):
+        await writer.complete()
+    await writer.abort()
+    assert await keys_in(storage) == []
+    await storage.aclose()
+
+
+@bounded(60)
+async def test_transfers_wait_where_there_is_room_for_many(
+    fake_gcs: FakeGcsServer, bucket: str
+) -> None:
+    num_waiting = 0
+
+    async def run_waiting(fn: Any, /, *args: Any) -> Any:
+        nonlocal num_waiting
+        num_waiting += 1
+        return await run_blocking_in_thread(fn, *args)
+
+    context = StorageContext(
+        run_blocking=run_blocking_in_thread,
+        run_waiting=run_waiting,
+        options=fake_gcs.storage_options(),
+    )
+    storage = open_gs(fake_gcs.url(bucket), context)
+    await storage.put("key", [memoryview(b"x")])
+    await storage.read_into("key", 0, [memoryview(bytearray(1))])
+    assert num_waiting == 2
+    await storage.aclose()
+
+
 # --- older objects ------------------------------------------------------------------------------
 
 
@@ -547,6 +584,9 @@ class _Google(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path.startswith("/batch"):
+            self._answer_batch(body.decode())
+            return
         if self.path.startswith("/upload"):
             # As the real service says it; fake-gcs-server stores what arrives.
             message = 'Provided CRC32C "AAAAAA==" doesn\'t match calculated CRC32C "AAAAAB==".'
@@ -571,10 +611,24 @@ class _Google(BaseHTTPRequestHandler):
         }
         self._answer(200, found)
 
+    def _answer_batch(self, body: str) -> None:
+        """Deletes objects; answers in another order, and of each with the status in its name."""
+        asked = re.findall(r"Content-ID: <(\d+)>\r\n\r\nDELETE \S+%2F(\d+) HTTP", body)
+        parts = [
+            "--answer\r\nContent-Type: application/http\r\n"
+            f"Content-ID: <response-{number}>\r\n\r\nHTTP/1.1 {status} As said\r\n"
+            'Content-Type: application/json\r\n\r\n{"error": {"message": "Said so"}}\r\n'
+            for number, status in reversed(asked)
+        ]
+        data = ("".join(parts) + "--answer--").encode()
+        self._send(200, "multipart/mixed; boundary=answer", data)
+
     def _answer(self, status: int, content: object) -> None:
-        data = json.dumps(content).encode()
+        self._send(status, "application/json", json.dumps(content).encode())
+
+    def _send(self, status: int, content_type: str, data: bytes) -> None:
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        self.send_header("content-type", content_type)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -682,6 +736,25 @@ async def test_bytes_that_the_service_finds_damaged_are_sent_again(
     with pytest.raises(StorageError, match="match calculated CRC32C"):
         await storage.put("key", [memoryview(b"x")])
     assert handler.num_refused == 3
+    await storage.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(204, None), (404, None), (403, AccessDenied), (503, Throttled)]
+)
+@bounded(30)
+async def test_deletions_of_which_one_fails(
+    google: tuple[str, type[_Google]], status: int, kind: type[StorageError] | None
+) -> None:
+    url, _ = google
+    storage = opened("gs://bucket", {"endpoint_url": url, "anonymous": True, "max_attempts": 1})
+    keys = [f"{n}/204" for n in range(250)] + [f"that/{status}"]
+    if kind is None:
+        await storage.delete(keys)
+    else:
+        with pytest.raises(kind, match="Said so") as raised:
+            await storage.delete(keys)
+        assert raised.value.key == f"that/{status}"
     await storage.aclose()
 
 
