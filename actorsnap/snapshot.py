@@ -100,9 +100,9 @@ class Snapshot:
             overwrite: Replace a snapshot that is committed at ``path``. It stays valid until
                 the new one is committed.
             resume: Send only what a save to ``path`` whose processes have died has not stored
-                yet, where the storage can tell and copy by itself (``s3://``). You say by it that
-                no job saves there any more: attempts of other hosts count as dead, and fail if
-                they are not. Bytes are compared by checksums, so any state may be saved.
+                yet, where the storage can tell and copy by itself (``s3://``, ``gs://``). You say
+                by it that no job saves there any more: attempts of other hosts count as dead, and
+                may fail if they are not. Checksums are compared, so any state may be saved.
             metadata: Any JSON object; comes back as ``Snapshot.metadata``.
             storage_options: For the backend.
             options: See ``Options``.

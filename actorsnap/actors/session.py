@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -78,6 +78,7 @@ from actorsnap.state.capture import Captured, Leaf
 from actorsnap.state.tensors import ByteSource, MemorySource, PartSource
 from actorsnap.state.tree import part_path
 from actorsnap.storage.base import ObjectWriter, Storage
+from actorsnap.storage.many import for_each
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
 __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
@@ -85,11 +86,10 @@ __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
 logger = logging.getLogger(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
-_NUM_OPENERS = 16
-"""So many objects are opened at a time: each is a round trip or two on a network."""
-
 _LOOK_S = 10.0
 """Bound of the look whether a commit is visible, when nobody can tell any more."""
+
+_MAX_OPENING = 16
 
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
@@ -469,26 +469,16 @@ class ParticipantActor:
             await self._post(StagingEnded())
 
     async def _open_writers(self) -> None:
-        numbers = [number for number, plan in enumerate(self._objects) if plan.opens]
-        async with anyio.create_task_group() as tasks:
-            unopened = iter(numbers)  # shared
-            for _ in range(min(_NUM_OPENERS, len(numbers))):
-                tasks.start_soon(self._open_next, unopened)
-        shared = [number for number in numbers if self._objects[number].is_shared]
-        if shared:
-            tokens = [
-                Token.of(self._attempt, self._objects[number].key, self._writers[number].token)
-                for number in shared
-            ]
+        opens = [number for number, plan in enumerate(self._objects) if plan.opens]
+        # Each may cost a request, and who joins waits for the last one.
+        await for_each(opens, self._open_writer, at_once=_MAX_OPENING)
+        tokens = [
+            Token.of(self._attempt, self._objects[number].key, self._writers[number].token)
+            for number in opens
+            if self._objects[number].is_shared
+        ]
+        if tokens:
             await self._post(ObjectsOpened(tuple(tokens)))
-
-    async def _open_next(self, unopened: Iterator[int]) -> None:
-        for number in unopened:
-            plan = self._objects[number]
-            name = plan.key.removeprefix(f"{self._attempt}/")
-            older = [f"{attempt}/{name}" for attempt in self._resumed]
-            self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
-            self._opened[number].set()
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         """Lets uploaders begin when staging permits; each waits for what it writes to itself."""
@@ -496,6 +486,13 @@ class ParticipantActor:
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)
         begin.set()
+
+    async def _open_writer(self, number: int) -> None:
+        plan = self._objects[number]
+        name = plan.key.removeprefix(f"{self._attempt}/")
+        older = [f"{attempt}/{name}" for attempt in self._resumed]
+        self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
+        self._opened[number].set()
 
     async def _join(self, tokens: Sequence[Token]) -> None:
         for key, token in [each.opened(self._attempt) for each in tokens]:

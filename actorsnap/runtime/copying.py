@@ -44,7 +44,6 @@ from actorsnap.planning.copying import (
     plan_copy,
     sort_leftovers,
 )
-from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (
     Claims,
@@ -58,6 +57,7 @@ from actorsnap.runtime.place import (
 )
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.storage.base import ObjectWriter, Storage
+from actorsnap.storage.many import for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
 

@@ -20,10 +20,10 @@ from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
 from actorsnap.planning.retention import collectable, resumable, unclaimed
-from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
+from actorsnap.storage.many import for_each
 from actorsnap.storage.registry import find_opener, is_ready, open_storage
 
 __all__ = [

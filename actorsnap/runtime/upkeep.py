@@ -36,7 +36,6 @@ from actorsnap.format.manifest import (
     decode_commit,
 )
 from actorsnap.planning.index import holes
-from actorsnap.runtime.concurrently import for_each
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (
     MAX_SMALL_READS,
@@ -46,6 +45,7 @@ from actorsnap.runtime.place import (
 )
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.many import for_each
 
 __all__ = [
     "VerifyReport",

@@ -250,12 +250,16 @@ class Storage(ABC):
                 ``ObjectWriter.reuse``; a writer of them that lives after all then fails.
 
         Raises:
-            ObjectExists: where the backend can tell cheaply that the key exists.
+            ObjectExists: where the backend can tell cheaply that the key exists. Some tell when
+                the object is made, in ``write_at`` or ``complete``; some replace it then.
         """
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. It must not complete or abort.
+
+        Who comes late, after the opener has aborted, gets a ``StorageError`` here or when he
+        writes; or what he writes is seen by nobody, and goes with the folder of the key.
 
         Raises:
             UsageError: not ``has_joined_writers``.

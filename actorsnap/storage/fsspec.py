@@ -60,7 +60,7 @@ from actorsnap.storage.base import (
     StorageContext,
     check_key,
 )
-from actorsnap.storage.many import for_each
+from actorsnap.storage.many import try_each
 from actorsnap.storage.registry import without_secrets
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
@@ -298,7 +298,7 @@ class FsspecStorage(Storage):
                 with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                     await self._call("rm_file", paths[key])
 
-        await for_each(delete, paths, at_once=_MAX_CONCURRENCY)
+        await try_each(paths, delete, at_once=_MAX_CONCURRENCY)
         if not self._is_async:
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
+from email import message_from_bytes
+from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -35,10 +39,11 @@ from actorsnap.errors import (
     StorageFull,
     Throttled,
 )
-from actorsnap.format.checksum import crc32c
-from actorsnap.storage.base import RunBlocking
+from actorsnap.format.checksum import crc32c, crc32c_of
+from actorsnap.storage.base import StorageContext
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
-from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.many import try_each
+from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength
 
 __all__ = ["GsClient", "GsOptions", "Page", "Resource", "truncated"]
@@ -46,8 +51,11 @@ __all__ = ["GsClient", "GsOptions", "Page", "Resource", "truncated"]
 T = TypeVar("T")
 
 _ROOT = "https://storage.googleapis.com"
-_FIELDS = "name,size,crc32c,generation,updated"
+_FIELDS = "name,size,crc32c,updated"
+_IF_ABSENT = {"ifGenerationMatch": "0"}
 _DETAIL_CHARS = 300
+_MAX_BATCH = 100
+"""Calls in one request."""
 
 
 class GsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,30 +121,28 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
         name: In the bucket.
         size: In bytes.
         crc32c: Of its bytes.
-        generation: Of this content.
         modified_s: Seconds since 1970.
     """
 
     name: str
     size: int
     crc32c: int
-    generation: str
     modified_s: float
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Some objects of a listing, the folders beside them, and where it goes on, if it does."""
+    """Some objects of a listing, and the folders beside them."""
 
     resources: Sequence[Resource]
     folders: Sequence[str]
-    next_page: str
 
 
 class GsClient:
     """One bucket. For use on one event loop; connects when it is first used.
 
-    Each call is one request. ``op`` and ``key`` are for its errors, ``name`` is the object's in
-    the bucket. All raise ``StorageError``, also where their docstrings name no error.
+    Each call is one request, but where its docstring says more. ``op`` and ``key`` are for its
+    errors, ``name`` is the object's in the bucket. All raise ``StorageError``, also where their
+    docstrings name no error.
 
     Cancellation: at once, memory is free then; what was asked may have been done.
 
@@ -144,21 +150,24 @@ class GsClient:
         bucket: Its name.
         url: For errors.
         options: Where, as whom and how.
-        run_blocking: For files, certificates and bulk transfers.
+        context: Where files, checksums and bulk transfers run.
+
+    Attributes:
+        url: For errors.
+        options: As given.
     """
 
-    def __init__(
-        self, bucket: str, url: str, options: GsOptions, run_blocking: RunBlocking
-    ) -> None:
+    def __init__(self, bucket: str, url: str, options: GsOptions, context: StorageContext) -> None:
         emulator = None if options.endpoint_url else os.environ.get("STORAGE_EMULATOR_HOST")
         if emulator and "://" not in emulator:
             emulator = f"http://{emulator}"
         self._root = (options.endpoint_url or emulator or _ROOT).rstrip("/")
         self._is_anonymous = options.anonymous or bool(emulator)
         self._bucket = bucket
-        self._url = url
-        self._options = options
-        self._run = run_blocking
+        self.url = url
+        self.options = options
+        self._context = context
+        self._run = context.run_blocking
         self._timeout = aiohttp.ClientTimeout(
             total=options.request_timeout_s,
             sock_connect=options.connect_timeout_s,
@@ -166,6 +175,10 @@ class GsClient:
         )
         self._connecting = anyio.Lock()
         self._connected: _Connected | None = None
+
+    async def crc32c(self, views: Sequence[memoryview]) -> int:
+        """Of their bytes; no request."""
+        return await self._run(crc32c_of, flat(views))
 
     async def upload(
         self,
@@ -177,15 +190,16 @@ class GsClient:
         *,
         storage_class: str | None,
         if_absent: bool = False,
-    ) -> None:
+    ) -> Resource:
         """Creates an object of the bytes of ``views``, which have the CRC32C ``crc``.
 
         Raises:
             ObjectExists: it exists, and ``if_absent``. Else it is replaced.
             StorageError: retryable, if other bytes arrived.
         """
+        views = flat(views)
         boundary = secrets.token_hex(16)
-        metadata = {"name": name, "crc32c": _encoded(crc)}
+        metadata = {"crc32c": _encoded(crc)}
         if storage_class is not None:
             metadata["storageClass"] = storage_class
         head = (
@@ -195,9 +209,10 @@ class GsClient:
         )
         tail = f"\r\n--{boundary}--\r\n"
         body = [memoryview(head.encode()), *views, memoryview(tail.encode())]
-        params = {"uploadType": "multipart", "fields": _FIELDS, **self._write_params()}
+        params = {"uploadType": "multipart", "name": name, "fields": _FIELDS}
+        params |= self._write_params()
         if if_absent:
-            params["ifGenerationMatch"] = "0"
+            params |= _IF_ABSENT
         self._object_url(op, key, name)  # refuses what is no name
         url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{urlencode(params)}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
@@ -208,57 +223,76 @@ class GsClient:
                     method="POST",
                     url=url,
                     headers={**content, **headers},
-                    deadline_s=self._options.transfer_timeout_s,
+                    deadline_s=self.options.transfer_timeout_s,
                 ),
                 body,
             )
 
         response = await self._transfer(op, key, send)
-        stored = self._resource(op, key, response.body)
+        stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
             # The service refuses such; emulators may store them.
-            await self.delete(op, key, name)
+            await self.delete(op, {name: key})
             raise self._error(op, key, "other bytes were stored than sent", retryable=True)
+        return stored
 
     async def compose(
         self,
         op: str,
         key: str,
         name: str,
-        sources: Sequence[Resource],
+        sources: Sequence[str],
         *,
         storage_class: str | None,
+        if_absent: bool = False,
     ) -> Resource:
-        """Creates or replaces an object of the bytes of up to 32 others, in this order.
+        """Creates an object of the bytes of up to 32 others, in this order.
 
         Raises:
-            ObjectNotFound: a source is no longer there.
+            ObjectExists: see ``upload``.
+            ObjectNotFound: a source is not there.
         """
-        destination = {"contentType": "application/octet-stream"}
-        if storage_class is not None:
-            destination["storageClass"] = storage_class
-        data = json.dumps(
-            {
-                "sourceObjects": [
-                    {"name": source.name, "generation": source.generation} for source in sources
-                ],
-                "destination": destination,
-            }
-        )
+        content = {
+            "sourceObjects": [{"name": source} for source in sources],
+            "destination": _metadata(storage_class),
+        }
         url = f"{self._object_url(op, key, name)}/compose"
+        params = {"fields": _FIELDS, **self._write_params()}
+        if if_absent:
+            params |= _IF_ABSENT
+        return self._resource(op, key, await self._post(op, key, url, params, content))
 
-        async def post(calls: Calls, headers: dict[str, str]) -> bytes:
-            response = await calls.session.post(
-                url,
-                headers={**headers, "content-type": "application/json"},
-                data=data,
-                params={"fields": _FIELDS, **self._write_params()},
-                timeout=self._timeout,
-            )
-            body: bytes = await response.read()
-            return body
+    async def copy(
+        self,
+        op: str,
+        key: str,
+        name: str,
+        source: str,
+        *,
+        storage_class: str | None,
+        if_absent: bool = False,
+    ) -> Resource:
+        """Creates an object of the bytes of another one.
 
-        return self._resource(op, key, await self._control(op, key, post))
+        Mostly one request, which takes no time: only what changes its place, class or key is
+        really copied, and takes some more.
+
+        Raises:
+            ObjectExists: see ``upload``.
+            ObjectNotFound: the source is not there.
+        """
+        target = quote(name, safe="")
+        url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
+        params = {"fields": f"done,rewriteToken,resource({_FIELDS})", **self._params()}
+        if self.options.kms_key is not None:
+            params["destinationKmsKeyName"] = self.options.kms_key
+        if if_absent:
+            params |= _IF_ABSENT
+        while True:
+            answer = await self._post(op, key, url, params, _metadata(storage_class))
+            if answer.get("done"):
+                return self._resource(op, key, answer.get("resource", {}))
+            params["rewriteToken"] = str(answer.get("rewriteToken", ""))
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
         """Looks at an object.
@@ -267,7 +301,7 @@ class GsClient:
             ObjectNotFound: there is none.
         """
         body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
-        return self._resource(op, key, body)
+        return self._resource(op, key, self._json(op, key, body))
 
     async def download(
         self, op: str, key: str, name: str, start: int, stop: int | None
@@ -309,7 +343,7 @@ class GsClient:
                     method="GET",
                     url=url,
                     headers={**bounds, **headers},
-                    deadline_s=self._options.transfer_timeout_s,
+                    deadline_s=self.options.transfer_timeout_s,
                 ),
                 views,
             )
@@ -319,54 +353,88 @@ class GsClient:
         except _NoSuchRange:
             raise truncated(key, stop) from None
 
-    async def list_page(
-        self, op: str, key: str, prefix: str, *, page: str = "", delimiter: str = ""
-    ) -> Page:
-        """Up to 1000 objects whose name starts with ``prefix``, in the order of names.
+    async def pages(
+        self, op: str, key: str, prefix: str, *, delimiter: str = ""
+    ) -> AsyncIterator[Page]:
+        """The objects whose name starts with ``prefix``, in the order of names; a request a page.
 
         Args:
             op, key: For errors.
             prefix: Empty for all.
-            page: ``next_page`` of the page before; empty for the first one.
             delimiter: Names that go on behind it are told as folders, which end in it.
         """
         params = {
             "prefix": prefix,
             "delimiter": delimiter,
-            "pageToken": page,
             "maxResults": "1000",
             "fields": f"nextPageToken,prefixes,items({_FIELDS})",
             **self._params(),
         }
-        given = {name: value for name, value in params.items() if value}
+        params = {name: value for name, value in params.items() if value}
 
         async def call(calls: Calls, headers: dict[str, str]) -> dict[str, Any]:
             answer: dict[str, Any] = await calls.list_objects(
-                self._bucket, params=given, headers=headers, timeout=self._timeout
+                self._bucket, params=params, headers=headers, timeout=self._timeout
             )
             return answer
 
-        found = await self._control(op, key, call)
-        return Page(
-            resources=[self._resource(op, key, item) for item in found.get("items", ())],
-            folders=found.get("prefixes", ()),
-            next_page=found.get("nextPageToken", ""),
-        )
+        while True:
+            found = await self._control(op, key, call)
+            yield Page(
+                resources=[self._resource(op, key, item) for item in found.get("items", ())],
+                folders=found.get("prefixes", ()),
+            )
+            if not found.get("nextPageToken"):
+                return
+            params["pageToken"] = found["nextPageToken"]
 
-    async def delete(self, op: str, key: str, name: str) -> None:
-        """Deletes an object.
+    async def delete(self, op: str, names: Mapping[str, str]) -> None:
+        """Deletes objects, up to 100 a request; those that are not there are passed over.
+
+        Args:
+            op: For errors.
+            names: Of the objects, with the keys for errors.
 
         Raises:
-            ObjectNotFound: there is none.
+            StorageError: of one that could not be deleted; all were tried.
         """
-        self._object_url(op, key, name)  # refuses what is no name
+        each = iter(names.items())
+        batches = iter(lambda: list(islice(each, _MAX_BATCH)), [])
+        delete = partial(self._delete_batch, op)
+        await try_each(batches, delete, at_once=self.options.max_concurrency)
 
-        async def call(calls: Calls, headers: dict[str, str]) -> None:
-            await calls.delete(
-                self._bucket, name, params=self._params(), headers=headers, timeout=self._timeout
+    async def _delete_batch(self, op: str, batch: Sequence[tuple[str, str]]) -> None:
+        boundary = secrets.token_hex(16)
+        suffix = f"?{urlencode(self._params())}" if self._params() else ""
+        calls = []
+        for number, (name, key) in enumerate(batch):
+            path = urlsplit(self._object_url(op, key, name)).path
+            calls.append(
+                f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"
+                f"DELETE {path}{suffix} HTTP/1.1\r\n\r\n\r\n"
             )
+        data = "".join([*calls, f"--{boundary}--\r\n"]).encode()
+        content = {"content-type": f"multipart/mixed; boundary={boundary}"}
 
-        await self._control(op, key, call)
+        async def call(calls: Calls, headers: dict[str, str]) -> Mapping[int, tuple[int, str]]:
+            response = await calls.session.post(
+                f"{self._root}/batch/storage/v1",
+                headers={**headers, **content},
+                data=data,
+                timeout=self._timeout,
+            )
+            answers = _answers(response.headers["content-type"], await response.read())
+            if any(status == 401 for status, _ in answers.values()):
+                raise aiohttp.ClientResponseError(
+                    response.request_info, (), status=401, message="the token was refused"
+                )
+            return answers
+
+        answers = await self._control(op, batch[0][1], call)
+        for number, (_, key) in enumerate(batch):
+            status, said = answers.get(number, (500, "no answer came"))
+            if not (200 <= status < 300 or status == 404):
+                raise self._refusal(op, key, status, said, {})
 
     async def aclose(self) -> None:
         """Closes all connections. Idempotent."""
@@ -386,12 +454,30 @@ class GsClient:
         return f"{self._root}/storage/v1/b/{self._bucket}/o/{quoted}"
 
     def _params(self) -> dict[str, str]:
-        project = self._options.user_project
+        project = self.options.user_project
         return {} if project is None else {"userProject": project}
 
     def _write_params(self) -> dict[str, str]:
-        key = self._options.kms_key
+        key = self.options.kms_key
         return self._params() if key is None else {**self._params(), "kmsKeyName": key}
+
+    async def _post(
+        self, op: str, key: str, url: str, params: Mapping[str, str], content: object
+    ) -> Mapping[str, Any]:
+        """What the service answers to JSON."""
+
+        async def call(calls: Calls, headers: dict[str, str]) -> bytes:
+            response = await calls.session.post(
+                url,
+                headers={**headers, "content-type": "application/json"},
+                data=json.dumps(content),
+                params=params,
+                timeout=self._timeout,
+            )
+            body: bytes = await response.read()
+            return body
+
+        return self._json(op, key, await self._control(op, key, call))
 
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
@@ -452,13 +538,13 @@ class GsClient:
     async def _connect(self, op: str, key: str) -> _Connected:
         async with self._connecting:
             if self._connected is None:
-                options = self._options
+                options = self.options
                 try:
                     tls = await self._run(_load_authorities, options.ca_bundle)
                 except OSError as error:  # SSLError is one
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
-                self._connected = _Connected(self._root, options, tls, self._run)
+                self._connected = _Connected(self._root, options, tls, self._context)
             return self._connected
 
     async def _token(self, op: str, key: str, connected: _Connected) -> str:
@@ -469,18 +555,23 @@ class GsClient:
         except CredentialsError as error:
             if error.is_retryable:
                 raise self._error(op, key, error.detail, retryable=True) from error
-            raise AccessDenied(op=op, key=key, backend=self._url, detail=error.detail) from error
+            raise AccessDenied(op=op, key=key, backend=self.url, detail=error.detail) from error
 
     # --- answers -------------------------------------------------------------------------------
 
-    def _resource(self, op: str, key: str, answer: bytes | Mapping[str, Any]) -> Resource:
+    def _json(self, op: str, key: str, answer: bytes) -> Mapping[str, Any]:
         try:
-            found = json.loads(answer) if isinstance(answer, bytes) else answer
+            found = json.loads(answer)
+        except ValueError as error:
+            raise self._error(op, key, f"the service answered no JSON: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    def _resource(self, op: str, key: str, found: Mapping[str, Any]) -> Resource:
+        try:
             return Resource(
                 name=found["name"],
                 size=int(found["size"]),
                 crc32c=_decoded(found["crc32c"]),
-                generation=str(found["generation"]),
                 modified_s=datetime.fromisoformat(found["updated"]).timestamp(),
             )
         except (LookupError, TypeError, ValueError) as error:
@@ -497,7 +588,7 @@ class GsClient:
 
         def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {remedy}" if remedy else detail
-            return kind(op=op, key=key, backend=self._url, detail=text, **fields)
+            return kind(op=op, key=key, backend=self.url, detail=text, **fields)
 
         if status == 416:
             return _NoSuchRange()
@@ -539,7 +630,7 @@ class GsClient:
         return self._error(op, key, f"no answer from {self._root}: {said}", retryable=True)
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
-        return StorageError(op=op, key=key, backend=self._url, detail=detail, retryable=retryable)
+        return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=retryable)
 
 
 _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "list"})
@@ -549,14 +640,17 @@ class _Connected:
     """What a client has once it is used; made on the event loop."""
 
     def __init__(
-        self, root: str, options: GsOptions, tls: ssl.SSLContext, run_blocking: RunBlocking
+        self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
     ) -> None:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls, limit=options.max_concurrency)
         )
         self.credentials: Credentials | GivenToken = (
             Credentials(
-                options.credentials_file, self.session, run_blocking, options.request_timeout_s
+                options.credentials_file,
+                self.session,
+                context.run_blocking,
+                options.request_timeout_s,
             )
             if options.token is None
             else GivenToken(options.token)
@@ -566,7 +660,7 @@ class _Connected:
             session=self.session, token=self.credentials, api_root=root, api_is_dev=True
         )
         self.wire = Wire(
-            run_blocking,
+            context.run_waiting or context.run_blocking,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
@@ -591,6 +685,25 @@ def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
 
 def _authorization(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _metadata(storage_class: str | None) -> dict[str, str]:
+    """Of an object that is made of others."""
+    found = {"contentType": "application/octet-stream"}
+    return found if storage_class is None else {**found, "storageClass": storage_class}
+
+
+def _answers(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
+    """Status and body of each answer of a batch, by the number of its call."""
+    message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
+    found = {}
+    for part in message.walk():
+        number = re.search(r"(\d+)>?$", part.get("content-id", ""))
+        said = str(part.get_payload())
+        status = re.match(r"HTTP/[\d.]+ (\d{3})", said)
+        if number and status:
+            found[int(number[1])] = int(status[1]), said
+    return found
 
 
 def _encoded(crc: int) -> str:

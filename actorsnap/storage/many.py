@@ -1,4 +1,4 @@
-"""Many small calls at once, of which none stops the others."""
+"""Several awaits at a time, and never more."""
 
 from __future__ import annotations
 
@@ -9,31 +9,46 @@ import anyio
 
 from actorsnap.errors import ActorSnapError
 
-__all__ = ["for_each"]
+__all__ = ["for_each", "try_each"]
 
 T = TypeVar("T")
 
 
-async def for_each(do: Callable[[T], Awaitable[None]], items: Iterable[T], *, at_once: int) -> None:
-    """Calls ``do`` with each item, ``at_once`` at a time.
-
-    Cancellation: some are done.
+async def for_each(
+    items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
+) -> None:
+    """Awaits ``perform`` for each item, begun in their order.
 
     Raises:
-        ActorSnapError: the first that a call raised; all items were tried.
+        ExceptionGroup: what ``perform`` raised; the others were cancelled.
     """
     waiting = iter(items)
-    failures: list[ActorSnapError] = []
 
     async def work() -> None:
         for item in waiting:
-            try:
-                await do(item)
-            except ActorSnapError as error:
-                failures.append(error)
+            await perform(item)
 
     async with anyio.create_task_group() as tasks:
         for _ in range(at_once):
             tasks.start_soon(work)
+
+
+async def try_each(
+    items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
+) -> None:
+    """``for_each``, of which none stops the others.
+
+    Raises:
+        ActorSnapError: the first that ``perform`` raised; all items were tried.
+    """
+    failures: list[ActorSnapError] = []
+
+    async def attempt(item: T) -> None:
+        try:
+            await perform(item)
+        except ActorSnapError as error:
+            failures.append(error)
+
+    await for_each(items, attempt, at_once=at_once)
     if failures:
         raise failures[0]

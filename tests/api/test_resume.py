@@ -16,14 +16,16 @@ from actorsnap.errors import UsageError
 from actorsnap.runtime import place
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.memory import MemoryStorage, forget_space
+from actorsnap.storage.registry import find_opener
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrappers import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import leftovers
 from tests.api.zygote import Zygote
-from tests.servers.base import S3Server
+from tests.servers.base import S3Server, Server
 from tests.servers.ceph import CephServer
+from tests.servers.fake_gcs import FakeGcsServer
 from tests.servers.moto import MotoServer
 
 MIB = 1 << 20
@@ -249,7 +251,7 @@ async def test_resume_must_be_a_bool(url: str) -> None:
         await Snapshot.take(url, state(1), resume="yes")  # type: ignore[arg-type]
 
 
-# --- s3:// ----------------------------------------------------------------------------------------
+# --- object stores --------------------------------------------------------------------------------
 
 PART = 10 * MIB
 
@@ -272,19 +274,41 @@ def test_a_killed_upload_is_resumed(zygote: Zygote, server: S3Server) -> None:
     options = {**server.storage_options(), "part_bytes": PART}
     ending = zygote.call("save_model_and_die", url=url, storage_options=options, seed=1, at=4)
     assert ending.was_killed
-    asyncio.run(_resume(url, options))
-
-
-async def _resume(url: str, options: dict[str, Any]) -> None:
-    sent = await sent_by(url, state(1, 30), storage_options=options)
+    sent = asyncio.run(_resume(url, options))
     # Of 60 MiB in parts of 10 to 12, three were there.
     assert 23 * MIB < sent < 31 * MIB
+
+
+async def _resume(url: str, options: dict[str, Any]) -> int:
+    sent = await sent_by(url, state(1, 30), storage_options=options)
     await assert_holds(url, state(1, 30), storage_options=options)
+    return sent
 
 
-def test_garbage_of_a_killed_upload_is_collected(zygote: Zygote, moto: MotoServer) -> None:
-    url = moto.url(moto.make_bucket(), "step-1")
-    options = {**moto.storage_options(), "part_bytes": PART}
+@pytest.mark.parametrize(
+    ("at", "missing_bytes"),
+    # Some components of one or two MiB are there; all of the object; or it is composed of them.
+    [(21, 21 * MIB), (32, 0), (33, 60 * MIB)],
+)
+def test_killed_components_are_resumed(
+    zygote: Zygote, fake_gcs: FakeGcsServer, at: int, missing_bytes: int
+) -> None:
+    url = fake_gcs.url(fake_gcs.make_bucket(), "step-1")
+    options = fake_gcs.storage_options()
+    ending = zygote.call("save_model_and_die", url=url, storage_options=options, seed=1, at=at)
+    assert ending.was_killed
+    find_opener(url)  # imports the backend, here and not on the event loop
+    sent = asyncio.run(_resume(url, options))
+    assert missing_bytes <= sent < missing_bytes + MIB
+
+
+@pytest.mark.parametrize("name", ["moto", "fake_gcs"])
+def test_garbage_of_a_killed_upload_is_collected(
+    zygote: Zygote, request: pytest.FixtureRequest, name: str
+) -> None:
+    server: Server = request.getfixturevalue(name)
+    url = server.url(server.make_bucket(), "step-1")
+    options = server.storage_options()
     arguments = {"url": url, "storage_options": options}
     assert zygote.call("save_model_and_die", **arguments, seed=1, at=2).was_killed
     assert zygote.call("folders_and_garbage", **arguments).result() == [1, 1, 0]

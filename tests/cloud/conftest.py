@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from actorsnap.testing.proxy import FaultProxy
-from tests.cloud.places import assert_no_secret
+from tests.cloud.places import Store, assert_no_secret
 from tests.servers.ceph import CephServer
 
 
@@ -20,6 +20,21 @@ def _no_secrets_in_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     for record in caplog.get_records("call"):
         error = record.exc_info and record.exc_info[1]
         assert_no_secret(f"{record.getMessage()} {error!r}")
+
+
+@pytest.fixture(scope="module", params=["ceph", "fake_gcs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """Each protocol that we speak, on one server."""
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Store)
+    return found
+
+
+@pytest.fixture
+def store_proxy(store: Store) -> Iterator[FaultProxy]:
+    """In front of it."""
+    with FaultProxy(store.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
 
 from actorsnap import ActorSnapError, StateDict
-from tests.servers.base import S3Server
+from tests.servers.base import GcsServer, S3Server
 
-__all__ = ["LARGE", "assert_no_secret", "keys_of", "refused", "state", "uploads_of"]
+__all__ = [
+    "LARGE",
+    "Requests",
+    "Store",
+    "assert_no_secret",
+    "keys_of",
+    "refused",
+    "requests_of",
+    "state",
+    "uploads_of",
+]
 
 LARGE = 5 << 20
 """Floats of an object of two parts."""
@@ -48,8 +60,57 @@ def refused(
         error = error.__cause__ or error.__context__
 
 
-def keys_of(server: S3Server, bucket: str) -> list[str]:
+class Requests(NamedTuple):
+    """What a proxy has to harm: methods, and patterns of what is asked for.
+
+    Attributes:
+        create: What comes first of the large object.
+        part: The upload of a part of it, which is not the first one.
+        complete: What makes an object of its parts.
+        commit: The upload of the commit object.
+        data: Reads from the large object.
+        num_before: So many come before that of the first part.
+    """
+
+    create: dict[str, str]
+    part: dict[str, str]
+    complete: dict[str, str]
+    commit: dict[str, str]
+    data: dict[str, str]
+    num_before: int
+
+
+Store: TypeAlias = S3Server | GcsServer
+
+_REQUESTS = {
+    "s3": Requests(
+        create={"method": "POST", "pattern": "uploads"},
+        part={"method": "PUT", "pattern": "partNumber=2&"},
+        complete={"method": "POST", "pattern": "uploadId="},
+        commit={"method": "PUT", "pattern": r"/run/[^/?]+$"},
+        data={"method": "GET", "pattern": r"model[^?]*$"},
+        num_before=8,
+    ),
+    "gs": Requests(
+        create={"method": "POST", "pattern": r"/upload/.*\.parts%2F0{16}"},
+        part={"method": "POST", "pattern": r"/upload/.*\.parts%2F(?!0{16})"},
+        complete={"method": "POST", "pattern": "/compose"},
+        commit={"method": "POST", "pattern": r"/upload/.*name=run%2F\.actorsnap&"},
+        data={"method": "GET", "pattern": "model.*alt=media"},
+        num_before=2,
+    ),
+}
+
+
+def requests_of(server: Store) -> Requests:
+    return _REQUESTS[server.scheme]
+
+
+def keys_of(server: Store, bucket: str) -> list[str]:
     """All keys of a bucket, as another client sees them."""
+    if isinstance(server, GcsServer):
+        with urllib.request.urlopen(f"{server.endpoint}/storage/v1/b/{bucket}/o") as answer:
+            return [item["name"] for item in json.load(answer).get("items", ())]
     client = server.client()
     found = client.list_objects_v2(Bucket=bucket)
     client.close()
@@ -57,8 +118,10 @@ def keys_of(server: S3Server, bucket: str) -> list[str]:
     return [item["Key"] for item in found.get("Contents", ())]
 
 
-def uploads_of(server: S3Server, bucket: str) -> list[str]:
-    """The keys of all unfinished uploads of a bucket."""
+def uploads_of(server: Store, bucket: str) -> list[str]:
+    """The keys of all unfinished uploads of a bucket, or of all components of objects."""
+    if isinstance(server, GcsServer):
+        return [key for key in keys_of(server, bucket) if ".parts/" in key]
     client = server.client()
     found: dict[str, Any] = client.list_multipart_uploads(Bucket=bucket)
     client.close()

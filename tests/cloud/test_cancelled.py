@@ -14,9 +14,8 @@ from actorsnap import Snapshot
 from actorsnap.runtime.host import shutdown
 from actorsnap.testing.proxy import Fault, FaultProxy, LoseAnswer, Rule, Stall, Way
 from tests.api.places import assert_idle
-from tests.cloud.places import is_state, keys_of, state, uploads_of
+from tests.cloud.places import Store, is_state, keys_of, requests_of, state, uploads_of
 from tests.conftest import LeakCheck
-from tests.servers.ceph import CephServer
 
 SOON_S = 10.0
 MIB = 1 << 20
@@ -38,33 +37,28 @@ async def cancelled_when_hit(rule: Rule, work: Coroutine[Any, Any, Any]) -> floa
 
 
 @pytest.mark.parametrize(
-    ("fault", "method", "pattern"),
+    ("fault", "what"),
     [
-        pytest.param(Stall(way=Way.UP, after_bytes=MIB), "PUT", "partNumber=2", id="up"),
-        pytest.param(Stall(way=Way.UP), "POST", "uploads", id="create"),
-        pytest.param(Stall(way=Way.UP), "POST", "uploadId=", id="complete"),
-        pytest.param(LoseAnswer(), "PUT", "partNumber=", id="waiting to try again"),
+        pytest.param(Stall(way=Way.UP, after_bytes=MIB), "part", id="up"),
+        pytest.param(Stall(way=Way.UP), "create", id="create"),
+        pytest.param(Stall(way=Way.UP), "complete", id="complete"),
+        pytest.param(LoseAnswer(), "part", id="waiting to try again"),
     ],
 )
 async def test_a_save(
-    ceph: CephServer,
-    bucket: str,
-    proxy: FaultProxy,
-    no_leaks: LeakCheck,
-    fault: Fault,
-    method: str,
-    pattern: str,
+    store: Store, store_proxy: FaultProxy, no_leaks: LeakCheck, fault: Fault, what: str
 ) -> None:
-    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy)
+    bucket = store.make_bucket()
+    url, options = store.url(bucket, "run"), store.storage_options(store_proxy)
     await Snapshot.take(url, state(1), storage_options=options)
-    before = keys_of(ceph, bucket)
-    with proxy.fault(fault, method=method, pattern=pattern) as rule:
+    before = keys_of(store, bucket)
+    with store_proxy.fault(fault, **getattr(requests_of(store), what)) as rule:
         took_s = await cancelled_when_hit(
             rule, Snapshot.take(url, state(2), storage_options=options, overwrite=True)
         )
     assert took_s < SOON_S
-    assert keys_of(ceph, bucket) == before
-    assert uploads_of(ceph, bucket) == []
+    assert keys_of(store, bucket) == before
+    assert uploads_of(store, bucket) == []
     assert_idle()
     target = state(-1)
     await Snapshot(url, storage_options=options).restore(target)
@@ -72,14 +66,13 @@ async def test_a_save(
     await asyncio.to_thread(shutdown)
 
 
-async def test_a_restore(
-    ceph: CephServer, bucket: str, proxy: FaultProxy, no_leaks: LeakCheck
-) -> None:
-    url, options = ceph.url(bucket, "run"), ceph.storage_options(proxy)
+async def test_a_restore(store: Store, store_proxy: FaultProxy, no_leaks: LeakCheck) -> None:
+    url = store.url(store.make_bucket(), "run")
+    options = store.storage_options(store_proxy)
     await Snapshot.take(url, state(1), storage_options=options)
     snapshot, target = Snapshot(url, storage_options=options), state(-1)
     stall = Stall(way=Way.DOWN, after_bytes=MIB)
-    with proxy.fault(stall, method="GET", pattern="model") as rule:
+    with store_proxy.fault(stall, **requests_of(store).data) as rule:
         assert await cancelled_when_hit(rule, snapshot.restore(target)) < SOON_S
     assert_idle()
     await snapshot.restore(target)

@@ -12,14 +12,14 @@ import pytest
 from actorsnap.sync import Snapshot
 from tests.api.places import leftovers, number_at
 from tests.api.zygote import Zygote
-from tests.cloud.places import is_state, keys_of, state, uploads_of
+from tests.cloud.places import Store, is_state, keys_of, state, uploads_of
 from tests.cloud.ranks import NUM_FLOATS
-from tests.servers.base import GcsServer, S3Server
 from tests.worlds import Director
 
 
 @pytest.mark.parametrize(
-    ("name", "overwrite"), [("ceph", False), ("ceph", True), ("fake_gcs", False)]
+    ("name", "overwrite"),
+    [("ceph", False), ("ceph", True), ("fake_gcs", False), ("fake_gcs", True)],
 )
 def test_of_two_that_save_one_commits(
     request: pytest.FixtureRequest,
@@ -28,7 +28,7 @@ def test_of_two_that_save_one_commits(
     name: str,
     overwrite: bool,
 ) -> None:
-    server: S3Server | GcsServer = request.getfixturevalue(name)
+    server: Store = request.getfixturevalue(name)
     for variable, value in server.env().items():
         monkeypatch.setenv(variable, value)
     bucket = server.make_bucket()
@@ -56,14 +56,13 @@ def test_of_two_that_save_one_commits(
         assert len(committed) == 1 or overwrite
         assert set(pair) <= {"", "ObjectExists", "SnapshotAborted"}
         assert asyncio.run(leftovers(place)) == []
-    if isinstance(server, S3Server):
-        assert uploads_of(server, bucket) == []
+    assert uploads_of(server, bucket) == []
 
 
-@pytest.fixture(params=["ceph", "rclone"])
+@pytest.fixture(params=["ceph", "rclone", "fake_gcs"])
 def director(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Director, S3Server]]:
+) -> Iterator[tuple[Director, Store]]:
     server = request.getfixturevalue(request.param)
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)
@@ -71,7 +70,7 @@ def director(
         yield director, server
 
 
-def test_ranks_write_one_object_together(director: tuple[Director, S3Server]) -> None:
+def test_ranks_write_one_object_together(director: tuple[Director, Store]) -> None:
     ranks, server = director
     bucket = server.make_bucket()
     url = server.url(bucket, "run")

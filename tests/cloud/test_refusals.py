@@ -60,6 +60,26 @@ def test_no_such_bucket_of_google(fake_gcs: FakeGcsServer) -> None:
         Snapshot.take(url, state(1, num_floats=SMALL), storage_options=fake_gcs.storage_options())
 
 
+def test_who_may_only_read_from_google(fake_gcs: FakeGcsServer) -> None:
+    bucket = fake_gcs.make_bucket()
+    url = fake_gcs.url(bucket, "run")
+    Snapshot.take(url, state(1), storage_options=fake_gcs.storage_options())
+    before = keys_of(fake_gcs, bucket)
+    # The server lets everybody do everything.
+    with FaultProxy(fake_gcs.endpoint) as proxy, proxy.fault(Answer(status=403), method="POST"):
+        options = fake_gcs.storage_options(proxy)
+        for where, overwrite in ((url, True), (fake_gcs.url(bucket, "new"), False)):
+            with refused("Saving needs the role", SnapshotAborted) as raised:
+                Snapshot.take(where, state(3), storage_options=options, overwrite=overwrite)
+            assert isinstance(raised.value.__cause__, AccessDenied)
+        target = state(2)
+        Snapshot(url, storage_options=options).restore(target)
+        assert is_state(target, 1)
+        with refused("needs the role", AccessDenied):
+            Snapshot(url, storage_options=options).delete()
+    assert keys_of(fake_gcs, bucket) == before
+
+
 @pytest.mark.parametrize("wrong", ["access_key_id", "secret_access_key"])
 def test_wrong_keys(ceph: CephServer, bucket: str, wrong: str) -> None:
     options = ceph.storage_options() | {wrong: "secret-reader"}
@@ -130,9 +150,18 @@ def test_who_may_not_list(ceph: CephServer, bucket: str) -> None:
         Snapshot.take(ceph.url(bucket, "new"), state(3, num_floats=SMALL), storage_options=options)
 
 
-@pytest.mark.parametrize("how", ["nobody listens", "silence", "no route"])
-def test_an_endpoint_that_cannot_be_reached(how: str) -> None:
-    options = {"region": "us-east-1", "access_key_id": "k", "secret_access_key": "secret-reader"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"region": "us-east-1", "access_key_id": "k", "secret_access_key": "secret-reader"},
+    "gs": {"token": "secret-reader"},
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "how"),
+    [("s3", "nobody listens"), ("s3", "silence"), ("s3", "no route"), ("gs", "silence")],
+)
+def test_an_endpoint_that_cannot_be_reached(scheme: str, how: str) -> None:
+    options = OPTIONS[scheme].copy()
     deadline = Options(timeout_s=2.0)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -151,13 +180,13 @@ def test_an_endpoint_that_cannot_be_reached(how: str) -> None:
         began_s = time.monotonic()
         with refused(None, SnapshotAborted):
             Snapshot.take(
-                "s3://bucket/run",
+                f"{scheme}://bucket/run",
                 state(1, num_floats=SMALL),
                 storage_options=options,
                 options=deadline,
             )
         with refused(None, StorageError):
-            Snapshot("s3://bucket/run", storage_options=options, options=deadline).verify()
+            Snapshot(f"{scheme}://bucket/run", storage_options=options, options=deadline).verify()
         assert time.monotonic() - began_s < 2 * SOON_S
 
 
@@ -176,8 +205,7 @@ def test_names_that_urls_must_quote(server: S3Server | GcsServer) -> None:
     bucket, options = server.make_bucket(), server.storage_options()
     url = server.url(bucket, NAME)
     Snapshot.take(url, state(1, num_floats=400_000), storage_options=options)
-    if isinstance(server, S3Server):
-        assert all(key.startswith(f"{NAME}/") for key in keys_of(server, bucket))
+    assert all(key.startswith(f"{NAME}/") for key in keys_of(server, bucket))
     Snapshot.take(url, state(2, num_floats=400_000), storage_options=options, overwrite=True)
     snapshot = Snapshot(url, storage_options=options)
     assert not snapshot.verify("full").problems
@@ -185,8 +213,7 @@ def test_names_that_urls_must_quote(server: S3Server | GcsServer) -> None:
     snapshot.restore(target)
     assert is_state(target, 2, num_floats=400_000)
     snapshot.delete()
-    if isinstance(server, S3Server):
-        assert keys_of(server, bucket) == []
+    assert keys_of(server, bucket) == []
     with pytest.raises(NotASnapshot):
         snapshot.verify()
 

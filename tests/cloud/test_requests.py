@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
+import torch
+
+from actorsnap import StateDict
 from actorsnap.sync import Snapshot
 from actorsnap.testing.proxy import FaultProxy
 from tests.cloud.places import state
 from tests.servers.ceph import CephServer
+from tests.servers.fake_gcs import FakeGcsServer
 
 NUM_FLOATS = 64 << 18
 """Of four parts."""
@@ -28,3 +33,23 @@ def test_no_byte_travels_twice(ceph: CephServer, bucket: str, proxy: FaultProxy)
     asked = proxy.exchanges()
     assert sum(each.bytes_down for each in asked) < 4 * NUM_FLOATS + 20_000
     assert len(asked) <= 2 + 5
+
+
+@pytest.mark.parametrize(
+    ("num_objects", "num_floats", "num_uploads", "num_others"),
+    # Small leaves of all keys lie in one object.
+    [(1, 2500, 1, 0), (20, 1 << 19, 20, 0), (1, NUM_FLOATS, 5, 2)],
+)
+def test_requests_of_a_save_to_google(
+    fake_gcs: FakeGcsServer, num_objects: int, num_floats: int, num_uploads: int, num_others: int
+) -> None:
+    """``num_others``: compose the object of its components, delete these."""
+    app_state = {f"model{n}": StateDict(w=torch.zeros(num_floats)) for n in range(num_objects)}
+    url = fake_gcs.url(fake_gcs.make_bucket(), "run")
+    with FaultProxy(fake_gcs.endpoint) as proxy:
+        Snapshot.take(url, app_state, storage_options=fake_gcs.storage_options(proxy))
+        asked = [exchange.target for exchange in proxy.exchanges()]
+    assert sum("%2Fdata%2F" in each for each in asked if "/upload/" in each) == num_uploads
+    # Is there a snapshot; the manifest; is it there; the commit object; and for the garbage:
+    # which attempts are there, is this one being copied, and is it what is committed.
+    assert len(asked) == num_uploads + num_others + 7
