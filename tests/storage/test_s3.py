@@ -20,6 +20,7 @@ from actorsnap import sync
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
+    ChecksumMismatch,
     ObjectExists,
     StorageError,
     StorageFull,
@@ -344,6 +345,18 @@ async def test_botocore_logs_no_secrets(moto: MotoServer, caplog: pytest.LogCapt
     assert "CanonicalRequest" in caplog.text
     assert not any(secret in caplog.text for secret in _SECRETS[1:])
     assert not re.search("signature[:=]\\s*[0-9a-f]", caplog.text, re.IGNORECASE)
+
+
+@bounded(60)
+async def test_what_is_said_of_a_truncated_object_is_true(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}", options)
+    await storage.put("key", [memoryview(b"0123456789")])
+    for offset, said in ((5, "20 bytes are needed, the object has 10"), (15, "has fewer")):
+        with pytest.raises(ChecksumMismatch, match=said):
+            await storage.read_into("key", offset, [memoryview(bytearray(20 - offset))])
+    await storage.aclose()
 
 
 # --- the client -----------------------------------------------------------------------------------
