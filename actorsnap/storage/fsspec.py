@@ -238,7 +238,7 @@ class FsspecStorage(Storage):
 
     async def _range(self, key: str, path: str, start: int, stop: int) -> bytes:
         try:
-            data = bytes(await self._call("cat_file", path, start, stop))
+            data = bytes(await self._call("cat_file", path, start=start, end=stop))
         except FileNotFoundError:
             raise
         except Exception:
@@ -464,6 +464,8 @@ class FsspecStorage(Storage):
         elif isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
             if op in _READS:
                 kind = ObjectNotFound
+            else:
+                detail = f"is there the bucket, or the folder? {detail}"
         elif isinstance(error, PermissionError) or status in (401, 403):
             kind = AccessDenied
         elif isinstance(error, NotImplementedError) or status in (405, 501):

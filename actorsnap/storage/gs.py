@@ -51,6 +51,7 @@ from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["GsStorage", "open_gs"]
 
+_MAX_OBJECT_BYTES = 5 << 40
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
@@ -84,7 +85,9 @@ class GsStorage(Storage):
         self, bucket: str, prefix: str, options: GsOptions, context: StorageContext
     ) -> None:
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
-        self.capabilities = Capabilities(min_write_bytes=MIN_WRITE_BYTES, checks_crc32c=True)
+        self.capabilities = Capabilities(
+            min_write_bytes=MIN_WRITE_BYTES, max_object_bytes=_MAX_OBJECT_BYTES, checks_crc32c=True
+        )
         self._client = GsClient(bucket, self.url, options, context)
         self._prefix = f"{prefix}/" if prefix else ""
         self._class = options.storage_class

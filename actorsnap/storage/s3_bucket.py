@@ -197,7 +197,7 @@ class S3Bucket:
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
                 raise truncated(key, stop, offset + cause.num_bytes) from error
             if code(error) in ("InvalidRange", "416"):
-                raise truncated(key, stop, offset) from error
+                raise truncated(key, stop, None) from error
             raise
         if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
             raise StorageError(
@@ -567,8 +567,9 @@ def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))
 
 
-def truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
+def truncated(key: str, wanted: int, size: int | None) -> ChecksumMismatch:
     """The error for an object that is shorter than somebody needs."""
+    found = "fewer" if size is None else size
     return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
     )

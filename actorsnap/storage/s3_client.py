@@ -74,6 +74,8 @@ MIB = 1 << 20
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 
+_MAX_TIMEOUT_S = 24 * 3600
+
 
 _SECRET = re.compile(
     "((?:secret_?access_?key|session_?token|security-token|signature)[\"'>:=]+\\s*(?:b')?)"
@@ -160,14 +162,20 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True):
             url = urlsplit(self.endpoint_url)
             if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
                 raise ValueError("endpoint_url must be http://host or https://host, without a user")
+            if url.port == 0:  # or it raises
+                raise ValueError("endpoint_url must not have port 0")
+        for name in ("access_key_id", "secret_access_key", "session_token"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch("[!-~]+", value):
+                raise ValueError(f"{name} must be ASCII, without spaces and line ends")
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
             raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
         for name in ("max_concurrency", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more")
         for name in ("connect", "stall", "request", "transfer"):
-            if not getattr(self, f"{name}_timeout_s") > 0:
-                raise ValueError(f"{name}_timeout_s must be greater than 0")
+            if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
+                raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
 
     def __repr__(self) -> str:
         # Proxies may have a password, a KMS key id an account.
@@ -385,7 +393,7 @@ class S3Client:
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
             ssl_context=self._ssl_context,
-            proxy=proxies.get(scheme),
+            proxy=_proxy(proxies.get(scheme)),
         )
 
     async def _send_control(
@@ -463,6 +471,25 @@ def _opened(options: S3Options) -> tuple[AioSession, Any]:
         return session, await context.__aenter__()
 
     return asyncio.run(open_client())
+
+
+def _proxy(given: str | None) -> str | None:
+    """The URL of a proxy; in the environment it may stand without a scheme.
+
+    Raises:
+        UsageError: it is none. Does not show it: it may have a password.
+    """
+    if not given:
+        return None
+    proxy = given if "://" in given else f"http://{given}"
+    url = urlsplit(proxy)
+    try:
+        is_valid = url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise UsageError("a proxy is http://host:port, or http://user:password@host:port")
+    return proxy
 
 
 def _text(value: str | bytes) -> str:
@@ -618,7 +645,8 @@ def _answered(error: ClientError, client: S3Client) -> _Meaning:
         return AccessDenied, detail, {}
     if status in (401, 403):
         return AccessDenied, f"{said}: the credentials do not allow it; {_NEEDED}", {}
-    detail = f"{said}: {str(failure.get('Message', ''))[:300]}"
+    message = failure.get("Message") or "the server does not say why"
+    detail = f"{said}: {message[:300]}; look at storage_options, and at what the server supports"
     is_passing = code in _PASSING or (status >= 500 and status != 501)
     return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
 

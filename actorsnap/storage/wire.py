@@ -366,7 +366,12 @@ class _Connection(http.client.HTTPConnection):
         self.putrequest(request.method, path, skip_host=True, skip_accept_encoding=True)
         self.putheader("Host", _host(url))
         for name, value in {**request.headers, **self._proxy_headers}.items():
-            self.putheader(name, value)
+            try:
+                self.putheader(name, value)
+            except ValueError:
+                # Unseen, also as a cause: it may be a token that was read with its line end.
+                detail = f"the header {name!r} has characters that cannot be sent to {self.place}"
+                raise WireError(detail, is_retryable=False) from None
         num_bytes = sum(view.nbytes for view in outgoing)
         if num_bytes or request.method not in ("GET", "HEAD"):
             self.putheader("Content-Length", str(num_bytes))

@@ -47,8 +47,13 @@ class AsyncMemory(AsyncFileSystem):  # type: ignore[misc]
         return f"asyncmemory/{path}"
 
     async def _cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+        self,
+        path: str,
+        version_id: str | None = None,  # as s3fs has it
+        start: int | None = None,
+        end: int | None = None,
     ) -> bytes:
+        assert version_id is None
         found: bytes = self._inner.cat_file(self._at(path), start, end)
         return found
 

@@ -22,6 +22,7 @@ from actorsnap import sync
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
+    ChecksumMismatch,
     ObjectExists,
     StorageError,
     StorageFull,
@@ -166,12 +167,15 @@ async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> 
         ({"addressing_style": "dns"}, "'dns'"),
         ({"part_bytes": _MIB}, "part_bytes must lie between 10 MiB"),
         ({"max_concurrency": 0}, "max_concurrency must be 1 or more"),
-        ({"stall_timeout_s": 0}, "stall_timeout_s must be greater than 0"),
+        ({"stall_timeout_s": 0}, r"stall_timeout_s must lie in \(0, 86400\]"),
+        ({"transfer_timeout_s": float("inf")}, "transfer_timeout_s must lie in"),
         ({"secret_access_key": _SECRETS[1]}, "belong together"),
         ({"session_token": _SECRETS[2]}, "session_token needs"),
         ({"kms_key_id": "k"}, "kms_key_id needs sse"),
         ({"endpoint_url": f"http://{_SECRETS[0]}:{_SECRETS[1]}@host"}, "without a user"),
         ({"endpoint_url": "host:9000"}, "must be http://host"),
+        ({"endpoint_url": "http://host:99999"}, "Port out of range"),
+        ({**_KEYS, "session_token": f"{_SECRETS[2]}\n"}, "session_token must be ASCII"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -406,6 +410,18 @@ async def test_botocore_logs_no_secrets(moto: MotoServer, caplog: pytest.LogCapt
     assert not re.search("signature[:=]\\s*[0-9a-f]", caplog.text, re.IGNORECASE)
 
 
+@bounded(60)
+async def test_what_is_said_of_a_truncated_object_is_true(
+    options: dict[str, Any], bucket: str
+) -> None:
+    storage = bare(f"s3://{bucket}", options)
+    await storage.put("key", [memoryview(b"0123456789")])
+    for offset, said in ((5, "20 bytes are needed, the object has 10"), (15, "has fewer")):
+        with pytest.raises(ChecksumMismatch, match=said):
+            await storage.read_into("key", offset, [memoryview(bytearray(20 - offset))])
+    await storage.aclose()
+
+
 # --- the client -----------------------------------------------------------------------------------
 
 
@@ -562,6 +578,25 @@ async def test_errors_name_the_bucket_and_the_remedy(
         chain: list[BaseException | None] = [error, error.__cause__, error.__context__]
         shown = "".join(f"{each} {each!r}" for each in chain)
         assert not any(secret in shown for secret in _SECRETS)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "error", "message"),
+    [
+        (f"http://u:{_SECRETS[1]}@host:x", UsageError, "a proxy is http://host:port"),
+        (f"socks5://u:{_SECRETS[1]}@127.0.0.1:1", UsageError, "a proxy is http://host:port"),
+        (f"u:{_SECRETS[1]}@127.0.0.1:1", StorageError, "cannot connect to 127.0.0.1:1:"),
+    ],
+)
+@bounded(30)
+async def test_proxies_that_cannot_be_used(
+    proxy: str, error: type[Exception], message: str
+) -> None:
+    storage = bare("s3://bucket", {"proxies": {"http": proxy}, "endpoint_url": "http://h", **_KEYS})
+    with pytest.raises(error, match=message) as raised:
+        await storage.stat("key")
+    assert _SECRETS[1] not in str(raised.value)
+    await storage.aclose()
 
 
 _CONNECT = "'bucket': cannot connect to 127.0.0.1.*; look at .* endpoint_url"

@@ -358,3 +358,14 @@ def test_requests_hide_signatures() -> None:
         method="GET", url="http://h/?X-Signature=s3cret", headers={"A": "s3cret"}, deadline_s=1
     )
     assert "s3cret" not in repr(request)
+
+
+@bounded(20)
+async def test_a_header_that_cannot_be_sent_is_not_shown() -> None:
+    with serving(lambda peer: None) as server:
+        async with wired() as wire:
+            with pytest.raises(WireError, match="the header 'X-Token' has characters") as raised:
+                await wire.send(put(server, {"X-Token": "s3cret\n"}))
+    assert not raised.value.is_retryable
+    assert "s3cret" not in str(raised.value)
+    assert raised.value.__suppress_context__
