@@ -102,7 +102,8 @@ class Snapshot:
             resume: Send only what a save to ``path`` whose processes have died has not stored
                 yet, where the storage can tell and copy by itself (``s3://``, ``gs://``). You say
                 by it that no job saves there any more: attempts of other hosts count as dead, and
-                may fail if they are not. Bytes are compared by checksums, so any state may be saved.
+                may fail if they are not. Bytes are compared by checksums, so any state may be
+                saved.
             metadata: Any JSON object; comes back as ``Snapshot.metadata``.
             storage_options: For the backend.
             options: See ``Options``.
