@@ -247,7 +247,7 @@ class Storage(ABC):
             size: In bytes.
             older: Names that dead writers gave to objects that may have the same bytes, the newest
                 first. Complete or not, a storage that can makes them a source for
-                ``ObjectWriter.reuse``; a writer of them that lives after all then fails.
+                ``ObjectWriter.reuse``; a writer of them that lives after all may fail then.
 
         Raises:
             ObjectExists: where the backend can tell cheaply that the key exists. Some tell when

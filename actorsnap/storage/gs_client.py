@@ -283,16 +283,16 @@ class GsClient:
         """
         target = quote(name, safe="")
         url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
-        params = {"fields": f"done,rewriteToken,resource({_FIELDS})", **self._params()}
+        params = {"fields": f"rewriteToken,resource({_FIELDS})", **self._params()}
         if self.options.kms_key is not None:
             params["destinationKmsKeyName"] = self.options.kms_key
         if if_absent:
             params |= _IF_ABSENT
         while True:
             answer = await self._post(op, key, url, params, _metadata(storage_class))
-            if answer.get("done"):
+            if not answer.get("rewriteToken"):
                 return self._resource(op, key, answer.get("resource", {}))
-            params["rewriteToken"] = str(answer.get("rewriteToken", ""))
+            params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
         """Looks at an object.

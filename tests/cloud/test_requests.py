@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+import anyio
 import pytest
 import torch
 
 from actorsnap import StateDict
+from actorsnap.storage.base import ObjectWriter, Storage
+from actorsnap.storage.memory import forget_space
+from actorsnap.storage.wrappers import Wrapper
 from actorsnap.sync import Snapshot
 from actorsnap.testing.proxy import FaultProxy
+from tests.api.faults import faulty, faulty_url
 from tests.cloud.places import state
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
@@ -52,3 +58,27 @@ def test_requests_of_a_save_to_google(
     assert sum("%2Fdata%2F" in each for each in asked if "/upload/" in each) == num_uploads
     # Is there a snapshot; the manifest; is it there; the commit object; is there garbage.
     assert len(asked) == num_uploads + num_others + 5
+
+
+class OpenedTogether(Wrapper):
+    """No writer is open before so many are wanted."""
+
+    def __init__(self, inner: Storage, num_writers: int) -> None:
+        super().__init__(inner)
+        self._num_missing = num_writers
+        self._has_all = anyio.Event()
+
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._has_all.set()
+        with anyio.fail_after(20):
+            await self._has_all.wait()
+        return await self.inner.writer(key, size, older=older)
+
+
+def test_objects_are_opened_at_once() -> None:
+    app_state = {f"model{n}": StateDict(w=torch.zeros(1 << 19)) for n in range(8)}
+    with faulty(lambda inner: OpenedTogether(inner, len(app_state))):
+        Snapshot.take(faulty_url("memory://opened-together/run"), app_state)
+    forget_space("opened-together")

@@ -33,7 +33,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.storage import Storage, StorageContext
 from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.gs import open_gs
-from actorsnap.storage.gs_client import GsOptions
+from actorsnap.storage.gs_client import GsClient, GsOptions
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
 from actorsnap.testing.proxy import (
@@ -212,7 +212,8 @@ async def test_completing_again_after_a_lost_answer(
 
 @bounded(60)
 async def test_a_component_that_the_server_loses(fake_gcs: FakeGcsServer, bucket: str) -> None:
-    storage = opened(fake_gcs.url(bucket), fake_gcs.storage_options())
+    options = {**fake_gcs.storage_options(), "max_attempts": 1}
+    storage = opened(fake_gcs.url(bucket), options)
     writer = await storage.writer("key", 2 * MIB)
     for offset in (0, MIB):
         await writer.write_at(offset, [memoryview(pattern(MIB))])
@@ -339,6 +340,7 @@ async def test_a_bit_that_flipped_in_an_older_component(
     assert len(await keys_in(storage)) == 1
     writer = await storage.writer("newer/key", len(data), older=["older/key"])
     assert not await reused(writer, data, 0)
+    assert not any("rewriteTo" in exchange.target for exchange in proxy.exchanges())
     await storage.aclose()
 
 
@@ -572,6 +574,14 @@ def test_a_token_is_not_shown() -> None:
 # --- credentials --------------------------------------------------------------------------------
 
 
+_FOUND = {
+    "name": "key",
+    "size": "5",
+    "crc32c": "AAAAAA==",
+    "updated": "2026-01-01T00:00:00Z",
+}
+
+
 class _Google(BaseHTTPRequestHandler):
     """Gives tokens ``token-1``, ``token-2``, ...; objects to whoever has the latest one."""
 
@@ -586,6 +596,10 @@ class _Google(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path.startswith("/batch"):
             self._answer_batch(body.decode())
+            return
+        if "/rewriteTo/" in self.path:
+            is_last = "rewriteToken=more" in self.path
+            self._answer(200, {"resource": _FOUND} if is_last else {"rewriteToken": "more"})
             return
         if self.path.startswith("/upload"):
             # As the real service says it; fake-gcs-server stores what arrives.
@@ -602,14 +616,7 @@ class _Google(BaseHTTPRequestHandler):
             type(self).num_refused += 1
             self._answer(401, {"error": {"message": "Invalid Credentials"}})
             return
-        found = {
-            "name": "key",
-            "size": "5",
-            "crc32c": "AAAAAA==",
-            "generation": "1",
-            "updated": "2026-01-01T00:00:00Z",
-        }
-        self._answer(200, found)
+        self._answer(200, _FOUND)
 
     def _answer_batch(self, body: str) -> None:
         """Deletes objects; answers in another order, and of each with the status in its name."""
@@ -737,6 +744,17 @@ async def test_bytes_that_the_service_finds_damaged_are_sent_again(
         await storage.put("key", [memoryview(b"x")])
     assert handler.num_refused == 3
     await storage.aclose()
+
+
+@bounded(30)
+async def test_a_copy_of_several_requests(google: tuple[str, type[_Google]]) -> None:
+    url, _ = google
+    options = GsOptions(endpoint_url=url, anonymous=True)
+    context = StorageContext(run_blocking=run_blocking_in_thread)
+    client = GsClient("bucket", "gs://bucket", options, context)
+    copied = await client.copy("reuse", "key", "new", "old", storage_class=None)
+    assert (copied.name, copied.size) == ("key", 5)
+    await client.aclose()
 
 
 @pytest.mark.parametrize(
