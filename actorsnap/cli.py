@@ -427,7 +427,7 @@ def _errors(damaged: int = 4) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except ActorSnapError as error:
-        text = _visible(str(error))
+        text = _visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
         err.print(f"[red]error:[/] {quote(text)}")

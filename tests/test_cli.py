@@ -19,7 +19,9 @@ import torch
 from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli
+from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
+from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import inputs, reading, upkeep
 from actorsnap.runtime.host import run_async
 from actorsnap.runtime.place import Source
@@ -559,6 +561,14 @@ def test_rm_yes(saved: Path) -> None:
     (saved / "notes.txt").write_text("not ours")
     assert run("rm", "-y", saved).code == 0
     assert os.listdir(saved) == ["notes.txt"]
+
+
+def test_what_is_damaged_is_said_with_its_place(saved: Path) -> None:
+    (saved / COMMIT_KEY).write_bytes(b"x")
+    with pytest.raises(ChecksumMismatch) as raised:
+        Snapshot(saved).get_manifest()
+    assert raised.value.__notes__ == [f"read of {saved}"]
+    assert f"\nread of {saved}" in run("ls", saved).err
 
 
 def test_rm_of_a_damaged_one(saved: Path) -> None:

@@ -560,4 +560,6 @@ def _plain(error: BaseException) -> BaseException:
         return error
     fresh = copy.copy(error).with_traceback(error.__traceback__)
     fresh.__cause__ = error.__cause__
+    for note in getattr(error, "__notes__", ()):
+        fresh.add_note(note)
     return fresh

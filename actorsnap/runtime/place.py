@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from actorsnap.actors.errands import Errands
+from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import FetcherPool, SnapshotReader, find_commit
-from actorsnap.errors import ChecksumMismatch, ObjectNotFound, StorageError
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    ObjectNotFound,
+    StorageError,
+)
 from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
@@ -135,10 +141,12 @@ class Source:
                 storage = await open_place(host, self.place, fsync=True, run_blocking=run_blocking)
                 reader = SnapshotReader(storage, run_blocking, attempt)
                 try:
-                    yield storage, reader, errands
+                    with _noting(f"{op} of {self.place.url}"):
+                        yield storage, reader, errands
                 except Exception as error:
                     if _is_damage(error):
-                        await errands.run(reader.check_replaced)
+                        with _noting(f"{op} of {self.place.url}"):
+                            await errands.run(reader.check_replaced)
                     raise
                 finally:
                     await errands.clean_up(storage.aclose)
@@ -184,6 +192,18 @@ class Source:
             "num_fetchers": self.options.num_uploaders,
         }
         return FetcherPool(storage, **(settings | changes))
+
+
+@contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Says in errors about the format, which name the object only, what was done where."""
+    try:
+        yield
+    except Exception as error:
+        found = first_error(error)
+        if isinstance(found, FormatError) and not isinstance(found, NotASnapshot):
+            found.add_note(what)
+        raise
 
 
 @asynccontextmanager

@@ -101,6 +101,9 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
         implementation = get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
+    # An import may raise anything at all.
+    except Exception as error:
+        raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     return RetryStorage(FsspecStorage(place.rstrip("/"), implementation, context), policy=_POLICY)
 
 

@@ -150,18 +150,32 @@ class S3Storage(Storage):
             longest: tuple[int, str, Sequence[dict[str, Any]]] = 0, "", ()
             async for found, upload_id in bucket.uploads(key):
                 if found == key:
-                    parts = leading(await bucket.parts("writer", key, upload_id))
-                    num_stored = sum(part["Size"] for part in parts)
+                    parts = await bucket.parts("writer", key, upload_id)
+                    num_stored = sum(part["Size"] for part in leading(parts))
                     longest = max(longest, (num_stored, upload_id, parts), key=lambda each: each[0])
             older_bytes, upload_id, parts = longest
-            if parts:
-                await bucket.complete_upload("writer", key, upload_id, parts)
+            if older_bytes:
+                await self._complete_leading(key, upload_id, parts)
         except StorageError as error:
             if error.retryable:
                 raise
             logger.info("%s: %s is not resumed: %s", self.url, key, error)
             return 0
         return older_bytes
+
+    async def _complete_leading(
+        self, key: str, upload_id: str, parts: Sequence[dict[str, Any]]
+    ) -> None:
+        """Makes an object that begins with the leading parts of an upload."""
+        whole = leading(parts)
+        try:
+            await self.bucket.complete_upload("writer", key, upload_id, whole)
+        except StorageError as error:
+            if error.retryable or len(whole) == len(parts):
+                raise
+            # Some servers want all parts named that they have, others none behind a gap. What
+            # comes behind it lies elsewhere then, and copies of that fail their checksums.
+            await self.bucket.complete_upload("writer", key, upload_id, parts)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. No request: writing tells."""

@@ -381,6 +381,28 @@ async def test_unfinished_uploads_are_found_and_removed(
     await storage.aclose()
 
 
+@pytest.mark.parametrize("name", ["ceph", "moto"])
+@bounded(60)
+async def test_what_lies_before_a_gap_is_resumed(name: str, request: Any) -> None:
+    server: S3Server = request.getfixturevalue(name)
+    options = {**server.storage_options(), "part_bytes": 10 * _MIB}
+    storage = bare(f"s3://{server.make_bucket()}", options)
+    data = [memoryview(pattern(10 * _MIB, seed)) for seed in range(4)]
+    died = await storage.writer("older", 40 * _MIB)
+    for n in (0, 1, 3):  # the parts that were under way end in any order
+        await died.write_at(n * 10 * _MIB, [data[n]])
+    writer = await storage.writer("key", 40 * _MIB, older=["older"])
+    reused = []
+    for n, part in enumerate(data):
+        reused.append(await writer.reuse(n * 10 * _MIB, [part], crc32c(part)))
+        if not reused[-1]:
+            await writer.write_at(n * 10 * _MIB, [part])
+    await writer.complete()
+    assert reused == [True, True, False, False]
+    assert await storage.get("key") == b"".join(data)
+    await storage.aclose()
+
+
 @bounded(60)
 async def test_an_object_is_deleted_with_unfinished_uploads_to_it(
     options: dict[str, Any], bucket: str
