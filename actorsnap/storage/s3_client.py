@@ -74,6 +74,9 @@ MIB = 1 << 20
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 
+_MAX_ANSWER_BYTES = 64 * MIB
+"""To a control call: a page of a list may have 1000 keys of 1 KiB, each quoted."""
+
 _MAX_TIMEOUT_S = 24 * 3600
 
 
@@ -411,6 +414,7 @@ class S3Client:
                 url=request.url,
                 headers=headers,
                 deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
+                kept_bytes=_MAX_ANSWER_BYTES,
             ),
             [memoryview(_body(request.body))],
         )

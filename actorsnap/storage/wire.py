@@ -28,7 +28,6 @@ from actorsnap.storage.base import RunBlocking
 
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength"]
 
-_MAX_BODY_BYTES = 1 << 20
 """Of an answer that is kept. Errors and listings are far smaller."""
 
 _SMALL_BYTES = 64 * 1024
@@ -44,12 +43,14 @@ class Request:
         headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they hold
             signatures, and so may the URL.
         deadline_s: The whole exchange may take so long, connecting included.
+        kept_bytes: Of an answer that goes into no views so much is kept.
     """
 
     method: str
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     deadline_s: float
+    kept_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class Wire:
         self._is_closed = False
 
     async def send(self, request: Request, views: Sequence[memoryview] = ()) -> Response:
-        """Sends ``views``, back to back, as the body. Keeps up to 1 MiB of the answer's.
+        """Sends ``views``, back to back, as the body. Keeps ``kept_bytes`` of the answer's.
 
         The views are read before this returns and not kept.
 
@@ -139,7 +140,7 @@ class Wire:
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
         """Fills ``views``, back to back, with the body of a 200 or 206 of just their length.
 
-        Of any other status up to 1 MiB of the body is kept, as by ``send``.
+        Of any other status ``kept_bytes`` of the body are kept, as by ``send``.
 
         Raises:
             WrongLength: the body is to have another length. The views are untouched.
@@ -352,8 +353,8 @@ class _Connection(http.client.HTTPConnection):
             if incoming is not None and response.status in (200, 206):
                 _fill(response, incoming)
             else:
-                body = response.read(_MAX_BODY_BYTES)
-                if response.length and len(body) < _MAX_BODY_BYTES:
+                body = response.read(request.kept_bytes)
+                if response.length and len(body) < request.kept_bytes:
                     raise _HungUp
             self.is_reusable = response.isclosed() and not response.will_close
             return Response(status=response.status, headers=headers, body=body)

@@ -520,6 +520,23 @@ def _error(code: str, **more: str) -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code>{fields}</Error>".encode()
 
 
+@bounded(30)
+async def test_a_page_of_the_longest_keys() -> None:
+    keys = [f"p/{n:04}{'k' * 1018}" for n in range(1000)]
+    found = "".join(f"<Contents><Key>{key}</Key><Size>1</Size></Contents>" for key in keys)
+    page = f"<ListBucketResult>{found}</ListBucketResult>".encode()
+    assert len(page) > _MIB
+
+    def step(peer: Peer) -> None:
+        peer.request()
+        peer.answer(page)
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://thebucket/p", {"endpoint_url": server.url, **_KEYS})
+        assert [f"p/{info.key}" async for info in storage.list("")] == keys
+        await storage.aclose()
+
+
 @pytest.mark.parametrize(
     ("status", "fields", "body", "kind", "is_retryable", "remedy"),
     [
