@@ -473,6 +473,22 @@ def gs_multipart(
     return described.get("name", key), blob
 
 
+def gs_batch(request: Request) -> Answer:
+    """Several deletions in one body."""
+    boundary = "--answer"
+    answers = []
+    calls = re.findall(rb"Content-ID: <(.*?)>\r\n\r\nDELETE \S*/b/(.*?)/o/(\S*)", request.read())
+    for number, bucket, name in [[each.decode() for each in call] for call in calls]:
+        key = unquote(name.partition("?")[0])
+        status = 404 if _objects.get(bucket, {}).pop(key, None) is None else 204
+        answers.append(
+            f"{boundary}\r\nContent-Type: application/http\r\nContent-ID: <response-{number}>\r\n"
+            f"\r\nHTTP/1.1 {status} -\r\n\r\n\r\n"
+        )
+    body = "".join([*answers, f"{boundary}--\r\n"]).encode()
+    return Answer(200, body, {"Content-Type": "multipart/mixed; boundary=answer"})
+
+
 def gs_chunk(request: Request, upload: Upload, crc32c: str | None, *, is_kept: bool) -> Answer:
     _, total = request.headers.get("content-range", "bytes */*").rsplit("/", 1)
     upload.parts[len(upload.parts)] = request.blob(is_kept=is_kept)
@@ -488,6 +504,8 @@ def gs_chunk(request: Request, upload: Upload, crc32c: str | None, *, is_kept: b
 
 
 def answered(request: Request) -> Answer:
+    if request.path == "/batch/storage/v1":
+        return gs_batch(request)
     if "/storage/v1/b" in request.path:
         return gs(request)
     return s3(request)
