@@ -67,7 +67,11 @@ def open_gs(url: str, context: StorageContext) -> Storage:
     place = url.partition("://")[2].rstrip("/")
     bucket, _, prefix = place.partition("/")
     if not _BUCKET.fullmatch(bucket):
-        raise UsageError(f"{url!r} names no bucket: gs://bucket or gs://bucket/prefix")
+        # Not what stands there: it may be a secret.
+        raise UsageError(
+            "what stands between gs:// and the next slash cannot be a bucket's name; "
+            "credentials go into storage_options or the environment"
+        )
     if prefix:
         check_key(prefix)
     storage = GsStorage(bucket, prefix, options, context)

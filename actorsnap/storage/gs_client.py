@@ -43,6 +43,7 @@ from actorsnap.format.checksum import crc32c, crc32c_of
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.many import try_each
+from actorsnap.storage.options import NetworkOptions, check_secret
 from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength
 
@@ -58,56 +59,31 @@ _MAX_BATCH = 100
 """Calls in one request."""
 
 
-class GsOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``storage_options`` of ``gs://``.
+class GsOptions(NetworkOptions, frozen=True, kw_only=True):
+    """``storage_options`` of ``gs://``, beside those of ``NetworkOptions``.
+
+    Without ``endpoint_url`` it is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or Google.
 
     Attributes:
-        endpoint_url: Of another service. Default: ``STORAGE_EMULATOR_HOST``, which needs no
-            credentials, or Google's.
-        anonymous: Send no credentials, for emulators and public buckets.
         credentials_file: A service account's key, an authorized user, or the configuration of
             a workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
         user_project: The project that pays for the requests.
         storage_class: Of new objects. Default: the bucket's.
         kms_key: Cloud KMS key that encrypts new objects, by its full resource name.
-        ca_bundle: A file of trusted certificate authorities.
-        max_concurrency: Requests at once.
-        max_attempts: Tries per request, the first included.
-        connect_timeout_s: For one address, and for the TLS handshake.
-        stall_timeout_s: So long may the service be silent.
-        request_timeout_s: For a request without bulk bytes.
-        transfer_timeout_s: For a write, or a range that is read.
     """
 
-    endpoint_url: str | None = None
-    anonymous: bool = False
     credentials_file: str | None = None
     token: str | None = None
     user_project: str | None = None
     storage_class: str | None = None
     kms_key: str | None = None
-    ca_bundle: str | None = None
-    max_concurrency: int = 32
-    max_attempts: int = 12
-    connect_timeout_s: float = 10.0
-    stall_timeout_s: float = 30.0
-    request_timeout_s: float = 120.0
-    transfer_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if sum([self.anonymous, self.token is not None, self.credentials_file is not None]) > 1:
             raise ValueError("anonymous, token and credentials_file exclude each other")
-        if self.endpoint_url is not None:
-            url = urlsplit(self.endpoint_url)
-            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
-                raise ValueError("endpoint_url must be http://host or https://host, without a user")
-        for name in ("max_concurrency", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more")
-        for name in ("connect", "stall", "request", "transfer"):
-            if not getattr(self, f"{name}_timeout_s") > 0:
-                raise ValueError(f"{name}_timeout_s must be greater than 0")
+        check_secret("token", self.token)
 
     def __repr__(self) -> str:
         # A token must not get into logs.
@@ -526,7 +502,8 @@ class GsClient:
             except WrongLength as error:
                 raise _NoSuchRange from error
             except WireError as error:
-                raise self._error(op, key, error.detail, retryable=error.is_retryable) from error
+                detail = f"{error.detail}; {_remedy(error.is_timeout)}"
+                raise self._error(op, key, detail, retryable=error.is_retryable) from error
             if response.status in (200, 206):
                 return response
             if response.status == 401 and not is_last and connected.credentials.forget(token):
@@ -583,8 +560,7 @@ class GsClient:
         self, op: str, key: str, status: int, said: str, headers: Mapping[str, str]
     ) -> Exception:
         """What an HTTP status means."""
-        detail = f"HTTP {status}: {_message(said)}"
-        place = f"the bucket {self._bucket!r}"
+        detail = f"bucket {self._bucket!r}: HTTP {status}: {_message(said)}"
 
         def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {remedy}" if remedy else detail
@@ -598,7 +574,7 @@ class GsClient:
             if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in said:
                 return error(
                     StorageError,
-                    f"Is there {place}? `gcloud storage buckets create gs://{self._bucket}` "
+                    f"Is there such a bucket? `gcloud storage buckets create gs://{self._bucket}` "
                     "makes it",
                 )
             return error(ObjectNotFound)
@@ -615,7 +591,7 @@ class GsClient:
         if status == 403:
             return error(
                 AccessDenied,
-                f"Saving needs the role roles/storage.objectUser on {place}, reading "
+                "Saving needs the role roles/storage.objectUser on the bucket, reading "
                 "roles/storage.objectViewer",
             )
         # What arrived was not what the metadata says: damaged on the way.
@@ -624,12 +600,14 @@ class GsClient:
 
     def _unreachable(self, op: str, key: str, error: Exception) -> StorageError:
         if isinstance(error, aiohttp.ClientSSLError):
-            detail = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
-            return self._error(op, key, detail)
-        said = f"{type(error).__name__} {error}".rstrip()
-        return self._error(op, key, f"no answer from {self._root}: {said}", retryable=True)
+            said = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
+            return self._error(op, key, said)
+        said = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
+        detail = f"{said}; {_remedy(isinstance(error, TimeoutError))}"
+        return self._error(op, key, detail, retryable=True)
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
+        detail = f"bucket {self._bucket!r}: {detail}"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=retryable)
 
 
@@ -704,6 +682,12 @@ def _answers(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
         if number and status:
             found[int(number[1])] = int(status[1]), said
     return found
+
+
+def _remedy(is_timeout: bool) -> str:
+    if is_timeout:
+        return "raise the timeouts in storage_options if the service is that slow"
+    return "look at the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
 
 
 def _encoded(crc: int) -> str:

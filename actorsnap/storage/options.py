@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
 from actorsnap.errors import UsageError
 
-__all__ = ["convert_options"]
+__all__ = ["NetworkOptions", "check_secret", "convert_options"]
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+_MAX_TIMEOUT_S = 24 * 3600
+
+
+class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What all services have in common. Times are seconds.
+
+    Attributes:
+        endpoint_url: Of another server than the provider's.
+        anonymous: Send no credentials, for public buckets and emulators.
+        ca_bundle: A file of trusted certificate authorities.
+        max_concurrency: Requests at once.
+        max_attempts: Tries per request, the first included.
+        connect_timeout_s: For one address, and for the TLS handshake.
+        stall_timeout_s: So long may a server be silent.
+        request_timeout_s: For a request without bulk bytes.
+        transfer_timeout_s: For a write, or a range that is read.
+    """
+
+    endpoint_url: str | None = None
+    anonymous: bool = False
+    ca_bundle: str | None = None
+    max_concurrency: int = 32
+    max_attempts: int = 12
+    connect_timeout_s: float = 10.0
+    stall_timeout_s: float = 30.0
+    request_timeout_s: float = 120.0
+    transfer_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.endpoint_url is not None:
+            url = urlsplit(self.endpoint_url)
+            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+                raise ValueError("endpoint_url must be http://host or https://host, without a user")
+            if url.port == 0:  # or it raises
+                raise ValueError("endpoint_url must not have port 0")
+        for name in ("max_concurrency", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        for name in ("connect", "stall", "request", "transfer"):
+            if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
+                raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+
+
+def check_secret(name: str, value: str | None) -> None:
+    """Refuses what no header can hold, before anything shows it."""
+    if value is not None and not re.fullmatch("[!-~]+", value):
+        raise ValueError(f"{name} must be ASCII, without spaces and line ends")
 
 
 def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:

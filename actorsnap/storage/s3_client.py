@@ -58,6 +58,7 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
+from actorsnap.storage.options import NetworkOptions, check_secret
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
@@ -76,8 +77,6 @@ UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 
 _MAX_ANSWER_BYTES = 64 * MIB
 """To a control call: a page of a list may have 1000 keys of 1 KiB, each quoted."""
-
-_MAX_TIMEOUT_S = 24 * 3600
 
 
 _SECRET = re.compile(
@@ -100,85 +99,54 @@ for _name in ("auth", "endpoint", "parsers"):
         logging.getLogger(f"{_package}.{_name}").addFilter(_Redacted())
 
 
-class S3Options(msgspec.Struct, frozen=True, kw_only=True):
-    """``storage_options`` of ``s3://``. Sizes are bytes, times seconds.
+class S3Options(NetworkOptions, frozen=True, kw_only=True):
+    """``storage_options`` of ``s3://``, beside those of ``NetworkOptions``.
 
     What is None is found as botocore finds it: environment, configuration files, instance.
 
     Attributes:
-        endpoint_url: Of another server than Amazon's.
         region: Of the bucket.
         profile: A section of the configuration files.
         addressing_style: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host.
         access_key_id, secret_access_key, session_token: Instead of botocore's chain.
-        anonymous: Sign nothing, for public buckets.
         sse: Encryption at rest: ``"AES256"``, ``"aws:kms"`` or ``"aws:kms:dsse"``.
         kms_key_id: The key of ``sse="aws:kms"``.
         storage_class: Of new objects.
         tags: Of new objects.
         request_payer: Agree to pay for requests to a bucket of others.
         proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
-        ca_bundle: A file of trusted certificate authorities.
-        max_concurrency: Requests at once.
         part_bytes: Least size of what is written at once; 10 MiB or more. Most parts are as long
             as a chunk (``Options.chunk_bytes``), and none is less than half of this.
-        max_attempts: Tries per request, the first included.
-        connect_timeout_s: For one address, and for the TLS handshake.
-        stall_timeout_s: So long may a server be silent.
-        request_timeout_s: For a request without bulk bytes.
-        transfer_timeout_s: For a part, or a range that is read.
         has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
     """
 
-    endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     access_key_id: str | None = None
     secret_access_key: str | None = None
     session_token: str | None = None
-    anonymous: bool = False
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     kms_key_id: str | None = None
     storage_class: str | None = None
     tags: dict[str, str] = {}
     request_payer: bool = False
     proxies: dict[str, str] | None = None
-    ca_bundle: str | None = None
-    max_concurrency: int = 32
     part_bytes: int = 15 * MIB
-    max_attempts: int = 12
-    connect_timeout_s: float = 10.0
-    stall_timeout_s: float = 30.0
-    request_timeout_s: float = 120.0
-    transfer_timeout_s: float = 600.0
     has_conditional_put: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key belong together")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token needs access_key_id and secret_access_key")
         if self.kms_key_id is not None and self.sse not in ("aws:kms", "aws:kms:dsse"):
             raise ValueError("kms_key_id needs sse='aws:kms' or 'aws:kms:dsse'")
-        if self.endpoint_url is not None:
-            url = urlsplit(self.endpoint_url)
-            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
-                raise ValueError("endpoint_url must be http://host or https://host, without a user")
-            if url.port == 0:  # or it raises
-                raise ValueError("endpoint_url must not have port 0")
         for name in ("access_key_id", "secret_access_key", "session_token"):
-            value = getattr(self, name)
-            if value is not None and not re.fullmatch("[!-~]+", value):
-                raise ValueError(f"{name} must be ASCII, without spaces and line ends")
+            check_secret(name, getattr(self, name))
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
             raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
-        for name in ("max_concurrency", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more")
-        for name in ("connect", "stall", "request", "transfer"):
-            if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
-                raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
 
     def __repr__(self) -> str:
         # Proxies may have a password, a KMS key id an account.

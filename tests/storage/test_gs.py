@@ -470,7 +470,7 @@ async def test_no_such_bucket(fake_gcs: FakeGcsServer) -> None:
     [
         (401, AccessDenied, "credentials were refused"),
         (403, AccessDenied, "roles/storage.objectUser"),
-        (400, StorageError, "HTTP 400"),
+        (400, StorageError, "bucket '.*': HTTP 400"),
         (429, Throttled, "HTTP 429"),
         (503, Throttled, "given up after 2 tries"),
     ],
@@ -553,6 +553,8 @@ async def test_a_certificate_that_is_not_trusted(
         ({"endpoint_url": "localhost:80"}, "http://host"),
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"stall_timeout_s": 0}, "stall_timeout_s"),
+        ({"stall_timeout_s": float("inf")}, "stall_timeout_s"),
+        ({"token": f"{SECRET}\n"}, "token must be"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
@@ -561,10 +563,24 @@ def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
     assert SECRET not in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["gs://", "gs:///a", "gs://UPPER/a", "gs://bucket/a//b"])
+@pytest.mark.parametrize(
+    "url", ["gs://", "gs:///a", "gs://UPPER/a", "gs://bucket/a//b", f"gs://me:{SECRET}@bucket/a"]
+)
 def test_urls_that_are_refused(url: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as raised:
         opened(url, {})
+    assert SECRET not in str(raised.value)
+
+
+@bounded(30)
+async def test_nobody_listens() -> None:
+    options = {"endpoint_url": "http://127.0.0.1:1", "anonymous": True, "max_attempts": 1}
+    storage = opened("gs://the-bucket/p", options)
+    for call in (storage.stat("key"), storage.put("key", [memoryview(b"x")])):
+        with pytest.raises(StorageError, match="the-bucket.*endpoint_url") as raised:
+            await call
+        assert raised.value.key == "key"
+    await storage.aclose()
 
 
 def test_a_token_is_not_shown() -> None:
