@@ -162,7 +162,7 @@ async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> 
     ("options", "message"),
     [
         ({"regoin": "x"}, "'regoin'; did you mean 'region'"),
-        ({"zzz": 1}, "'zzz'; it has: endpoint_url, region"),
+        ({"zzz": 1}, "'zzz'; it has: endpoint_url, anonymous"),
         ({"region": 5}, r"`\$.region`"),
         ({"addressing_style": "dns"}, "'dns'"),
         ({"part_bytes": _MIB}, "part_bytes must lie between 10 MiB"),
