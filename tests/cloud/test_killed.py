@@ -33,6 +33,9 @@ def zygote(store: Store) -> Iterator[Zygote]:
 
 
 @pytest.mark.parametrize(
+    "store", ["ceph", pytest.param("fake_gcs", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.parametrize(
     ("how", "when"),
     [
         ("take", "after"),
@@ -74,11 +77,10 @@ def test_killed_at_an_operation_of_a_save_that_replaces(
         assert num_uploads >= 2
 
 
+@pytest.mark.parametrize("store", ["ceph"], indirect=True)
 def test_a_copy_that_was_killed_leaves_no_uploads_behind_the_next(
     zygote: Zygote, store: Store, tmp_path: Path
 ) -> None:
-    if not isinstance(store, S3Server):
-        pytest.skip("it has no unfinished uploads")
     bucket = store.make_bucket()
     source, to = str(tmp_path / "source"), store.url(bucket, "run")
     assert zygote.call("save", url=source, number=1).result() == ""

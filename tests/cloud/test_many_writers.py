@@ -19,7 +19,12 @@ from tests.worlds import Director
 
 @pytest.mark.parametrize(
     ("name", "overwrite"),
-    [("ceph", False), ("ceph", True), ("fake_gcs", False), ("fake_gcs", True)],
+    [
+        ("ceph", False),
+        ("fake_gcs", False),
+        pytest.param("ceph", True, marks=pytest.mark.slow),
+        pytest.param("fake_gcs", True, marks=pytest.mark.slow),
+    ],
 )
 def test_of_two_that_save_one_commits(
     request: pytest.FixtureRequest,

@@ -76,6 +76,7 @@ class TestGs(StorageConformance):
         return lambda: opened(fake_gcs.url(bucket, "some/prefix"), options)
 
 
+@pytest.mark.slow
 class TestGsOverTls(StorageConformance):
     num_many = 50
     num_examples = 5
