@@ -28,8 +28,6 @@ from actorsnap.storage.base import RunBlocking
 
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength"]
 
-"""Of an answer that is kept. Errors and listings are far smaller."""
-
 _SMALL_BYTES = 64 * 1024
 """Smaller neighbours are joined to so much: copying them costs less than a system call each."""
 
