@@ -444,6 +444,34 @@ async def test_what_is_said_of_a_truncated_object_is_true(
     await storage.aclose()
 
 
+@bounded(60)
+async def test_parts_that_are_listed_without_checksums(
+    bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = bare(f"s3://{bucket}", options)
+    data = pattern(20 * _MIB)
+    list_parts, complete = storage.bucket.parts, storage.bucket.complete_upload
+
+    async def bare_parts(*args: Any) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in part.items() if name != "ChecksumCRC32C"}
+            for part in await list_parts(*args)
+        ]
+
+    async def answered(*args: Any) -> dict[str, Any]:
+        return {**await complete(*args), "ChecksumCRC32C": "AAAAAA=="}
+
+    monkeypatch.setattr(storage.bucket, "parts", bare_parts)
+    monkeypatch.setattr(storage.bucket, "complete_upload", answered)
+    writer = await storage.writer("key", len(data))
+    joined = await storage.join_writer(writer.token)
+    await joined.write_at(0, [memoryview(data)])
+    await joined.release()
+    await writer.complete()
+    assert await storage.get("key") == data
+    await storage.aclose()
+
+
 # --- the client -----------------------------------------------------------------------------------
 
 
