@@ -1,36 +1,46 @@
 """actorsnap: an asyncio-native, actor-based checkpoint runtime for PyTorch.
 
 Public names only. The same calls for ordinary scripts are in ``actorsnap.sync``.
+
+They are imported when they are asked for: the uploader process, and a storage of another package
+in it, import from here without torch.
 """
 
-from actorsnap.actors.trace import Phase, Progress
-from actorsnap.errors import (
-    AccessDenied,
-    ActorSnapError,
-    ChecksumMismatch,
-    FormatError,
-    IncompatibleState,
-    NotASnapshot,
-    ObjectExists,
-    ObjectNotFound,
-    RestoreAborted,
-    SnapshotAborted,
-    SnapshotReplaced,
-    StorageError,
-    StorageFull,
-    Throttled,
-    UnsupportedFormat,
-    UsageError,
-)
-from actorsnap.options import Options, from_env
-from actorsnap.release import RELEASE as __version__
-from actorsnap.runtime.copying import CopyEvent, CopyEventKind, CopyReport
-from actorsnap.runtime.host import shutdown
-from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-from actorsnap.runtime.upkeep import VerifyReport
-from actorsnap.snapshot import PendingSnapshot, Snapshot
-from actorsnap.state.optim import prime_optimizer
-from actorsnap.state.stateful import RNGState, StateDict, Stateful
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actorsnap.actors.trace import Phase, Progress
+    from actorsnap.errors import (
+        AccessDenied,
+        ActorSnapError,
+        ChecksumMismatch,
+        FormatError,
+        IncompatibleState,
+        NotASnapshot,
+        ObjectExists,
+        ObjectNotFound,
+        RestoreAborted,
+        SnapshotAborted,
+        SnapshotReplaced,
+        StateChanged,
+        StorageError,
+        StorageFull,
+        Throttled,
+        UnsupportedFormat,
+        UsageError,
+    )
+    from actorsnap.options import Options, from_env
+    from actorsnap.release import RELEASE as __version__
+    from actorsnap.runtime.copying import CopyEvent, CopyEventKind, CopyReport
+    from actorsnap.runtime.guarding import Guard
+    from actorsnap.runtime.host import shutdown
+    from actorsnap.runtime.pacing import step
+    from actorsnap.runtime.restoring import RestorePlan, RestoreReport
+    from actorsnap.runtime.upkeep import VerifyReport
+    from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
+    from actorsnap.state.optim import prime_optimizer
+    from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
 __all__ = [
     "AccessDenied",
@@ -40,6 +50,7 @@ __all__ = [
     "CopyEventKind",
     "CopyReport",
     "FormatError",
+    "Guard",
     "IncompatibleState",
     "NotASnapshot",
     "ObjectExists",
@@ -55,6 +66,7 @@ __all__ = [
     "RestoreAborted",
     "SnapshotAborted",
     "SnapshotReplaced",
+    "StateChanged",
     "StateDict",
     "Stateful",
     "StorageError",
@@ -67,4 +79,60 @@ __all__ = [
     "from_env",
     "prime_optimizer",
     "shutdown",
+    "step",
+    "warm_up",
 ]
+
+_HOMES = {
+    "Phase": "actorsnap.actors.trace",
+    "Progress": "actorsnap.actors.trace",
+    "AccessDenied": "actorsnap.errors",
+    "ActorSnapError": "actorsnap.errors",
+    "ChecksumMismatch": "actorsnap.errors",
+    "FormatError": "actorsnap.errors",
+    "IncompatibleState": "actorsnap.errors",
+    "NotASnapshot": "actorsnap.errors",
+    "ObjectExists": "actorsnap.errors",
+    "ObjectNotFound": "actorsnap.errors",
+    "RestoreAborted": "actorsnap.errors",
+    "SnapshotAborted": "actorsnap.errors",
+    "SnapshotReplaced": "actorsnap.errors",
+    "StateChanged": "actorsnap.errors",
+    "StorageError": "actorsnap.errors",
+    "StorageFull": "actorsnap.errors",
+    "Throttled": "actorsnap.errors",
+    "UnsupportedFormat": "actorsnap.errors",
+    "UsageError": "actorsnap.errors",
+    "Options": "actorsnap.options",
+    "from_env": "actorsnap.options",
+    "CopyEvent": "actorsnap.runtime.copying",
+    "CopyEventKind": "actorsnap.runtime.copying",
+    "CopyReport": "actorsnap.runtime.copying",
+    "Guard": "actorsnap.runtime.guarding",
+    "shutdown": "actorsnap.runtime.host",
+    "step": "actorsnap.runtime.pacing",
+    "RestorePlan": "actorsnap.runtime.restoring",
+    "RestoreReport": "actorsnap.runtime.restoring",
+    "VerifyReport": "actorsnap.runtime.upkeep",
+    "PendingSnapshot": "actorsnap.snapshot",
+    "Snapshot": "actorsnap.snapshot",
+    "warm_up": "actorsnap.snapshot",
+    "prime_optimizer": "actorsnap.state.optim",
+    "RNGState": "actorsnap.state.stateful",
+    "StateDict": "actorsnap.state.stateful",
+    "Stateful": "actorsnap.state.stateful",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("actorsnap.release").RELEASE
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

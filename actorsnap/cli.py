@@ -8,7 +8,8 @@ escapes. Exit codes, for scripts:
     1    verify: damaged; diff: different; rm: not confirmed
     2    bad usage, or no such object in the snapshot
     3    no committed snapshot there; rm --garbage: and no garbage
-    4    the storage failed, or refused; or the snapshot is damaged (but see verify)
+    4    the storage failed, or refused; or the snapshot is damaged (but see verify), or takes a
+         newer release or a package that is not installed
     130  interrupted
 """
 
@@ -37,6 +38,7 @@ from actorsnap.errors import (
     FormatError,
     IncompatibleState,
     NotASnapshot,
+    UnsupportedFormat,
     UsageError,
 )
 from actorsnap.format.manifest import (
@@ -55,7 +57,7 @@ from actorsnap.format.manifest import (
 from actorsnap.options import Options, from_env
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
-from actorsnap.runtime import inputs, reading, upkeep
+from actorsnap.runtime import inputs, reading, timeline, tracefile, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
@@ -193,14 +195,22 @@ def inspect(
 
 def _objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
     """The data objects, each once, however many ranks wrote it."""
-    records = [record for manifest in manifests.values() for record in manifest.objects]
-    return list({record.key: record for record in records}.values())
+    found: dict[str, ObjectRecord] = {}
+    for manifest in manifests.values():
+        for record in manifest.objects:
+            chunks = {*found.get(record.key, record).chunks, *record.chunks}
+            ordered = sorted(chunks, key=lambda chunk: chunk.start)
+            found[record.key] = msgspec.structs.replace(record, chunks=tuple(ordered))
+    return list(found.values())
 
 
 def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> Iterator[str]:
     objects = _objects(manifests)
     total = sum(record.size for record in objects)
     yield f"{path}  {_size(total)} in {_count(len(objects), 'data object', 'data objects')}"
+    stored = sum(size for record in objects for _, size in record.stored)
+    if stored != total:
+        yield f"compressed to {_size(stored)}, {stored / total:.0%}"
     yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
     if not commit.fsync:
         yield "written with fsync=False: may not have survived a power loss"
@@ -373,6 +383,74 @@ def rm(
         _write([f"deleted {path}"])
 
 
+@app.command()
+def trace(
+    file: Annotated[list[str], typer.Argument(help="What Options.trace has written.")],
+    html: Annotated[
+        str | None, typer.Option(metavar="OUT", help="Write a page with the timeline.")
+    ] = None,
+    merged: Annotated[
+        str | None, typer.Option(metavar="OUT", help="Write one trace with all events.")
+    ] = None,
+) -> None:
+    """Show where the time of a save or restore went; of several ranks: one file each."""
+    with _errors():
+        found = tracefile.merge([tracefile.read(path) for path in file])
+        tables = []
+        for summary in timeline.summaries(found):
+            tables.append((_title(summary), [*_stage_rows(summary)]))
+            tables.append(("longest waits", [*_wait_rows(summary)]))
+        if merged is not None:
+            _write_file(merged, msgspec.json.encode(found))
+        if html is not None:
+            _write_file(html, timeline.page(found, tables).encode())
+        if html is None and merged is None:
+            for title, rows in tables:
+                _write([title])
+                _print_columns(rows)
+
+
+def _title(summary: timeline.Summary) -> str:
+    about = summary.about
+    text = f"{about.op} {about.url} rank {about.rank}: {about.outcome} after {about.seconds:.3f} s"
+    if summary.moving_s:
+        share = summary.overlapping_s / summary.moving_s
+        text += f", {share:.0%} of {summary.moving_s:.3f} s with bytes overlap"
+    if about.retries:
+        text += f", {_count(about.retries, 'retry', 'retries')}"
+    if about.dropped:
+        text += f", {_count(about.dropped, 'span', 'spans')} not shown"
+    return text
+
+
+def _stage_rows(summary: timeline.Summary) -> Iterator[list[str]]:
+    yield ["stage", "busy", "of all", "actors' time", "bytes", "per s"]
+    for stage in summary.stages:
+        yield [
+            stage.kind,
+            f"{stage.busy_s:.3f} s",
+            f"{stage.busy_s / (summary.about.seconds or 1):.0%}",
+            f"{stage.spent_s:.3f} s",
+            _size(stage.nbytes) if stage.nbytes else "-",
+            _size(stage.bytes_per_s) if stage.bytes_per_s else "-",
+        ]
+
+
+def _wait_rows(summary: timeline.Summary) -> Iterator[list[str]]:
+    yield ["actor", "waits for", "seconds", "at"]
+    for wait in summary.longest:
+        what = wait.kind.removeprefix("wait for ")
+        yield [wait.actor, what, f"{wait.seconds:.3f} s", f"{wait.at_s:.3f} s"]
+
+
+def _write_file(path: str, data: bytes) -> None:
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+
+
 def _what_to_delete(source: Source, path: str) -> str:
     """The snapshot in words; a damaged one can be deleted, and what is none cannot."""
     try:
@@ -446,6 +524,8 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
             return 2
         case NotASnapshot() | IncompatibleState():
             return 3
+        case UnsupportedFormat():
+            return 4
         case FormatError():
             return damaged
     return 4

@@ -19,6 +19,7 @@ package, so that every layer can raise from it.
     ├── IncompatibleState(missing, unexpected, mismatched)
     ├── SnapshotReplaced(url, is_deleted)
     ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
+    │   └── StateChanged(path)
     └── RestoreAborted(reason, rank, stage, key)
 """
 
@@ -39,6 +40,7 @@ __all__ = [
     "RestoreAborted",
     "SnapshotAborted",
     "SnapshotReplaced",
+    "StateChanged",
     "StorageError",
     "StorageFull",
     "Throttled",
@@ -316,6 +318,26 @@ class SnapshotAborted(ActorSnapError):
             key=key,
             may_be_committed=may_be_committed,
         )
+
+
+class StateChanged(SnapshotAborted):
+    """A tensor was changed while an ``async_take(stage="lazy")`` had yet to copy it.
+
+    Attributes:
+        path: Of the leaf in the app state of ``rank``.
+    """
+
+    def __init__(self, *, path: str, rank: int | None = None) -> None:
+        self.path = path
+        super().__init__(
+            reason="its tensor was changed before the lazy staging of it had ended. Guard all "
+            "optimizers that train it (pending.guard(optimizer)), or wait for pending.staged() "
+            "before the step",
+            rank=rank,
+            stage="stage",
+            key=path,
+        )
+        self.fields = {"path": path, "rank": rank}
 
 
 class RestoreAborted(ActorSnapError):

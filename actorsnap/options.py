@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 
-__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env"]
+__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env", "zstd_level"]
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -22,6 +23,17 @@ MIN_LOST_AFTER_S = 0.5
 
 _MAX_TIMEOUT_S = 24 * 3600
 
+
+_TRACE_FIELDS = {"rank": 0, "op": "save", "name": "step-1"}
+"""What ``Options.trace`` may have in braces, for example."""
+
+_OTEL_MODES = ("auto", "on", "off")
+
+_AT_EXIT = ("wait", "abort")
+_OFFLOADS = ("auto", "thread", "process")
+_ZSTD = re.compile("zstd(?::([1-9]|1[0-9]))?")
+_ZSTD_LEVEL = 1
+"""Shuffled weights gain nothing from slower ones: ``docs/decisions/0015-compression.md``."""
 
 _READ_MODES = ("auto", "direct", "shared")
 """``planning.exchange.ReadMode``, which is above this module."""
@@ -53,8 +65,39 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             same shards: ``"direct"``, each reads it; ``"shared"``, they read each byte once and
             pass it on among them, over gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's
             holds for all.
+        offload: Where ``async_take`` stores what it has copied: in a ``"thread"`` of this process,
+            or in a ``"process"`` of its own, which leaves the GIL to the trainer; ``"auto"``: a
+            process for states of 64 MiB or more, once the first such save or ``warm_up`` has
+            started it, where each rank of the machine has two cores. There is none for storages
+            that only this process can open. Several ranks have a process each, or none: all of them
+            must say the same, and with ``"auto"`` the others follow rank 0, whose own part counts.
+        detach: A snapshot of ``async_take`` does not depend on this process any more once it is
+            staged: it is finished and committed also if this process is killed, and an exit does
+            not wait for it. Takes the uploader process whatever the size; where there is none to be
+            had, exits wait. All of several ranks must say the same; their processes finish it
+            among themselves, while the job's store lives: an exit of the process that hosts that
+            waits.
+        at_exit: What an interpreter that exits does with a pending snapshot: ``"wait"`` until it is
+            finished, or ``"abort"`` it. What was staged of a detached one goes on in any case.
+        max_slowdown: By which share training steps may take longer while a snapshot of
+            ``async_take`` is stored: 0.02 is two percent. Uploaders are slowed until that holds, on
+            this rank, but not to less than a fiftieth, nor where half of ``timeout_s`` would not
+            do. Takes steps that are marked, with ``actorsnap.step()``. None slows nothing.
+        compression: ``"zstd:1"`` to ``"zstd:19"`` compresses what is stored, chunk by chunk, on the
+            threads that store it, or in the uploader process; ``"zstd"`` is ``"zstd:1"``.
+            ``"auto"``: like that where it makes saves faster, by what earlier saves of this process
+            to the same folder have measured; the first two are not compressed. None: never. Rank
+            0's holds for all. The data objects are no safetensors files then. Needs the extra
+            ``actorsnap[zstd]``, also to read.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
+        trace: A file for a timeline of each save and restore, in Chrome's trace format, written
+            at its end, also of one that fails. ``{rank}``, ``{op}`` (save or restore) and
+            ``{name}`` (the last part of the snapshot's path) are filled in; many ranks write a
+            file each, so the rank is added to the name where it is not in it. What lies there is
+            replaced.
+        otel: Whether saves and restores become spans and metrics of OpenTelemetry: ``"on"``,
+            ``"off"``, or ``"auto"``: where the application has configured a provider.
     """
 
     fsync: bool = True
@@ -68,10 +111,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_objects: int = 4
     min_object_bytes: int = 64 * _MIB
     read_mode: str = "auto"
+    offload: str = "auto"
+    detach: bool = False
+    max_slowdown: float | None = None
+    at_exit: str = "wait"
+    compression: str | None = None
     max_gap_bytes: int = 64 * 1024
+    trace: str | None = None
+    otel: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("fsync", "verify", "allow_pickle"):
+        for name in ("fsync", "verify", "allow_pickle", "detach"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Options.{name} must be True or False")
         self._check_seconds("timeout_s", 0.0)
@@ -84,8 +134,44 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         if self.read_mode not in _READ_MODES:
             modes = ", ".join(map(repr, _READ_MODES))
             raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
+        if self.otel not in _OTEL_MODES:
+            modes = ", ".join(map(repr, _OTEL_MODES))
+            raise UsageError(f"Options.otel must be one of {modes}, not {self.otel!r}")
+        self._check_trace()
+        if self.offload not in _OFFLOADS:
+            places = ", ".join(map(repr, _OFFLOADS))
+            raise UsageError(f"Options.offload must be one of {places}, not {self.offload!r}")
+        if self.at_exit not in _AT_EXIT:
+            ways = ", ".join(map(repr, _AT_EXIT))
+            raise UsageError(f"Options.at_exit must be one of {ways}, not {self.at_exit!r}")
+        if self.detach and self.offload == "thread":
+            raise UsageError('Options.detach needs a process: offload="auto" or "process"')
+        if self.max_slowdown is not None:
+            value = self.max_slowdown
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0.0 < value <= 1.0:
+                raise UsageError(
+                    f"Options.max_slowdown must lie in (0, 1], not {value!r}: 0.02 lets steps take "
+                    "2 % longer"
+                )
+        if self.compression not in (None, "auto"):
+            zstd_level(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        if not isinstance(self.trace, str) or not self.trace:
+            raise UsageError(f"Options.trace must be the path of a file, not {self.trace!r}")
+        try:
+            self.trace.format_map(_TRACE_FIELDS)
+        except (ValueError, LookupError, AttributeError) as error:
+            fields = ", ".join(f"{{{name}}}" for name in _TRACE_FIELDS)
+            raise UsageError(
+                f"Options.trace={self.trace!r}: of what is in braces, only {fields} are filled in; "
+                "write a brace twice that is one"
+            ) from error
 
     def _check_seconds(self, name: str, above: float) -> None:
         value = getattr(self, name)
@@ -97,6 +183,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
+
+
+def zstd_level(compression: str) -> int:
+    """The level that ``"zstd"`` or ``"zstd:<level>"`` means.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    match = _ZSTD.fullmatch(compression) if isinstance(compression, str) else None
+    if match is None:
+        raise UsageError(
+            'Options.compression must be None, "auto", "zstd" or "zstd:1" to "zstd:19", '
+            f"not {compression!r}"
+        )
+    return int(match[1] or _ZSTD_LEVEL)
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyReport
+from actorsnap.runtime.guarding import Guard
 from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.inputs import AppState
+from actorsnap.runtime.job import Job
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.upkeep import VerifyReport
 
-__all__ = ["PendingSnapshot", "Snapshot"]
+__all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
+
+
+async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
+    """Gets ready for asynchronous saves of ``nbytes`` on this rank, before the first one.
+
+    Touches the memory for their copies, as much as ``Options.memory_budget_bytes`` lets, and starts
+    the uploader process where ``Options.offload`` has it. Without it the first save takes longer
+    than later ones.
+
+    Raises:
+        UsageError: bad input.
+        MemoryError: the system has not so much.
+    Cancellation: what is touched is kept.
+    """
+    await run_async(taking.warm_up(nbytes, options))
 
 
 class Snapshot:
@@ -129,6 +145,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    stage="eager",
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,
@@ -149,6 +166,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -161,8 +179,18 @@ class Snapshot:
         this has returned. Copies take as much memory as the state, up to the process' budget
         (``Options.memory_budget_bytes``); beyond it, this returns when the rest is stored.
 
-        Args, Raises and Cancellation: as ``take``; failures after staging are raised by
+        With ``stage="lazy"`` it returns as soon as that is copied which something else than an
+        optimizer's step may change; the rest is copied behind, while forward and backward run.
+        It is the trainer's to wait for it: by ``PendingSnapshot.guard`` or
+        ``PendingSnapshot.staged``. See ``docs/saving.md``.
+
+        Args, Raises and Cancellation: as ``take``; failures after this has returned are raised by
         ``PendingSnapshot.wait``.
+
+        Args:
+            stage: ``"eager"`` copies everything before this returns. ``"lazy"`` leaves until later
+                the parameters that require gradients of the ``nn.Module`` in ``app_state``, and the
+                state tensors of the ``torch.optim.Optimizer``, and of ``ModelState`` both.
         """
         job = await run_async(
             taking.take(
@@ -172,6 +200,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    stage=stage,
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,
@@ -345,6 +374,8 @@ class Snapshot:
         Raises:
             NotASnapshot, FormatError: there is no readable commit object. Other damage is
                 in the report.
+            UnsupportedFormat: it takes a newer release, or a package that is not installed, to
+                read it.
             StorageError: reading failed.
         """
         return await run_async(upkeep.verify(self._source, level=level))
@@ -403,7 +434,7 @@ class Snapshot:
         await run_async(upkeep.delete(self._source))
 
     @classmethod
-    def _of(cls, job: SaveJob) -> Snapshot:
+    def _of(cls, job: Job) -> Snapshot:
         snapshot = cls.__new__(cls)
         snapshot._source = job.source()
         return snapshot
@@ -413,10 +444,10 @@ class PendingSnapshot:
     """A snapshot on its way. Await it, or poll ``done()``.
 
     Dropping the handle does not stop the save; a failure is then logged as an error. At
-    interpreter exit pending saves are waited for.
+    interpreter exit it is waited for, or aborted: ``Options.at_exit``.
     """
 
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
 
     def __repr__(self) -> str:
@@ -434,7 +465,27 @@ class PendingSnapshot:
             ActorSnapError: the save failed before.
         Cancellation: the save goes on.
         """
-        await run_async(taking.await_pending(self._job, self._job.staged))
+        await run_async(taking.await_staged(self._job))
+
+    def guard(self, *optimizers: Any) -> Guard:
+        """Makes the next step of each optimizer wait until what it changes is copied.
+
+        Of a lazily staged save; with another one there is nothing to wait for. The wait blocks
+        the thread of the step, and comes before anything is changed. What a step waits for is
+        copied first, else in the order of the guarded optimizers. The hooks take themselves out
+        behind the first step that finds everything copied, or the save ended: a failure of it does
+        not concern the step, ``wait`` raises it.
+
+        Args:
+            optimizers: ``torch.optim.Optimizer`` that train what is saved.
+
+        Returns:
+            What takes the hooks out earlier.
+
+        Raises:
+            UsageError: something is no optimizer; or this is a forked child.
+        """
+        return taking.guard(self._job, optimizers)
 
     def done(self) -> bool:
         """Whether the outcome is known; ``wait`` then returns at once."""
@@ -445,6 +496,7 @@ class PendingSnapshot:
 
         Raises:
             ObjectExists, SnapshotAborted: see ``Snapshot.take``.
+            StateChanged: a tensor was changed before its lazy staging had ended.
         Cancellation: the save goes on.
         """
         await run_async(taking.await_pending(self._job, self._job.finished))

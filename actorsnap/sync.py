@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyReport
+from actorsnap.runtime.guarding import Guard
 from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
 from actorsnap.runtime.inputs import AppState
+from actorsnap.runtime.job import Job
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.upkeep import VerifyReport
 
-__all__ = ["PendingSnapshot", "Snapshot"]
+__all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
+
+
+def warm_up(nbytes: int, *, options: Options | None = None) -> None:
+    """See ``actorsnap.warm_up``."""
+    run_sync(taking.warm_up(nbytes, options), name="warm_up")
 
 
 class Snapshot:
@@ -71,6 +77,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    stage="eager",
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,
@@ -92,13 +99,14 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
         group: Any = None,
         store: Any = None,
     ) -> PendingSnapshot:
-        """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied."""
+        """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied eagerly."""
         job = run_sync(
             taking.take(
                 taking.TakeCall(
@@ -107,6 +115,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    stage=stage,
                     metadata=metadata,
                     storage_options=storage_options,
                     options=options,
@@ -188,7 +197,7 @@ class Snapshot:
         run_sync(upkeep.delete(self._source), name="Snapshot.delete")
 
     @classmethod
-    def _of(cls, job: SaveJob) -> Snapshot:
+    def _of(cls, job: Job) -> Snapshot:
         snapshot = cls.__new__(cls)
         snapshot._source = job.source()
         return snapshot
@@ -197,7 +206,7 @@ class Snapshot:
 class PendingSnapshot:
     """``actorsnap.PendingSnapshot`` for scripts."""
 
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
 
     def __repr__(self) -> str:
@@ -210,7 +219,11 @@ class PendingSnapshot:
 
     def staged(self) -> None:
         """Blocks until the trainer may overwrite its tensors. Ctrl-C leaves the save running."""
-        run_sync(taking.await_pending(self._job, self._job.staged), name="PendingSnapshot.staged")
+        run_sync(taking.await_staged(self._job), name="PendingSnapshot.staged")
+
+    def guard(self, *optimizers: Any) -> Guard:
+        """See ``actorsnap.PendingSnapshot.guard``."""
+        return taking.guard(self._job, optimizers)
 
     def done(self) -> bool:
         """Whether the outcome is known; ``wait`` then returns at once."""

@@ -1,5 +1,6 @@
-"""All rows: ``bench/local.py`` in one process, ``bench/ranks.py`` with many, ``bench/cloud.py``
-with object stores.
+"""All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
+``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
+beside a trainer, ``bench/memory.py``, ``bench/staging.py``.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -12,11 +13,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cloud, local, ranks
+from bench import cloud, compression, interference, local, memory, ranks, staging, tracing
 from bench.local import Setting, child_memory, machine, note
 from bench.peers import PEERS
 
-ROWS = local.ROWS | ranks.ROWS | cloud.ROWS
+ROWS = (
+    local.ROWS
+    | ranks.ROWS
+    | cloud.ROWS
+    | tracing.ROWS
+    | compression.ROWS
+    | interference.ROWS
+    | memory.ROWS
+    | staging.ROWS
+)
 
 
 def main() -> None:

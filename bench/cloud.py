@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,11 @@ class Sink(S3Server):
     def _launch(self) -> None:
         # -I: nothing of the environment; -S: no packages.
         self._spawn(sys.executable, "-I", "-S", sink.__file__, str(self.port))
+
+    def empty(self, bucket: str) -> None:
+        """Lets go what was kept."""
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="DELETE")
+        urllib.request.urlopen(request).close()
 
 
 class GcsSink(GcsServer):

@@ -23,16 +23,17 @@ from typing import Any
 import msgspec
 
 from actorsnap.format.layout import data_key
+from actorsnap.planning.inventory import Inventory, Scope, item_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
-from actorsnap.planning.save import Inventory, Scope, item_digest, plan_save
+from actorsnap.planning.save import plan_save
+from actorsnap.protocol.calls import Send, SendToRank
 from actorsnap.protocol.coordinator import (
     CommitWritten,
     CoordinatorMachine,
     CoordinatorState,
-    Memory,
-    SendToRank,
     WriteCommit,
 )
+from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import ToCoordinator, Token
 from actorsnap.protocol.participant import (
     Begun,
@@ -49,7 +50,6 @@ from actorsnap.protocol.participant import (
     ParticipantState,
     Planned,
     ReleaseObject,
-    Send,
     StagingEnded,
     StartStoring,
     StoreManifest,

@@ -38,8 +38,9 @@ from torch.distributed.tensor.parallel import (
 
 from actorsnap import Options, StateDict
 from actorsnap.format.manifest import BytesEntry, TensorEntry
+from actorsnap.planning.inventory import take_stock
 from actorsnap.planning.packing import PackingRules
-from actorsnap.planning.save import plan_save, take_stock
+from actorsnap.planning.save import plan_save
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs

@@ -10,20 +10,19 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from actorsnap.protocol import coordinator, participant
+from actorsnap.protocol import coordinator, line, participant
 from actorsnap.protocol import gathering as steps
+from actorsnap.protocol.machine import Table
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
 PAGE = Path(__file__).parent / "protocol.md"
-
-Table = Mapping[tuple[Any, type], Callable[..., Any]]
 
 
 def messages(union: Any) -> str:
@@ -45,7 +44,7 @@ class Machine:
     that it calls, which states it sets.
     """
 
-    def __init__(self, table: Table, machine: type, states: type[StrEnum]) -> None:
+    def __init__(self, table: Table[Any, Any], machine: type, states: type[StrEnum]) -> None:
         self._table = table
         self._states = states
         self._sets: dict[str, set[str]] = {}
@@ -57,11 +56,12 @@ class Machine:
     def diagram(self) -> str:
         """Mermaid: every transition that leaves a state."""
         labels: dict[tuple[str, str], list[str]] = {}
-        for (state, event), rule in self._table.items():
-            for target in self._targets(rule) - {state}:
-                labels.setdefault((str(state), target), []).append(event.__name__)
+        for state, row in self._table.items():
+            for event, rule in row.items():
+                for target in self._targets(rule) - {state}:
+                    labels.setdefault((str(state), target), []).append(event.__name__)
         first, *_ = self._states
-        last = [s for s in self._states if s not in {source for source, _ in labels}]
+        last = [state for state in self._states if not self._table[state]]
         order = [str(state) for state in self._states]
         edges = sorted(labels, key=lambda edge: (order.index(edge[0]), order.index(edge[1])))
         return "\n".join(
@@ -80,10 +80,9 @@ class Machine:
         lines = ["| state | takes | passes over |", "|---|---|---|"]
         for state in self._states:
             found: dict[bool, list[str]] = {True: [], False: []}
-            for (other, event), rule in self._table.items():
-                if other is state:
-                    found[rule.__name__ == "_ignore"].append(f"`{event.__name__}`")
-            if any(found.values()):
+            for event, rule in self._table[state].items():
+                found[rule.__name__ == "_ignore"].append(f"`{event.__name__}`")
+            if self._table[state]:
                 cells = [", ".join(sorted(found[is_ignored])) for is_ignored in (False, True)]
                 lines.append(f"| {state} | {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -139,6 +138,7 @@ def parts() -> dict[str, str]:
     )
     gathering = Machine(steps._GATHERING, steps.GatheringMachine, steps.GatheringState)
     member = Machine(steps._MEMBER, steps.MemberMachine, steps.MemberState)
+    trainer = Machine(line._TABLE, line.LineMachine, line.LineState)
     return {
         "messages to the coordinator": messages(ToCoordinator),
         "messages to a rank": messages(FromCoordinator),
@@ -146,6 +146,8 @@ def parts() -> dict[str, str]:
         "coordinator table": deciding.table(),
         "rank diagram": taking_part.diagram(),
         "rank table": taking_part.table(),
+        "line diagram": trainer.diagram(),
+        "line table": trainer.table(),
         "steps diagram": gathering.diagram(),
         "steps table": gathering.table(),
         "member diagram": member.diagram(),

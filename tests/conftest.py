@@ -90,7 +90,7 @@ class LeakCheck:
             *(f"fd {n}: {to}" for n, to in fds.items() if self._fds.get(n) != to),
         ]
 
-    def assert_none(self, within_s: float = 5.0) -> None:
+    def assert_none(self, within_s: float = 30.0) -> None:
         """Waits until nothing is left over; fails after ``within_s``. Blocks: not for a loop."""
         deadline = time.monotonic() + within_s
         while left := self.leaked():

@@ -695,7 +695,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_real_process(long: Path) -> None:
     done = subprocess.run(
-        command("ls", long), env=ENVIRONMENT, capture_output=True, timeout=120, check=False
+        command("ls", long), env=ENVIRONMENT, capture_output=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert len(done.stdout.splitlines()) == 5_001

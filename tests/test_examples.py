@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.models import MODULES
 from tests.worlds import Director
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *args: str, cwd: Path, timeout_s: float = 120.0) -> str:
+def run(name: str, *args: str, cwd: Path, timeout_s: float = 400.0) -> str:
     """Output of an example that must end well, without a warning."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name), *args],
@@ -58,7 +59,7 @@ def test_quickstart_sync(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["small", pytest.param("demo", marks=pytest.mark.slow)])
 def test_train_resume(tmp_path: Path, size: str) -> None:
-    output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=300.0)
+    output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=600.0)
     assert "nothing committed: SIGKILL" in output
     assert "is passed over, it is unfinished" in output
     assert "losses and the final weights are equal" in output
@@ -68,7 +69,7 @@ def test_train_resume(tmp_path: Path, size: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["small", "demo"])
 def test_fsdp_resume_by_torchrun(tmp_path: Path, size: str) -> None:
-    output = run("fsdp_resume.py", "--size", size, cwd=tmp_path, timeout_s=500.0)
+    output = run("fsdp_resume.py", "--size", size, cwd=tmp_path, timeout_s=900.0)
     assert output.count("is passed over, it is unfinished") == 2
     assert "saved by 2 ranks, has the same bits on 1 and 3" in output
     assert left_behind(tmp_path) == []
@@ -76,7 +77,7 @@ def test_fsdp_resume_by_torchrun(tmp_path: Path, size: str) -> None:
 
 def test_fsdp_resume(tmp_path: Path) -> None:
     """Without torchrun, which takes most of the example's time to start."""
-    with Director("tests.ranks.examples") as director:
+    with Director("tests.ranks.examples", *MODULES) as director:
         found = director.play("direct_fsdp_resume", root=str(tmp_path))
     assert found["status"] == 0, found["table"]
     for ranks in ("1", "3"):

@@ -42,11 +42,12 @@ from actorsnap.format.manifest import (
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 from tests.api.states import scribble
-from tests.golden import make_block_sizes
+from tests.golden import make_block_sizes, make_compression
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
+COMPRESSION = V1.with_name("compression")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
 MANIFEST = f"{ATTEMPT}/manifest/0.json"
 DATA = f"{ATTEMPT}/data/dense/0-0.safetensors"
@@ -97,7 +98,7 @@ def test_reading_warns_of_nothing() -> None:
         cwd=V1.parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -240,6 +241,45 @@ def test_a_damaged_block_is_named(tmp_path: Path, name: str, at: int, block: int
     path.write_bytes(data)
     with pytest.raises(ChecksumMismatch, match=f"block {block} of 'leaves/{name}'"):
         Snapshot(folder).read_object(f"0/leaves/{name}")
+
+
+# The feature "compression" ----------------------------------------------------------------------
+
+
+def test_compressed_leaves_come_back() -> None:
+    snapshot = Snapshot(COMPRESSION)
+    for key, expected in make_compression.app_state().items():
+        assert_same(snapshot.get_state_dict_for_key(key), expected.data)
+    report = snapshot.verify("full")
+    assert report.ok, report.problems
+    # Of everything that there is: widths of all frames, a chunk as it is.
+    (manifest,) = COMPRESSION.glob("*/manifest/0.json")
+    widths, has_plain_chunk = set(), False
+    for record in json.loads(manifest.read_bytes())["objects"]:
+        for start, _, _, sizes in record["chunks"]:
+            has_plain_chunk |= not sizes
+            data = (COMPRESSION / record["key"] / str(start)).read_bytes()
+            at = 0
+            for size in sizes:
+                widths.add(data[at])
+                at += size
+    assert widths >= {0, 1, 4}
+    assert has_plain_chunk
+
+
+def test_what_made_it_still_makes_the_same_chunks(tmp_path: Path) -> None:
+    """Another release of zstd may compress to other sizes."""
+    make_compression.make(tmp_path / "again")
+    found = []
+    for folder in (COMPRESSION, tmp_path / "again"):
+        (path,) = folder.glob("*/manifest/0.json")
+        document = json.loads(path.read_bytes())
+        for record in document["objects"]:
+            record["chunks"] = [(start, stop, len(f)) for start, stop, _, f in record["chunks"]]
+        found.append(document)
+    assert found[0] == found[1]
+    features = json.loads((COMPRESSION / ".actorsnap").read_bytes())["features"]
+    assert features == ["block_sizes", "compression"]
 
 
 # Damage ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def run(script: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def added_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import actorsnap, actorsnap.sync, actorsnap.testing",
+        "import actorsnap, actorsnap.sync, actorsnap.testing\nfrom actorsnap import *",
         # Also what opens a storage and saves has no need of other backends.
         "import actorsnap, actorsnap.sync\n"
         "state = {'s': actorsnap.StateDict(x=torch.ones(3))}\n"
@@ -57,11 +57,22 @@ def added_by(statement: str) -> set[str]:
 )
 def test_only_what_is_needed_is_imported(statement: str) -> None:
     added = added_by(statement)
-    assert "actorsnap.snapshot" in added
+    assert "actorsnap.runtime.saving" in added
     heavy = {
         name for name in added if any(name == root or name.startswith(f"{root}.") for root in HEAVY)
     }
     assert heavy == set()
+
+
+def test_the_uploader_process_needs_no_torch() -> None:
+    """Nor does a storage of another package that it opens."""
+    output = run(
+        "import sys\n"
+        "import actorsnap.runtime.saving, actorsnap.storage.fs\n"
+        "from actorsnap import Options, StorageError, __version__\n"
+        "print('torch' in sys.modules, 'asyncio' in sys.modules)\n"
+    )
+    assert output.split() == ["False", "True"]
 
 
 def test_the_command_line_brings_its_own() -> None:
@@ -79,7 +90,8 @@ def test_importing_starts_nothing() -> None:
         "print(threading.active_count() - threads)\n"
         "print(len(os.listdir('/proc/self/fd')) - len(files))\n"
         "print(handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)])\n"
-        "print(actorsnap.runtime.host.Host._instance)\n"
+        "from actorsnap.runtime.host import Host\n"
+        "print(Host._instance)\n"
         "print('asyncio' in sys.modules and __import__('asyncio')._get_running_loop())\n"
     )
     assert output.split() == ["0", "0", "True", "None", "None"]

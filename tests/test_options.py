@@ -45,6 +45,21 @@ def test_read_modes() -> None:
         Options(read_mode="both")
 
 
+def test_slowdowns() -> None:
+    assert from_env({"ACTORSNAP_MAX_SLOWDOWN": "0.02"}) == Options(max_slowdown=0.02)
+    assert Options().max_slowdown is None
+    assert Options(max_slowdown=1).max_slowdown == 1
+    for value in (0, -0.1, 1.5, 2, True, "0.02", float("nan")):
+        with pytest.raises(UsageError, match=r"max_slowdown must lie in \(0, 1\]"):
+            Options(max_slowdown=value)  # type: ignore[arg-type]
+
+
+def test_ways_to_exit() -> None:
+    assert from_env({"ACTORSNAP_AT_EXIT": "abort"}) == Options(at_exit="abort")
+    with pytest.raises(UsageError, match="one of 'wait', 'abort', not 'kill'"):
+        Options(at_exit="kill")
+
+
 @pytest.mark.parametrize(
     ("chunk_mib", "budget_bytes", "expected_mib"),
     [(16, 64 * MIB, 16), (16, 16 * MIB, 16), (16, 15 * MIB, 8), (16, 3 * MIB, 2), (3, MIB, 2)],

@@ -122,7 +122,7 @@ def proxy(origin: Origin) -> Iterator[FaultProxy]:
 
 
 @contextlib.contextmanager
-def connected(proxy: FaultProxy, timeout_s: float = 10.0) -> Iterator[http.client.HTTPConnection]:
+def connected(proxy: FaultProxy, timeout_s: float = 60.0) -> Iterator[http.client.HTTPConnection]:
     address = urlsplit(proxy.endpoint)
     assert address.hostname is not None
     if proxy.ca_file is None:
@@ -322,7 +322,7 @@ def test_a_rule_for_a_time(proxy: FaultProxy) -> None:
         num_refused = 0
         while put(connection, "/new", b"x").status == 503:
             num_refused += 1
-            assert time.monotonic() - start_s < 10
+            assert time.monotonic() - start_s < 60
         assert time.monotonic() - start_s >= 0.3
         assert rule.num_hits == num_refused > 1
 

@@ -33,7 +33,7 @@ __all__ = ["LIMIT_S", "ROOT", "Child", "Director", "Rank", "World"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LIMIT_S = 45
+LIMIT_S = 120
 """A process that hangs is killed by SIGALRM after so long."""
 
 _dist: Any = dist  # the stubs of its stores are not exported

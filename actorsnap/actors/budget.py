@@ -4,8 +4,11 @@ anyio's limiters count tokens, not bytes; this counts bytes. It decides only who
 strictly in order of asking, so that a large request is not starved by small ones. One that is
 larger than the whole budget is admitted when nothing else is leased, or nothing would move.
 
-A lease for reading goes beyond the limit where no other one is lent: a save whose storage hangs
-may hold everything until its deadline, and restores from healthy storages do not wait for that.
+A lease for anything but staging goes beyond the limit where no other one for its purpose is lent.
+A save whose storage hangs may hold everything until its deadline, and restores from healthy
+storages do not wait for that. And what is staged is freed only when it is stored, which may take
+memory, too. Who waits for such a lease may hold one for a purpose that stands before it in
+``Purpose``, and no other.
 """
 
 from __future__ import annotations
@@ -13,12 +16,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
+from enum import Enum, auto
 from typing import Self
 
 import anyio
 
-__all__ = ["Budget", "BudgetStatistics", "Lease"]
+from actorsnap.state.memory import Pinner
+
+__all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
+
+
+class Purpose(Enum):
+    """What memory is for."""
+
+    STAGING = auto()
+    COMPRESSING = auto()
+    READING = auto()
+    DECOMPRESSING = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +48,7 @@ class BudgetStatistics:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     nbytes: int
-    is_reading: bool
+    purpose: Purpose
     event: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -46,11 +60,11 @@ class Lease:
         on_release: Called once when the lease is released, if set.
     """
 
-    __slots__ = ("_budget", "_is_reading", "nbytes", "on_release", "view")
+    __slots__ = ("_budget", "_purpose", "nbytes", "on_release", "view")
 
-    def __init__(self, budget: Budget, nbytes: int, view: memoryview, *, is_reading: bool) -> None:
+    def __init__(self, budget: Budget, nbytes: int, view: memoryview, purpose: Purpose) -> None:
         self._budget: Budget | None = budget
-        self._is_reading = is_reading
+        self._purpose = purpose
         self.nbytes = nbytes
         self.view = view
         self.on_release: Callable[[], None] | None = None
@@ -61,19 +75,19 @@ class Lease:
         if budget is not None:
             view, self.view = self.view, memoryview(b"")
             budget._free(view)
-            budget._give_back(self.nbytes, self._is_reading)
+            budget._give_back(self.nbytes, self._purpose)
             if self.on_release is not None:
                 self.on_release()
+
+    def pin(self, pinner: Pinner) -> None:
+        """Pins the memory for a device, unless it is; from any thread. See ``Arena.pin``."""
+        assert self._budget is not None
+        self._budget._pin(self.view, pinner)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -84,6 +98,7 @@ class Budget:
         limit_bytes: At least 1.
         allocate: Gives writable memory of exactly that many bytes.
         free: Takes it back.
+        pin: Pins it for a device, as far as that can be had.
     """
 
     def __init__(
@@ -92,12 +107,14 @@ class Budget:
         *,
         allocate: Callable[[int], memoryview] | None = None,
         free: Callable[[memoryview], None] | None = None,
+        pin: Callable[[memoryview, Pinner], None] | None = None,
     ) -> None:
         self._limit = limit_bytes
         self._allocate = allocate or (lambda nbytes: memoryview(bytearray(nbytes)))
         self._free = free or (lambda view: None)
+        self._pin = pin or (lambda view, pinner: None)
         self._leased = 0
-        self._num_reading = 0
+        self._num_lent = dict.fromkeys(Purpose, 0)
         self._peak = 0
         self._waiters: deque[_Waiter] = deque()
 
@@ -122,14 +139,12 @@ class Budget:
         """Whether ``lease(nbytes)`` would have to wait now."""
         return bool(self._waiters) or not self._fits(nbytes)
 
-    async def lease(self, nbytes: int, *, is_reading: bool = False) -> Lease:
+    async def lease(self, nbytes: int, purpose: Purpose = Purpose.STAGING) -> Lease:
         """Waits for its turn and for ``nbytes``, and allocates them.
 
-        Args:
-            is_reading: Waits for no save; see the module's docstring.
         Cancellation: nothing stays leased.
         """
-        waiter = _Waiter(nbytes, is_reading)
+        waiter = _Waiter(nbytes, purpose)
         self._waiters.append(waiter)
         self._admit()
         try:
@@ -138,32 +153,31 @@ class Budget:
             view = self._allocate(nbytes)
         except BaseException:
             if waiter.event.is_set():
-                self._give_back(nbytes, is_reading)
+                self._give_back(nbytes, purpose)
             else:
                 self._waiters.remove(waiter)
                 self._admit()
             raise
-        return Lease(self, nbytes, view, is_reading=is_reading)
+        return Lease(self, nbytes, view, purpose)
 
     def _fits(self, nbytes: int) -> bool:
         return self._leased + nbytes <= self._limit or self._leased == 0
 
-    def _give_back(self, nbytes: int, is_reading: bool) -> None:
+    def _give_back(self, nbytes: int, purpose: Purpose) -> None:
         self._leased -= nbytes
-        self._num_reading -= is_reading
+        self._num_lent[purpose] -= 1
         self._admit()
 
     def _admit(self) -> None:
         while self._waiters and self._fits(self._waiters[0].nbytes):
             self._take(self._waiters.popleft())
-        if self._num_reading == 0:
-            reader = next((waiter for waiter in self._waiters if waiter.is_reading), None)
-            if reader is not None:
-                self._waiters.remove(reader)
-                self._take(reader)
+        for waiter in list(self._waiters):
+            if waiter.purpose is not Purpose.STAGING and not self._num_lent[waiter.purpose]:
+                self._waiters.remove(waiter)
+                self._take(waiter)
 
     def _take(self, waiter: _Waiter) -> None:
         self._leased += waiter.nbytes
-        self._num_reading += waiter.is_reading
+        self._num_lent[waiter.purpose] += 1
         self._peak = max(self._peak, self._leased)
         waiter.event.set()

@@ -5,10 +5,10 @@ It owns the attempt's deadline and the one operation that makes a snapshot: the 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -17,6 +17,7 @@ import anyio.lowlevel
 
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import find_commit
+from actorsnap.actors.trace import Recorder, Work, row_of
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -26,20 +27,18 @@ from actorsnap.errors import (
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
-    FEATURES,
     FORMAT_VERSION,
     Commit,
     ManifestRecord,
     encode_commit,
 )
+from actorsnap.lines import Lines
+from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
 from actorsnap.protocol.coordinator import (
     CommitFailed,
     CommitWritten,
     CoordinatorEvent,
     CoordinatorMachine,
-    DeadlinePassed,
-    RankLost,
-    SendToRank,
     StopCommit,
     WriteCommit,
 )
@@ -49,7 +48,7 @@ from actorsnap.transport.base import Broken, CoordinatorEnd, Lost
 
 __all__ = ["CommitTemplate", "CoordinatorActor"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _COMMIT_GRACE_S = 10.0
 """A commit that is under way when the caller cancels may take so long: mostly it succeeds, and
@@ -68,34 +67,27 @@ class _Visible(Enum):
     UNKNOWN = auto()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTemplate:
     """What of the commit object is known before the ranks report.
 
-    Args:
+    Attributes:
         overwrite: Replace a commit object that is there already.
+        features: What readers must know.
     """
 
-    def __init__(
-        self,
-        *,
-        attempt: str,
-        created: str,
-        world_size: int,
-        fsync: bool,
-        metadata: dict[str, Any],
-        overwrite: bool,
-    ) -> None:
-        self.attempt = attempt
-        self.created = created
-        self.world_size = world_size
-        self.fsync = fsync
-        self.metadata = metadata
-        self.overwrite = overwrite
+    attempt: str
+    created: str
+    world_size: int
+    fsync: bool
+    metadata: dict[str, Any]
+    overwrite: bool
+    features: tuple[str, ...]
 
     def fill(self, manifests: tuple[ManifestRecord, ...]) -> Commit:
         return Commit(
             version=FORMAT_VERSION,
-            features=FEATURES,
+            features=self.features,
             world_size=self.world_size,
             attempt=self.attempt,
             created=self.created,
@@ -115,8 +107,9 @@ class CoordinatorActor:
         errands: Where the commit runs, which may hang.
         template: The rest of the commit object.
         timeout_s: Seconds until the attempt is aborted if it has not committed.
-        deadline: The loop's time when they are over; counted from ``run`` if None.
+        deadline: The loop's time when they are over.
         on_failure: Gets the exception behind a failed commit, before it is reported.
+        recorder: Gets what is done when, if anybody wants to know.
 
     Attributes:
         commit: What was committed, once it was.
@@ -132,18 +125,19 @@ class CoordinatorActor:
         errands: Errands,
         template: CommitTemplate,
         timeout_s: float,
+        deadline: float,
         on_failure: Callable[[BaseException], None],
-        deadline: float | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._machine = machine
         self._end = end
         self._given_storage = storage
         self._errands = errands
         self._template = template
-        self._deadline = math.inf if deadline is None else deadline
-        self._has_deadline = deadline is not None
+        self._deadline = deadline
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._recorder = recorder
         self._commit_scope = anyio.CancelScope()
         self._stop_reason = ""
         self._is_asked = False
@@ -157,8 +151,6 @@ class CoordinatorActor:
 
     async def run(self) -> None:
         """Returns when every rank has been told the outcome."""
-        if not self._has_deadline:
-            self._deadline = anyio.current_time() + self._timeout_s
         while not self._machine.is_final:
             await self._handle(await self._next_event())
 
@@ -215,10 +207,13 @@ class CoordinatorActor:
                     Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
                 )
             self._is_asked = True
-            if self._template.overwrite:
-                await self._storage.put(COMMIT_KEY, [memoryview(data)])
-            else:
-                await self._storage.put_if_absent(COMMIT_KEY, data)
+            with row_of(self._recorder, "coordinator") as row:
+                if self._template.overwrite:
+                    await self._storage.put(COMMIT_KEY, [memoryview(data)])
+                else:
+                    await self._storage.put_if_absent(COMMIT_KEY, data)
+                if row is not None:
+                    row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
         except Exception as error:  # whatever a backend raises: what was stored must not be lost
             return await self._failed(first_error(error))
         return CommitWritten()

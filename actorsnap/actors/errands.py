@@ -10,18 +10,18 @@ tensors: those are waited for, however long it takes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 
+from actorsnap.lines import Lines
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["Errands", "first_error"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 
@@ -38,14 +38,21 @@ class Errands:
     Args:
         tasks: Where they run. It ends when the last one has returned.
         run_blocking: Where their blocking calls go.
+        run_bulk: Where those go that move bytes; None: to the others.
         label: Of the call, for messages.
     """
 
     def __init__(
-        self, tasks: anyio.abc.TaskGroup, *, run_blocking: RunBlocking, label: str
+        self,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        run_blocking: RunBlocking,
+        run_bulk: RunBlocking | None = None,
+        label: str,
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
+        self._run_bulk = run_bulk or run_blocking
         self._label = label
         self._num_calls = 0
         self._left: list[anyio.Event] = []
@@ -55,6 +62,14 @@ class Errands:
         self._num_calls += 1
         try:
             return await self._run_blocking(fn, *args)
+        finally:
+            self._num_calls -= 1
+
+    async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """``run_blocking``, for what moves bytes."""
+        self._num_calls += 1
+        try:
+            return await self._run_bulk(fn, *args)
         finally:
             self._num_calls -= 1
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 import anyio
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
-from actorsnap.protocol.coordinator import DeadlinePassed, RankLost
+from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost, Send, StepFailed
 from actorsnap.protocol.gathering import (
+    GatheringEvent,
     GatheringMachine,
     MemberEvent,
     MemberMachine,
@@ -17,7 +18,6 @@ from actorsnap.protocol.gathering import (
     Reached,
 )
 from actorsnap.protocol.messages import Failed, Failure, Stage, ToCoordinator
-from actorsnap.protocol.participant import CoordinatorLost, Send, StepFailed
 from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
 
 __all__ = ["GatheringActor", "MemberActor"]
@@ -44,7 +44,7 @@ class GatheringActor:
         """Returns when every rank has been told the outcome."""
         deadline = anyio.current_time() + self._timeout_s
         while not self._machine.is_final:
-            event: ToCoordinator | RankLost | DeadlinePassed = DeadlinePassed(self._timeout_s)
+            event: GatheringEvent = DeadlinePassed(self._timeout_s)
             with anyio.CancelScope(deadline=deadline):
                 event = await self._next_event()
             for command in self._machine.handle(event):
@@ -176,8 +176,7 @@ class MemberActor:
     async def _next_event(self) -> MemberEvent:
         message = await self._end.receive()
         if isinstance(message, Lost):
-            reason = f"rank 0, which coordinates, was not heard for {message.silent_s:.0f} s"
-            return CoordinatorLost(reason, message.rank)
+            return CoordinatorLost.silent(message.rank, message.silent_s)
         if isinstance(message, Broken):
             return CoordinatorLost(message.reason)
         return message

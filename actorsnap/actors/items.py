@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from actorsnap.actors.budget import Lease
-from actorsnap.planning.packing import Chunk, Piece
-from actorsnap.state.tensors import ByteSource
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-__all__ = ["StagedChunk"]
+from actorsnap.planning.inventory import Division
+from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
+from actorsnap.protocol.participant import StartStoring
+from actorsnap.state.memory import ByteSource
+
+__all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "release_leases"]
+
+
+class StagedMemory(Protocol):
+    """Memory that holds copies; released once, by whoever needs it last."""
+
+    view: memoryview
+
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +42,7 @@ class StagedChunk:
     head: memoryview
     pieces: Sequence[Piece]
     sources: Sequence[ByteSource]
-    lease: Lease | None
+    lease: StagedMemory | None
 
     def views(self) -> Iterator[memoryview]:
         """One per piece, made as they are asked for.
@@ -46,3 +59,56 @@ class StagedChunk:
             end = at + piece.stop - piece.start
             yield self.lease.view[at:end]
             at = end
+
+
+def release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
+    """Empties the stream; only after a failure is anything in it."""
+    while True:
+        try:
+            chunk = staged.receive_nowait()
+        except (anyio.WouldBlock, anyio.EndOfStream):
+            return
+        if chunk.lease is not None:
+            chunk.lease.release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagingOrder:
+    """What is to be staged, and where it goes.
+
+    Attributes:
+        objects: The plan.
+        chunks: In the order in which they are to be stored.
+        out: Where staged chunks go; closed at the end.
+        full: Set when memory makes staging wait, and at its end: until then the storing
+            side leaves the CPU to the copies, because the trainer waits for them.
+    """
+
+    objects: Sequence[ObjectPlan]
+    chunks: Sequence[Chunk]
+    out: MemoryObjectSendStream[StagedChunk]
+    full: anyio.Event
+
+
+class Staging(Protocol):
+    """Fulfils one order."""
+
+    async def run(self) -> None:
+        """Stages everything; the sources are not referred to any more then."""
+        ...
+
+
+class Stager(Protocol):
+    """Stages somewhere else, where the bytes are."""
+
+    async def hash_copies(self, division: Division) -> tuple[bytes, ...]:
+        """See ``messages.Join.copies``, of what is told apart so."""
+        ...
+
+    def prepare(self, command: StartStoring, division: Division) -> None:
+        """Takes notice of what will be packed, and how: staging may begin."""
+        ...
+
+    def make(self, order: StagingOrder) -> Staging:
+        """Passes on here what is staged there."""
+        ...

@@ -7,14 +7,16 @@ the very memory that the caller gets. What to read is planned by ``planning.rest
 from __future__ import annotations
 
 import functools
-import logging
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import anyio
 
-from actorsnap.actors.budget import Budget
+from actorsnap.actors.budget import Budget, Purpose
+from actorsnap.actors.trace import Recorder, Row, Wait, Work, row_of
 from actorsnap.errors import (
     ChecksumMismatch,
     FormatError,
@@ -24,6 +26,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
 from actorsnap.format.foreign import recognize
+from actorsnap.format.frames import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     BytesEntry,
@@ -35,14 +38,16 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
+from actorsnap.lines import Lines
+from actorsnap.planning.chunks import ChunkMap, Extent, chunk_maps
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
-from actorsnap.state.tensors import ByteSink
+from actorsnap.state.memory import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 
 __all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit", "read_intact"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 
@@ -161,10 +166,10 @@ class Request:
         index: What ``stored.object`` counts in.
     """
 
-    __slots__ = ("_index", "key", "sink", "stored")
+    __slots__ = ("index", "key", "sink", "stored")
 
     def __init__(self, index: Index | RankManifest, stored: Stored, sink: ByteSink) -> None:
-        self._index = index
+        self.index = index
         self.key = index.objects[stored.object].key
         self.stored = stored
         self.sink = sink
@@ -175,7 +180,7 @@ class Request:
         stored = self.stored
         return next(
             (path, data)
-            for path, data in _all_stored(self._index)
+            for path, data in _all_stored(self.index)
             if data.object == stored.object and data.start <= stored.start < data.stop
         )
 
@@ -197,6 +202,7 @@ class FetcherPool:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
+        recorder: Gets what is done when, if anybody wants to know.
     """
 
     def __init__(
@@ -209,6 +215,7 @@ class FetcherPool:
         chunk_bytes: int,
         max_gap_bytes: int,
         num_fetchers: int,
+        recorder: Recorder | None = None,
     ) -> None:
         self._storage = storage
         self._run_blocking = run_blocking
@@ -217,6 +224,7 @@ class FetcherPool:
         self._chunk_bytes = chunk_bytes
         self._max_gap_bytes = max_gap_bytes
         self._num_fetchers = num_fetchers
+        self._recorder = recorder
 
     async def fetch(self, requests: Sequence[Request]) -> None:
         """Fills every sink.
@@ -224,31 +232,38 @@ class FetcherPool:
         Raises:
             ChecksumMismatch: bytes are missing, or differ from what was written; names the
                 object and the leaf.
+            UnsupportedFormat: they are compressed, and there is no library; nothing was read.
             StorageError: reading failed.
         Cancellation: reads in flight on threads end first. Sinks hold any mixture.
         """
-        in_place, others = await self._run_blocking(self._plan, requests)
+        in_place, others, chunks = await self._run_blocking(self._plan, requests)
         has_ended = False
 
-        def drain() -> bool:
+        def drain(row: Row | None) -> bool:
             """Reads on this thread for a while; True if there may be more."""
             nbytes = 0
+            if row is not None:
+                row.note(Wait.THREAD)
             for read in ready:
                 with _missing_is_damage(read):
-                    self._read_in_place(requests, read)
+                    self._read_in_place(requests, read, row)
                 nbytes += read.stop - read.start
                 if has_ended or nbytes >= _TURN_BYTES:
                     return not has_ended
             return False
 
         async def work() -> None:
-            while await self._run_blocking(drain):
-                pass
-            for read in rest:
-                with _missing_is_damage(read):
-                    await read_intact(
-                        self._storage, functools.partial(self._fetch_one, requests, read)
-                    )
+            with row_of(self._recorder, "fetcher") as row:
+                while await self._run_blocking(drain, row):
+                    pass
+                for read in rest:
+                    with _missing_is_damage(read):
+                        await read_intact(
+                            self._storage,
+                            functools.partial(
+                                self._fetch_one, requests, read, chunks.get(read.key), row
+                            ),
+                        )
 
         async def tell_threads() -> None:
             """A cancellation reaches threads by ``has_ended`` only."""
@@ -267,60 +282,154 @@ class FetcherPool:
                     tasks.start_soon(work)
             outer.cancel_scope.cancel()
 
-    def _plan(self, requests: Sequence[Request]) -> tuple[list[Read], list[Read]]:
-        """The reads that threads can do alone, and the others."""
+    def _plan(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[Read], list[Read], dict[str, ChunkMap]]:
+        """The reads that threads can do alone, the others, and the compressed objects."""
         reads = plan_reads(
             [Range(r.key, r.stored.start, r.stored.stop, r.sink.is_addressable) for r in requests],
             chunk_bytes=self._chunk_bytes,
             max_gap_bytes=self._max_gap_bytes,
         )
+        # Also of those ranks whose bytes are gaps.
+        keys = {request.key for request in requests}
+        indexes = {id(request.index): request.index for request in requests}.values()
+        chunks = chunk_maps(r for index in indexes for r in index.objects if r.key in keys)
+        if chunks:
+            check_readable(min(chunks))
         if not self._storage.capabilities.has_blocking_io:
-            return [], reads
+            return [], reads, chunks
         in_place: list[Read] = []
         others: list[Read] = []
         for read in reads:
-            (in_place if _is_addressable(requests, read) else others).append(read)
-        return in_place, others
+            is_alone = read.key not in chunks and _is_addressable(requests, read)
+            (in_place if is_alone else others).append(read)
+        return in_place, others, chunks
 
-    async def _fetch_one(self, requests: Sequence[Request], read: Read) -> None:
-        has_blocking_io = self._storage.capabilities.has_blocking_io
+    async def _fetch_one(
+        self, requests: Sequence[Request], read: Read, chunks: ChunkMap | None, row: Row | None
+    ) -> None:
+        if chunks is not None:
+            await self._fetch_compressed(requests, read, chunks, row)
+            return
+        place = read.key, read.start, read.stop - read.start
         if _is_addressable(requests, read):
             targets = await self._run_blocking(lambda: list(_targets(requests, read)))
+            if row is not None:
+                row.note(Wait.THREAD)
             await self._storage.read_into(read.key, read.start, [t.view for t in targets])
+            if row is not None:
+                row.note(Work.READ, *place)
             if self._verify:
-                await self._run_blocking(_verify_all, targets)
+                verify = (
+                    _verify_all if row is None else row.around(_verify_all, Work.VERIFY, *place)
+                )
+                await self._run_blocking(verify, targets)
             return
-        with await self._budget.lease(read.stop - read.start, is_reading=True) as lease:
-            if has_blocking_io:
-                await self._run_blocking(self._read_through, requests, read, lease.view)
+        with await self._budget.lease(read.stop - read.start, Purpose.READING) as lease:
+            if row is not None:
+                row.note(Wait.MEMORY)
+            if self._storage.capabilities.has_blocking_io:
+                await self._run_blocking(self._read_through, requests, read, lease.view, row)
             else:
                 await self._storage.read_into(read.key, read.start, [lease.view])
-                await self._run_blocking(self._deliver, requests, read, lease.view)
+                if row is not None:
+                    row.note(Work.READ, *place)
+                await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
-    def _read_in_place(self, requests: Sequence[Request], read: Read) -> None:
-        self._storage.read_into_blocking(read.key, read.start, self._batches(requests, read))
+    async def _fetch_compressed(
+        self, requests: Sequence[Request], read: Read, chunks: ChunkMap, row: Row | None
+    ) -> None:
+        nbytes = read.stop - read.start
+        if _is_addressable(requests, read):
+            targets = await self._run_blocking(lambda: list(_targets(requests, read)))
+            await self._fill(read, chunks, [target.view for target in targets], row)
+            if self._verify:
+                await self._run_blocking(_verify_all, targets)
+                if row is not None:
+                    row.note(Work.VERIFY, read.key, read.start, nbytes)
+            return
+        with await self._budget.lease(nbytes, Purpose.READING) as lease:
+            if row is not None:
+                row.note(Wait.MEMORY)
+            await self._fill(read, chunks, [lease.view], row)
+            await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
-    def _batches(self, requests: Sequence[Request], read: Read) -> Iterator[Sequence[memoryview]]:
+    async def _fill(
+        self, read: Read, chunks: ChunkMap, views: Sequence[memoryview], row: Row | None
+    ) -> None:
+        """Fills ``views`` with the bytes of a compressed object that ``read`` says."""
+        extents = list(chunks.extents(read.start, read.stop))
+        scratch_bytes = max([1, *[extent.size for extent in extents if extent.frames]])
+        with await self._budget.lease(scratch_bytes, Purpose.DECOMPRESSING) as lease:
+            if row is not None:
+                row.note(Wait.MEMORY)
+            for extent in extents:
+                into = _Window(views, read.start).within(extent.start, extent.stop)
+                stored = [lease.view[: extent.size]] if extent.frames else into.views
+                if self._storage.capabilities.has_blocking_io:
+                    await self._run_blocking(self._read_extent, extent, stored, into, row)
+                    continue
+                await self._storage.read_into(extent.key, extent.offset, stored)
+                if row is not None:
+                    row.note(Work.READ, extent.key, extent.offset, extent.size)
+                if extent.frames:
+                    await self._run_blocking(_decompress, extent, stored[0], into, row)
+
+    def _read_extent(
+        self, extent: Extent, stored: Sequence[memoryview], into: _Window, row: Row | None
+    ) -> None:
+        if row is not None:
+            row.note(Wait.THREAD)
+        self._storage.read_into_blocking(extent.key, extent.offset, [stored])
+        if row is not None:
+            row.note(Work.READ, extent.key, extent.offset, extent.size)
+        if extent.frames:
+            _decompress(extent, stored[0], into, row)
+
+    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row | None) -> None:
+        self._storage.read_into_blocking(read.key, read.start, self._batches(requests, read, row))
+
+    def _batches(
+        self, requests: Sequence[Request], read: Read, row: Row | None
+    ) -> Iterator[Sequence[memoryview]]:
         """Views to fill, up to 1 MiB at a time, verified while they are in the CPU's cache."""
-        nbytes = 0
+        at, nbytes = read.start, 0
         batch: list[_Target] = []
         for target in _targets(requests, read):
             if nbytes + len(target.view) > MAX_BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
                 yield [target.view for target in batch]
-                if self._verify:
-                    _verify_all(batch)
-                nbytes, batch = 0, []
+                self._end_batch(batch, read.key, at, nbytes, row)
+                at, nbytes, batch = at + nbytes, 0, []
             batch.append(target)
             nbytes += len(target.view)
         yield [target.view for target in batch]
+        self._end_batch(batch, read.key, at, nbytes, row)
+
+    def _end_batch(
+        self, batch: Sequence[_Target], key: str, at: int, nbytes: int, row: Row | None
+    ) -> None:
+        """Verifies what was just read."""
+        if row is not None:
+            row.note(Work.READ, key, at, nbytes)
         if self._verify:
             _verify_all(batch)
+            if row is not None:
+                row.note(Work.VERIFY, key, at, nbytes)
 
-    def _read_through(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
+    def _read_through(
+        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row | None
+    ) -> None:
+        if row is not None:
+            row.note(Wait.THREAD)
         self._storage.read_into_blocking(read.key, read.start, [[memory]])
-        self._deliver(requests, read, memory)
+        if row is not None:
+            row.note(Work.READ, read.key, read.start, len(memory))
+        self._deliver(requests, read, memory, row)
 
-    def _deliver(self, requests: Sequence[Request], read: Read, memory: memoryview) -> None:
+    def _deliver(
+        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row | None
+    ) -> None:
         at = 0
         for gap, part in zip(read.gaps, read.parts, strict=True):
             at += gap
@@ -333,6 +442,8 @@ class FetcherPool:
                 request.sink.view(part.start, part.stop)[:] = view
             else:
                 request.sink.copy_from(part.start, view)
+        if row is not None:
+            row.note(Work.PLACE, read.key, read.start, len(memory))
 
 
 @contextmanager
@@ -340,11 +451,59 @@ def _missing_is_damage(read: Read) -> Iterator[None]:
     try:
         yield
     except ObjectNotFound as error:
-        raise ChecksumMismatch(key=read.key, detail="the object is missing") from error
+        raise ChecksumMismatch(key=error.key or read.key, detail="the object is missing") from error
 
 
 def _is_addressable(requests: Sequence[Request], read: Read) -> bool:
     return all(requests[part.request].sink.is_addressable for part in read.parts)
+
+
+class _Window:
+    """Views that are neighbouring bytes of an object, from ``start`` on."""
+
+    def __init__(self, views: Sequence[memoryview], start: int) -> None:
+        self.views = views
+        self.start = start
+        self.stop = start + sum(map(len, views))
+        self._starts = list(accumulate(map(len, views), initial=start))
+
+    def within(self, start: int, stop: int) -> _Window:
+        """What of ``[start, stop)`` they are."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        found: list[memoryview] = []
+        at = start
+        while at < stop:
+            low = self._starts[index]
+            found.append(self.views[index][at - low : stop - low])
+            at += len(found[-1])
+            index += 1
+        return _Window(found, start)
+
+
+def _decompress(extent: Extent, stored: memoryview, into: _Window, row: Row | None) -> None:
+    """Fills ``into`` with what the frames of an extent have of it."""
+    if row is not None:
+        row.note(Wait.THREAD)
+    unpacker = Unpacker(extent.key)
+    scratch = memoryview(b"")
+    at, position = extent.start, 0
+    for size in extent.frames:
+        frame = stored[position : position + size]
+        stop = min(at + FRAME_BYTES, extent.stop)
+        window = into.within(at, stop)
+        if len(window.views) == 1 and len(window.views[0]) == stop - at:
+            unpacker.unpack(frame, window.views[0])
+        else:
+            scratch = scratch or memoryview(bytearray(FRAME_BYTES))
+            unpacker.unpack(frame, scratch[: stop - at])
+            low = window.start - at
+            for view in window.views:
+                view[:] = scratch[low : low + len(view)]
+                low += len(view)
+        at, position = stop, position + size
+    if row is not None:
+        row.note(Work.DECOMPRESS, extent.key, extent.start, extent.stop - extent.start)
 
 
 class _Target(NamedTuple):

@@ -7,9 +7,9 @@ never decided here.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
@@ -17,45 +17,44 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.compressing import CompressedStore, Sampler
 from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.fence import Fence
+from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
+from actorsnap.actors.ledger import ChecksumLedger, entries_of
+from actorsnap.actors.objects import RankObjects
+from actorsnap.actors.pace import Pace
 from actorsnap.actors.reader import find_commit
-from actorsnap.actors.staging import StagingActor
-from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.actors.uploader import ChecksumLedger, UploaderActor, checksums_of
-from actorsnap.errors import ActorSnapError, ObjectNotFound, StorageError, UsageError
+from actorsnap.actors.staging import StagingActor, sources_of
+from actorsnap.actors.stock import CopyHashes, Stock
+from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Row, Work, row_of
+from actorsnap.actors.uploader import UploaderActor
+from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError
 from actorsnap.format.checksum import crc32c
+from actorsnap.format.frames import check_available
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import (
-    CompositeEntry,
-    Entry,
-    ObjectRecord,
-    RankManifest,
-    ViewEntry,
-    encode_rank_manifest,
+from actorsnap.format.manifest import RankManifest, encode_rank_manifest
+from actorsnap.lines import Lines
+from actorsnap.planning.compression import Sampled, sample_bytes
+from actorsnap.planning.inventory import Division, sharded_digest, take_stock
+from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
+from actorsnap.protocol.calls import (
+    CoordinatorLost,
+    Finish,
+    Looked,
+    LookForCommit,
+    Send,
+    StepFailed,
 )
-from actorsnap.planning.packing import (
-    ObjectPlan,
-    RankPlan,
-    canonical,
-    check_memory,
-    pack,
-    write_order,
-)
-from actorsnap.planning.save import Division, classes_of, copies_digest, sharded_digest, take_stock
-from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.protocol.participant import (
     AnnounceStaged,
     Begun,
     CancelRequested,
     ChunkStored,
     CompleteObject,
-    CoordinatorLost,
     DiscardObjects,
-    Finish,
     JoinObjects,
-    Looked,
-    LookForCommit,
     ManifestStored,
     ObjectCompleted,
     ObjectReleased,
@@ -66,30 +65,27 @@ from actorsnap.protocol.participant import (
     ParticipantMachine,
     Planned,
     ReleaseObject,
-    Send,
     StagingEnded,
     StartStoring,
-    StepFailed,
     StopWork,
     StoreManifest,
     TakeStock,
 )
-from actorsnap.state.capture import Captured, Leaf
-from actorsnap.state.tensors import ByteSource, MemorySource, PartSource
-from actorsnap.state.tree import part_path
-from actorsnap.storage.base import ObjectWriter, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.state.leaves import Captured, Leaf
+from actorsnap.state.memory import MemorySource
+from actorsnap.storage.base import Storage
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
 __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
 _LOOK_S = 10.0
 """Bound of the look whether a commit is visible, when nobody can tell any more."""
 
-_MAX_OPENING = 16
+_MAX_BESIDE_BYTES = 64 << 20
+"""So much memory is taken for compressed chunks beside a budget that is lent elsewhere."""
 
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
@@ -104,11 +100,30 @@ class SaveSettings:
         copies: Copy everything before it is stored, so that the trainer may go on.
         num_uploaders: Chunks hashed and written at once.
         num_copiers: Chunks copied at once.
+        pace: See ``UploaderActor``.
+        samples_level: A plain save compresses samples at this level of zstd; None: it does not.
     """
 
     copies: bool
     num_uploaders: int
     num_copiers: int
+    pace: Pace | None = None
+    samples_level: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How long it took to store a rank's objects.
+
+    Attributes:
+        nbytes: Of them, before compression.
+        seconds: From the first byte until all were complete.
+        sampled: What samples have shown, if some were compressed.
+    """
+
+    nbytes: int
+    seconds: float
+    sampled: Sampled | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +153,17 @@ class ParticipantActor:
         errands: Where all work of this rank runs that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
         on_failure: Gets the exception behind a failure before anybody is told.
+        stager: Stages elsewhere; here where None.
+        fence: Stages lazily; see ``StagingActor``.
+        on_eager_staged: Called when all is copied that is not to be copied lazily.
         remembered: From the group's last save.
         deadline: The loop's time when it gives up waiting for the coordinator's first word;
             None waits for ever.
+        recorder: Gets what is done when, if anybody wants to know.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
+        measured: None before all is stored.
     """
 
     def __init__(
@@ -159,10 +179,18 @@ class ParticipantActor:
         board: ProgressBoard,
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
+        stager: Stager | None = None,
+        fence: Fence | None = None,
+        on_eager_staged: Callable[[], None] = lambda: None,
         remembered: Remembered | None = None,
         deadline: float | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.remembered: Remembered | None = None
+        self.measured: Measured | None = None
+        self._stager = stager
+        self._fence = fence
+        self._on_eager_staged = on_eager_staged
         self._before = remembered
         self._machine = machine
         self._end = end
@@ -177,6 +205,7 @@ class ParticipantActor:
         self._errands = errands
         self._run_blocking = errands.run_blocking
         self._board = board
+        self._recorder = recorder
         self._on_staged = on_staged
         self._on_failure = on_failure
         # At most one event per chunk and object, and a few more, are under way.
@@ -186,33 +215,49 @@ class ParticipantActor:
         )
         self._attempt = ""
         self._resumed: tuple[str, ...] = ()
+        self._level: int | None = None
+        self._compressed: CompressedStore | None = None
+        self._sampler: Sampler | None = None
+        self._began_storing = 0.0
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
         self._division: Division = None
         self._sharded = b""
-        # Of the leaves that others may hold as well: taken once.
-        self._checksums: dict[int, list[int]] = {}
-        self._objects: tuple[ObjectPlan, ...] = ()
-        self._number_of: dict[str, int] = {}
+        self._copies = CopyHashes()
+        self._plans: tuple[ObjectPlan, ...] = ()
+        self._maybe_objects: RankObjects | None = None
         self._ledgers: list[ChecksumLedger] = []
-        self._writers: dict[int, ObjectWriter] = {}
-        self._opened: list[anyio.Event] = []
-        self._ended: set[int] = set()
-        self._manifest_key: str | None = None
         self._work_scope = anyio.CancelScope()
         self._work_ended = anyio.Event()
         self._has_work = False
         self._has_stopped = False
         self._staged: MemoryObjectReceiveStream[StagedChunk] | None = None
-        self._cancel_reason: str | None = None
-        self._cancel_wanted = anyio.Event()
+        # A cancellation, and that the others have ended it.
+        self._wishes: deque[ParticipantEvent] = deque()
+        self._has_wishes = anyio.Event()
+        self._is_cancelled = False
+        self._is_ended = False
+        self._row: Row | None = None
         self._outcome: Finish | None = None
 
     def request_cancel(self, reason: str) -> None:
         """Asks for an abort. The commit may win nevertheless. Call on the loop only."""
-        if self._cancel_reason is None:
-            self._cancel_reason = reason
-            self._cancel_wanted.set()
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._wish(CancelRequested(reason))
+
+    def end(self, failure: Failure) -> None:
+        """Ends it without the coordinator, or, beside that, for all. The commit may have won
+        nevertheless. Call on the loop only."""
+        if not self._is_ended:
+            self._is_ended = True
+            beside = self._machine.rank == 0
+            lost = CoordinatorLost(failure.reason, failure.rank)
+            self._wish(StepFailed(failure) if beside else lost)
+
+    def _wish(self, event: ParticipantEvent) -> None:
+        self._wishes.append(event)
+        self._has_wishes.set()
 
     async def run(self) -> Failure | None:
         """Takes part until the outcome.
@@ -221,12 +266,14 @@ class ParticipantActor:
             None if committed, else why not. Never raises for an operating failure.
         Cancellation: writers are closed, objects discarded, as in an abort.
         """
+        if self._recorder is not None:
+            self._row = self._recorder.add_row("participant")
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._receive_messages)
-                tasks.start_soon(self._await_cancel)
+                tasks.start_soon(self._pass_wishes)
                 tasks.start_soon(self._await_deadline)
-                await self._handle(await self._begin(), tasks)
+                tasks.start_soon(self._guard, Stage.JOIN, None, self._begin)
                 while self._outcome is None:
                     await self._handle(await self._events_out.receive(), tasks)
                 tasks.cancel_scope.cancel()
@@ -242,65 +289,56 @@ class ParticipantActor:
         assert self._outcome is not None
         return self._outcome.failure
 
-    async def _begin(self) -> Begun | StepFailed:
-        if isinstance(self._captured, Failure):
-            return StepFailed(self._captured)
-        return await self._run_blocking(self._take_first_stock, self._captured)
-
-    async def _take_stock_again(self, division: Division) -> None:
-        assert isinstance(self._captured, Captured)
-        await self._post(await self._run_blocking(self._take_stock, self._captured, division))
-
-    def _take_first_stock(self, captured: Captured) -> Begun:
-        before, division = self._before, None
+    async def _begin(self) -> None:
+        captured, before, division = self._captured, self._before, None
+        if isinstance(captured, Failure):
+            await self._post(StepFailed(captured))
+            return
         if before is not None and before.sharded == sharded_digest(captured.sharded):
             division = before.division
-        return self._take_stock(captured, division)
+        await self._take_stock(division)
 
-    def _take_stock(self, captured: Captured, division: Division) -> Begun:
-        class_of = classes_of(captured.sharded, division)
-        scopes: dict[tuple[int, ...] | None, list[int]] = {}
-        classes: dict[int, list[int]] = {}
-        items = [leaf.item for leaf in self._leaves]
-        for index, leaf in enumerate(self._leaves):
-            if leaf.scope != ():
-                scopes.setdefault(leaf.scope, []).append(index)
-            elif leaf.is_copied and leaf.item.path in class_of:
-                classes.setdefault(class_of[leaf.item.path], []).append(index)
-                if index not in self._checksums:
-                    self._checksums[index] = checksums_of(leaf.source)
-        found = list(scopes.items())
-        copies = []
-        for indices in classes.values():
-            indices.sort(key=lambda index: canonical(items[index]))  # not as this rank has them
-            found.append(((), indices))
-            copies.append(copies_digest([self._checksums[index] for index in indices]))
-        self._scopes, self._division = [indices for _, indices in found], division
+    async def _take_stock(self, division: Division) -> None:
+        captured = self._captured
+        assert isinstance(captured, Captured)
+        copies = None if self._stager is None else await self._stager.hash_copies(division)
+        await self._post(await self._run_blocking(self._begun, captured, division, copies))
+
+    def _begun(
+        self, captured: Captured, division: Division, copies: tuple[bytes, ...] | None
+    ) -> Begun:
+        stock = Stock.of(captured, self._leaves, division)
+        if copies is None:
+            copies = self._copies.take(stock, self._leaves)
         inventory, lists = take_stock(
-            items, found, globs=captured.globs, sharded=captured.sharded, division=division
+            [leaf.item for leaf in self._leaves],
+            stock.scopes,
+            globs=captured.globs,
+            sharded=captured.sharded,
+            division=division,
         )
+        self._scopes, self._division = [indices for _, indices in stock.scopes], division
         self._sharded = inventory.sharded
         plan = None if self._before is None else self._before.plan
-        return Begun(inventory, lists, plan, captured.sharded, tuple(copies))
+        return Begun(inventory, lists, plan, captured.sharded, copies)
 
     async def _receive_messages(self) -> None:
         while True:
             match await self._end.receive():
                 case Lost() as lost:
-                    reason = (
-                        f"rank {lost.rank}, which coordinates, was not heard for "
-                        f"{lost.silent_s:.0f} s"
-                    )
-                    await self._post(CoordinatorLost(reason, lost.rank))
+                    await self._post(CoordinatorLost.silent(lost.rank, lost.silent_s))
                 case Broken() as broken:
                     await self._post(CoordinatorLost(broken.reason))
                     return
                 case message:
                     await self._post(message)
 
-    async def _await_cancel(self) -> None:
-        await self._cancel_wanted.wait()
-        await self._events_in.send(CancelRequested(self._cancel_reason or ""))
+    async def _pass_wishes(self) -> None:
+        while True:
+            await self._has_wishes.wait()
+            self._has_wishes = anyio.Event()
+            while self._wishes:
+                await self._post(self._wishes.popleft())
 
     async def _await_deadline(self) -> None:
         with self._patience:
@@ -315,14 +353,18 @@ class ParticipantActor:
                     await self._end.send(command.message)
                 case TakeStock():
                     tasks.start_soon(
-                        self._guard, Stage.JOIN, None, self._take_stock_again, command.division
+                        self._guard, Stage.JOIN, None, self._take_stock, command.division
                     )
                 case StartStoring():
                     # From now on the coordinator's deadline counts, or that it is silent.
                     self._patience.cancel()
+                    if self._row is not None:
+                        self._row.note(Work.AGREE)
                     self._has_work = True
                     tasks.start_soon(self._work, command)
                 case AnnounceStaged():
+                    if self._recorder is not None:
+                        self._recorder.mark("staged")
                     self._board.enter(Phase.STORING)
                     self._on_staged()
                 case CompleteObject() | ReleaseObject() | JoinObjects() | StoreManifest():
@@ -365,8 +407,15 @@ class ParticipantActor:
             self._on_failure(cause)
             if isinstance(cause, StorageError) and cause.key:
                 key = cause.key
+            if self._recorder is not None:
+                self._recorder.mark(f"{stage} failed", key=key or "", error=repr(cause))
             reason = str(cause) if isinstance(cause, ActorSnapError) else repr(cause)
-            failure = Failure(reason=reason, stage=stage, rank=self._machine.rank, key=key)
+            rank = self._machine.rank
+            failure = Failure(reason=reason, stage=stage, rank=rank, key=key)
+            if isinstance(cause, StateChanged):
+                failure = Failure.of(
+                    StateChanged(path=cause.path, rank=rank), stage=stage, rank=rank
+                )
             await self._post(StepFailed(failure))
 
     async def _perform_controls(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -375,14 +424,15 @@ class ParticipantActor:
                 match command:
                     case CompleteObject():
                         number = command.object
-                        key = self._objects[number].key
+                        key = self._plans[number].key
                         tasks.start_soon(self._guard, Stage.STORE, key, self._complete, number)
                     case ReleaseObject():
                         number = command.object
-                        key = self._objects[number].key
+                        key = self._plans[number].key
                         tasks.start_soon(self._guard, Stage.STORE, key, self._release, number)
                     case JoinObjects():
-                        tasks.start_soon(self._guard, Stage.STORE, None, self._join, command.tokens)
+                        join = self._objects.join
+                        tasks.start_soon(self._guard, Stage.STORE, None, join, command.tokens)
                     case StoreManifest():
                         key = manifest_key(self._attempt, self._machine.rank)
                         tasks.start_soon(self._guard, Stage.STORE, key, self._store_manifest, key)
@@ -392,34 +442,44 @@ class ParticipantActor:
             # chunks that wait may depend on a write that hangs.
             self._has_stopped = True
             if self._staged is not None:
-                _release_leases(self._staged)
+                release_leases(self._staged)
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt, self._resumed = command.attempt, command.resumed
+        self._level = command.rules.compression
         plan = (command.digest, command.plan)
         self.remembered = Remembered(plan, self._division, self._sharded)
+        if self._stager is not None:
+            self._stager.prepare(command, self._division)
         self._storage = await self._open_storage(command)
         try:
-            self._objects = await self._run_blocking(self._pack, command)
+            self._plans = await self._run_blocking(self._pack, command)
         except UsageError as error:
             failure = Failure.of(error, stage=Stage.PLAN, rank=self._machine.rank)
             await self._post(StepFailed(failure))
             return
-        self._number_of = {plan.key: number for number, plan in enumerate(self._objects)}
-        self._opened = [anyio.Event() for _ in self._objects]
+        self._maybe_objects = RankObjects(
+            self._plans,
+            self._storage,
+            attempt=self._attempt,
+            resumed=self._resumed,
+            is_compressed=self._level is not None,
+            recorder=self._recorder,
+        )
         self._ledgers = [
-            ChecksumLedger(plan, [self._leaves[i].item.is_shard for i in plan.items])
-            for plan in self._objects
+            ChecksumLedger(plan, [self._leaves[index].item for index in plan.items])
+            for plan in self._plans
         ]
-        self._board.plan(sum(plan.nbytes for plan in self._objects))
-        work = [ObjectWork(len(p.chunks), p.opens, p.is_shared) for p in self._objects]
+        self._board.plan(self._nbytes)
+        work = [ObjectWork(len(p.chunks), p.opens, p.is_shared) for p in self._plans]
         await self._post(Planned(tuple(work)))
 
         tasks.start_soon(self._move_bytes)
 
     async def _move_bytes(self) -> None:
         """Runs the staging actor and the uploaders over one bounded stream."""
-        order = write_order(self._objects)
+        order = write_order(self._plans)
+        self._prepare_compression(len(order))
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
         # Copies are bounded by the budget; views of live memory need only keep up.
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
@@ -429,103 +489,107 @@ class ParticipantActor:
         may_store, begin = anyio.Event(), anyio.Event()
         if not copies:
             may_store.set()
-        staging = StagingActor(
-            objects=self._objects,
-            order=order,
-            sources=[self._sources(plan) for plan in self._objects],
-            copies=copies,
-            out=staged_in,
-            budget=self._budget,
-            full=may_store,
-            run_blocking=self._run_blocking,
-            num_copiers=self._settings.num_copiers if copies else 1,
-            board=self._board,
+        staging = self._staging(
+            StagingOrder(objects=self._plans, chunks=order, out=staged_in, full=may_store)
         )
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._guard, Stage.STAGE, None, self._stage, staging)
-                tasks.start_soon(self._guard, Stage.STORE, None, self._open_writers)
+                tasks.start_soon(self._guard, Stage.STORE, None, self._open)
                 tasks.start_soon(self._begin_storing, may_store, begin)
                 for _ in range(num_uploaders):
                     uploader = UploaderActor(
                         chunks=staged_out.clone(),
-                        writer_of=self._writer_of,
+                        writer_of=self._objects.writer_of,
                         ledgers=self._ledgers,
                         begin=begin,
-                        run_blocking=self._run_blocking,
+                        run_blocking=self._errands.run_bulk,
                         report=self._report_chunk,
                         is_stopped=lambda: self._has_stopped,
                         has_blocking_io=self._storage.capabilities.has_blocking_io,
                         resumes=bool(self._resumed),
                         board=self._board,
+                        pace=self._settings.pace,
+                        compressed=self._compressed,
+                        sampler=self._sampler,
+                        recorder=self._recorder,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
         finally:
             self._staged = None
             with staged_out:
-                _release_leases(staged_out)
+                release_leases(staged_out)
         if not copies:
             # The trainer's own memory was read until the last chunk was written.
             await self._post(StagingEnded())
 
-    async def _open_writers(self) -> None:
-        opens = [number for number, plan in enumerate(self._objects) if plan.opens]
-        # Each may cost a request, and who joins waits for the last one.
-        await for_each(opens, self._open_writer, at_once=_MAX_OPENING)
-        tokens = [
-            Token.of(self._attempt, self._objects[number].key, self._writers[number].token)
-            for number in opens
-            if self._objects[number].is_shared
-        ]
+    def _prepare_compression(self, num_chunks: int) -> None:
+        if self._level is not None:
+            at_once = None
+            if self._stager is not None:
+                # The budget is lent to the copies, which are made elsewhere.
+                largest = max(
+                    [c.stop - c.start for plan in self._plans for c in plan.chunks], default=1
+                )
+                at_once = max(1, _MAX_BESIDE_BYTES // largest)
+            self._compressed = CompressedStore(
+                self._storage,
+                level=self._level,
+                budget=self._budget,
+                run_blocking=self._errands.run_bulk,
+                num_threads=self._settings.num_copiers,
+                at_once=at_once,
+            )
+            return
+        level, nbytes = self._settings.samples_level, sample_bytes(self._nbytes)
+        if level is not None and nbytes:
+            self._sampler = Sampler(
+                num_chunks=num_chunks,
+                nbytes=nbytes,
+                level=level,
+                num_threads=self._settings.num_copiers,
+            )
+
+    @property
+    def _objects(self) -> RankObjects:
+        assert self._maybe_objects is not None
+        return self._maybe_objects
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(plan.nbytes for plan in self._plans)
+
+    def _staging(self, order: StagingOrder) -> Staging:
+        if self._stager is not None:
+            return self._stager.make(order)
+        copies = self._settings.copies
+        return StagingActor(
+            order,
+            sources=[sources_of(plan, self._leaves) for plan in self._plans],
+            copies=copies,
+            budget=self._budget,
+            run_blocking=self._run_blocking,
+            num_copiers=self._settings.num_copiers if copies else 1,
+            board=self._board,
+            recorder=self._recorder,
+            fence=self._fence,
+            on_eager_staged=self._on_eager_staged,
+        )
+
+    async def _open(self) -> None:
+        tokens = await self._objects.open()
         if tokens:
-            await self._post(ObjectsOpened(tuple(tokens)))
+            await self._post(ObjectsOpened(tokens))
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         """Lets uploaders begin when staging permits; each waits for what it writes to itself."""
         await may_store.wait()
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)
+        self._began_storing = anyio.current_time()
         begin.set()
 
-    async def _open_writer(self, number: int) -> None:
-        plan = self._objects[number]
-        name = plan.key.removeprefix(f"{self._attempt}/")
-        older = [f"{attempt}/{name}" for attempt in self._resumed]
-        self._writers[number] = await self._storage.writer(plan.key, plan.size, older=older)
-        self._opened[number].set()
-
-    async def _join(self, tokens: Sequence[Token]) -> None:
-        for key, token in [each.opened(self._attempt) for each in tokens]:
-            number = self._number_of[key]
-            try:
-                self._writers[number] = await self._storage.join_writer(token)
-            except ObjectNotFound as error:
-                raise StorageError(
-                    op="join_writer",
-                    key=key,
-                    backend=self._storage.url,
-                    detail="another rank has created this object, and this rank does not see it: "
-                    "save to a path on storage that all ranks share",
-                ) from error
-            self._opened[number].set()
-
-    async def _writer_of(self, number: int) -> ObjectWriter:
-        await self._opened[number].wait()
-        return self._writers[number]
-
-    def _sources(self, plan: ObjectPlan) -> list[ByteSource]:
-        return [
-            source if box is None else PartSource(source, box.start, stop - start)
-            for source, box, start, stop in zip(
-                [self._leaves[item].source for item in plan.items],
-                plan.boxes,
-                plan.starts,
-                plan.ends,
-                strict=True,
-            )
-        ]
-
-    async def _stage(self, staging: StagingActor) -> None:
+    async def _stage(self, staging: Staging) -> None:
         await staging.run()
         if self._settings.copies:
             for leaf in self._leaves:
@@ -536,6 +600,8 @@ class ParticipantActor:
         await self._post(ChunkStored(number))
 
     def _pack(self, command: StartStoring) -> tuple[ObjectPlan, ...]:
+        if self._level is not None:
+            check_available()  # rank 0 has seen only its own installation
         objects = pack(
             [leaf.item for leaf in self._leaves],
             attempt=self._attempt,
@@ -549,13 +615,11 @@ class ParticipantActor:
         return objects
 
     async def _complete(self, number: int) -> None:
-        await self._writers[number].complete()
-        self._ended.add(number)
+        await self._objects.complete(number)
         await self._post(ObjectCompleted(number))
 
     async def _release(self, number: int) -> None:
-        await self._writers[number].release()
-        self._ended.add(number)
+        await self._objects.release(number)
         await self._post(ObjectReleased(number))
 
     async def _look_for_commit(self) -> None:
@@ -571,46 +635,24 @@ class ParticipantActor:
         await self._post(Looked(found))
 
     async def _store_manifest(self, key: str) -> None:
-        data = await self._run_blocking(self._encode_manifest)
-        self._manifest_key = key
-        await self._storage.put(key, [memoryview(data)])
+        seconds = anyio.current_time() - self._began_storing
+        sampled = None if self._sampler is None else self._sampler.result
+        self.measured = Measured(nbytes=self._nbytes, seconds=seconds, sampled=sampled)
+        with row_of(self._recorder, "objects") as row:
+            data = await self._run_blocking(self._encode_manifest)
+            await self._objects.put(key, data)
+            if row is not None:
+                row.note(Work.MANIFEST, key, 0, len(data))
         await self._post(ManifestStored(len(data), crc32c(data)))
 
     def _encode_manifest(self) -> bytes:
-        places: list[list[tuple[int, int]]] = [[] for _ in self._leaves]
-        for number, plan in enumerate(self._objects):
-            for position, item in enumerate(plan.items):
-                places[item].append((number, position))
-        entries: list[Entry] = []
-        leaves = iter(places)
-        absent: set[str] = set()
         assert isinstance(self._captured, Captured)
-        for part in self._captured.parts:
-            if not isinstance(part, Leaf):
-                entries.append(part)
-                continue
-            found = next(leaves)
-            if not found:
-                absent.add(part.item.path)
-            for number, position in found:
-                stored = self._ledgers[number].stored(position, number)
-                entries.append(part.entry(stored, self._objects[number].boxes[position]))
-        if absent:
-            entries = [entry for entry in entries if not _refers_to(entry, absent)]
         return encode_rank_manifest(
             RankManifest(
                 attempt=self._attempt,
                 rank=self._machine.rank,
-                objects=tuple(
-                    ObjectRecord(
-                        key=plan.key,
-                        size=plan.size,
-                        header_bytes=len(plan.header),
-                        header_crc32c=crc32c(plan.header),
-                    )
-                    for plan in self._objects
-                ),
-                entries=tuple(entries),
+                objects=tuple([ledger.to_record() for ledger in self._ledgers]),
+                entries=entries_of(self._captured.parts, self._plans, self._ledgers),
             )
         )
 
@@ -624,33 +666,5 @@ class ParticipantActor:
         await self._errands.clean_up(self._delete_objects)
 
     async def _delete_objects(self) -> None:
-        for number, writer in self._writers.items():
-            if number not in self._ended:
-                await writer.abort()
-        keys = [plan.key for plan in self._objects if plan.opens]
-        if self._manifest_key is not None:
-            keys.append(self._manifest_key)
-        if keys:
-            await self._storage.delete(keys)
-
-
-def _refers_to(entry: Entry, absent: set[str]) -> bool:
-    """Whether an entry is worth nothing here, because another rank stores what it refers to."""
-    match entry:
-        case ViewEntry():
-            return entry.of in absent
-        case CompositeEntry():
-            # Its parts may be with several ranks: it stands with the first one.
-            return part_path(entry.path, entry.parts[0]) in absent
-    return False
-
-
-def _release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
-    """Empties the stream; only after a failure is anything in it."""
-    while True:
-        try:
-            chunk = staged.receive_nowait()
-        except (anyio.WouldBlock, anyio.EndOfStream):
-            return
-        if chunk.lease is not None:
-            chunk.lease.release()
+        if self._maybe_objects is not None:
+            await self._maybe_objects.delete()

@@ -8,19 +8,20 @@ becomes of the chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from actorsnap.actors.budget import Budget, Lease
-from actorsnap.actors.items import StagedChunk
-from actorsnap.actors.trace import ProgressBoard
-from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
-from actorsnap.state.tensors import ByteSource
+from actorsnap.actors.fence import Fence
+from actorsnap.actors.items import StagedChunk, StagingOrder
+from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
+from actorsnap.planning.packing import Chunk, ObjectPlan
+from actorsnap.state.leaves import Leaf
+from actorsnap.state.memory import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["StagingActor"]
+__all__ = ["StagingActor", "sources_of"]
 
 _MAX_COPIED_BYTES = 48 << 20
 """What a blocking save copies is bounded by this, whatever the budget: nobody waits for the
@@ -31,76 +32,113 @@ class StagingActor:
     """Stages all chunks of one rank's plan.
 
     Args:
-        objects: The plan.
-        order: The chunks, in the order in which they are to be stored.
+        order: Which, and where they go.
         sources: Per object, the byte source of each item, in stored order.
         copies: True copies every chunk, so that the trainer may overwrite its tensors as
             soon as ``run`` has returned; they are not referred to any more then. False copies
             only what cannot be read in place.
-        out: Where staged chunks go; closed at the end.
         budget: Lends the memory for copies.
-        full: Set when the budget makes staging wait, and at its end: until then the storing
-            side leaves the CPU to the copies, because the trainer waits for them.
-        num_copiers: Copies made at once.
+        num_copiers: Chunks that are copied, or wait for a thread, at once.
+        recorder: Gets what is done when, if anybody wants to know.
+        fence: Says which chunk comes next, and hears of each that is copied. Without one they are
+            copied in the order of ``order``.
+        on_eager_staged: Called when all is copied that is not to be copied lazily; with a fence.
     """
 
     def __init__(
         self,
+        order: StagingOrder,
         *,
-        objects: Sequence[ObjectPlan],
-        order: Sequence[Chunk],
         sources: Sequence[Sequence[ByteSource]],
         copies: bool,
-        out: MemoryObjectSendStream[StagedChunk],
         budget: Budget,
-        full: anyio.Event,
         run_blocking: RunBlocking,
         num_copiers: int,
         board: ProgressBoard,
+        recorder: Recorder | None = None,
+        fence: Fence | None = None,
+        on_eager_staged: Callable[[], None] = lambda: None,
     ) -> None:
-        self._objects = objects
-        self._order = order
+        self._fence = fence
+        self._on_eager_staged = on_eager_staged
+        self._objects = order.objects
+        self._order = order.chunks
         self._sources = sources
         self._copies = copies
-        self._out = out
+        self._out = order.out
         self._budget = budget
-        self._full = full
+        self._full = order.full
         self._run_blocking = run_blocking
         self._num_copiers = num_copiers
         self._board = board
-        largest = max([chunk.stop - chunk.start for chunk in order], default=1)
+        self._recorder = recorder
+        largest = max([chunk.stop - chunk.start for chunk in order.chunks], default=1)
         self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
 
     async def run(self) -> None:
         """Stages everything.
 
         Raises:
+            StateChanged: there is a fence, and somebody went around it.
             Exception: what a device copy raises.
         Cancellation: leases of chunks that were not sent are released; a copy in flight
             ends first.
         """
         chunks = iter(self._order)
+        fence = self._fence
         try:
-            async with self._out, anyio.create_task_group() as tasks:
-                for _ in range(self._num_copiers):
-                    tasks.start_soon(self._stage_next, chunks)
+            if fence is not None:
+                fence.plan(self._objects, self._order)
+                if not fence.has_eager_left:
+                    self._on_eager_staged()
+            async with self._out:
+                async with anyio.create_task_group() as tasks:
+                    for copier in range(self._num_copiers):
+                        tasks.start_soon(self._stage_next, chunks, copier)
+                if fence is not None:
+                    fence.check()
         finally:
             # The trainer may free its memory now, whoever still holds this actor.
             self._sources = ()
+            if fence is not None:
+                fence.open()
         self._full.set()
 
-    async def _stage_next(self, chunks: Iterator[Chunk]) -> None:
-        for chunk in chunks:
-            staged = await self._stage(chunk)
-            try:
-                await self._out.send(staged)
-            except BaseException:
-                if staged.lease is not None:
-                    staged.lease.release()
-                raise
-            self._board.add(staged=chunk.stop - chunk.start)
+    async def _next(self, chunks: Iterator[Chunk], copier: int) -> Chunk | None:
+        if self._fence is not None:
+            return await self._fence.next_chunk(copier)
+        return next(chunks, None)
 
-    async def _stage(self, chunk: Chunk) -> StagedChunk:
+    def _finish(self, chunk: Chunk) -> None:
+        fence = self._fence
+        if fence is not None:
+            had_eager_left = fence.has_eager_left
+            fence.finish(chunk)
+            if had_eager_left and not fence.has_eager_left:
+                self._on_eager_staged()
+
+    async def _stage_next(self, chunks: Iterator[Chunk], copier: int) -> None:
+        with row_of(self._recorder, "staging") as row:
+            while (chunk := await self._next(chunks, copier)) is not None:
+                staged = await self._stage(chunk, row)
+                try:
+                    self._finish(chunk)
+                    await self._out.send(staged)
+                except BaseException:
+                    if staged.lease is not None:
+                        staged.lease.release()
+                    raise
+                self._board.add(staged=chunk.stop - chunk.start)
+                if row is not None:
+                    self._note_sent(row)
+
+    def _note_sent(self, row: Row) -> None:
+        assert self._recorder is not None
+        row.note(Wait.ROOM)
+        self._recorder.sample("staged chunks", self._out.statistics().current_buffer_used)
+        self._recorder.sample("leased bytes", self._budget.statistics().leased_bytes)
+
+    async def _stage(self, chunk: Chunk, row: Row | None) -> StagedChunk:
         plan = self._objects[chunk.object]
         sources = self._sources[chunk.object]
         pieces = list(plan.pieces(chunk))
@@ -114,8 +152,12 @@ class StagingActor:
         if self._budget.would_wait(nbytes):
             self._full.set()
         lease = await self._lease(nbytes)
+        copy = gather
+        if row is not None:
+            row.note(Wait.MEMORY)
+            copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
         try:
-            await self._run_blocking(_copy, sources, pieces, lease.view)
+            await self._run_blocking(copy, sources, pieces, lease.view, lease.pin)
         except BaseException:
             lease.release()
             raise
@@ -134,9 +176,15 @@ class StagingActor:
         return lease
 
 
-def _copy(sources: Sequence[ByteSource], pieces: Sequence[Piece], memory: memoryview) -> None:
-    at = 0
-    for piece in pieces:
-        end = at + piece.stop - piece.start
-        sources[piece.item].copy_into(piece.start, memory[at:end])
-        at = end
+def sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:
+    """The bytes of each item of an object, in stored order."""
+    return [
+        source if box is None else PartSource(source, box.start, stop - start)
+        for source, box, start, stop in zip(
+            [leaves[item].source for item in plan.items],
+            plan.boxes,
+            plan.starts,
+            plan.ends,
+            strict=True,
+        )
+    ]

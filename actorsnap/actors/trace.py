@@ -1,21 +1,45 @@
-"""What a save reports while it runs: one board of counters, readable from any thread.
+"""What a call reports: a board of counters while it runs, and a recorder of what actors did.
 
-The board holds only the latest state: a slow reader skips states, it never holds up a save
-and nothing queues for it.
+The board is for whoever waits: it holds only the latest state, so that a slow reader skips
+states, never holds up a save, and nothing queues for it. The recorder is for whoever wants to
+know afterwards where the time went; a call has one only if somebody asked. It knows no files and
+no clock but the one it is given.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-__all__ = ["Phase", "Progress", "ProgressBoard"]
+from actorsnap.lines import Lines
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "Mark",
+    "Phase",
+    "Progress",
+    "ProgressBoard",
+    "Record",
+    "Recorder",
+    "Row",
+    "RowRecord",
+    "Sample",
+    "Span",
+    "Totals",
+    "Wait",
+    "Work",
+    "row_of",
+]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+logger = Lines(__name__)
 
 
 class Phase(StrEnum):
@@ -34,7 +58,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``;
             ``committed`` or ``aborted`` come last.
         total_bytes: What this rank stores, headers included; 0 until it is planned.
-        staged_bytes, hashed_bytes, stored_bytes: Done so far.
+        staged_bytes, hashed_bytes, stored_bytes: Done so far, all before compression.
     """
 
     phase: Phase = Phase.STAGING
@@ -91,6 +115,10 @@ class ProgressBoard:
             stored_bytes=now.stored_bytes + stored,
         )
 
+    def show(self, progress: Progress) -> None:
+        """Takes over the state of another board that shows the same save."""
+        self._change(**msgspec.structs.asdict(progress))
+
     def enter(self, phase: Phase) -> None:
         """Moves on to ``phase``; the last one stays."""
         if not self._latest.is_last:
@@ -103,3 +131,260 @@ class ProgressBoard:
             listeners = tuple(self._listeners)
         for listener in listeners:
             listener()
+
+
+class Work(StrEnum):
+    """What an actor does."""
+
+    AGREE = "agree"
+    CAPTURE = "capture"
+    STAGE = "stage"
+    OPEN = "open"
+    HASH = "hash"
+    COMPRESS = "compress"
+    STORE = "store"
+    REUSE = "reuse"
+    COMPLETE = "complete"
+    MANIFEST = "manifest"
+    COMMIT = "commit"
+    INDEX = "index"
+    COMPARE = "compare"
+    READ = "read"
+    DECOMPRESS = "decompress"
+    VERIFY = "verify"
+    PLACE = "place"
+    LOAD = "load"
+
+
+class Wait(StrEnum):
+    """What an actor waits for."""
+
+    MEMORY = "wait for memory"
+    THREAD = "wait for a thread"
+    ROOM = "wait for room"
+    CHUNK = "wait for a chunk"
+    OBJECT = "wait for an object"
+    PACE = "wait for the pace"
+    READS = "wait for the reads"
+
+
+Kind: TypeAlias = Work | Wait
+
+_KINDS: dict[str, Kind] = {
+    **{str(work): work for work in Work},
+    **{str(wait): wait for wait in Wait},
+}
+
+_MAX_SPANS = 20_000
+"""Of a row: some megabytes of memory. Totals go on beyond it."""
+
+_MIN_WAIT_NS = 20_000
+"""A shorter wait is counted only."""
+
+
+class Span(NamedTuple):
+    """Something that a row did from ``begin_ns`` to ``end_ns``, with ``nbytes`` bytes of the
+    object ``key`` from ``offset`` on."""
+
+    kind: Kind
+    begin_ns: int
+    end_ns: int
+    key: str
+    offset: int
+    nbytes: int
+
+
+class Mark(NamedTuple):
+    """Something that happened at a moment."""
+
+    at_ns: int
+    name: str
+    details: dict[str, str | int | float]
+
+
+class Sample(NamedTuple):
+    """A quantity at a moment."""
+
+    at_ns: int
+    name: str
+    value: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """All that was done of one kind. Times are nanoseconds of the recorder's clock."""
+
+    begin_ns: int
+    count: int = 0
+    nbytes: int = 0
+    spent_ns: int = 0
+    end_ns: int = 0
+
+
+class RowRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A ``Row``; kinds are strings."""
+
+    name: str
+    spans: Sequence[tuple[str, int, int, str, int, int]]
+    totals: dict[str, Totals]
+    num_dropped: int
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """What a recorder holds, for another process of the machine."""
+
+    rows: list[RowRecord]
+    marks: list[Mark]
+    samples: list[Sample]
+
+
+class Row:
+    """What one actor did, one thing after the other. Made by a ``Recorder``.
+
+    A span lasts from the end of the one before, so a call site is one line behind what it
+    describes. Used by one task, or by the thread that works for it, at a time.
+
+    Attributes:
+        name: Of the actor, with a number.
+        totals: By kind, in the order in which they came up.
+        num_dropped: Spans that were counted only, because there were too many.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], int]) -> None:
+        self.name = name
+        self.spans: list[Span] = []
+        self.totals: dict[Kind, Totals] = {}
+        self.num_dropped = 0
+        self._clock = clock
+        self._since_ns = clock()
+
+    def restart(self) -> None:
+        """What went by since the last span was none of this actor's."""
+        self._since_ns = self._clock()
+
+    def note(self, kind: Kind, key: str = "", offset: int = 0, nbytes: int = 0) -> None:
+        """Since the last span, the actor did ``kind``."""
+        begin_ns, end_ns = self._since_ns, self._clock()
+        self._since_ns = end_ns
+        totals = self.totals.get(kind)
+        if totals is None:
+            totals = self.totals[kind] = Totals(begin_ns)
+        totals.count += 1
+        totals.nbytes += nbytes
+        totals.spent_ns += end_ns - begin_ns
+        totals.end_ns = end_ns
+        if isinstance(kind, Wait) and end_ns - begin_ns < _MIN_WAIT_NS:
+            return
+        if len(self.spans) < _MAX_SPANS:
+            self.spans.append(Span(kind, begin_ns, end_ns, key, offset, nbytes))
+        else:
+            self.num_dropped += 1
+
+    def around(
+        self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
+    ) -> Callable[P, T]:
+        """``fn``, for a worker thread: notes the wait for one, and the call."""
+
+        def noted(*args: P.args, **kwargs: P.kwargs) -> T:
+            self.note(Wait.THREAD)
+            result = fn(*args, **kwargs)
+            self.note(kind, key, offset, nbytes)
+            return result
+
+        return noted
+
+
+class Recorder:
+    """What all actors of one call on one rank did. Rows are made on one thread at a time.
+
+    Args:
+        clock: Nanoseconds; it is the same for all processes of a machine.
+
+    Attributes:
+        begin_ns: When it was made.
+        rows: In the order in which they were first used.
+        marks, samples: In the order in which they came.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.begin_ns = clock()
+        self.rows: list[Row] = []
+        self.marks: list[Mark] = []
+        self.samples: list[Sample] = []
+        self._clock = clock
+        self._idle: dict[str, list[Row]] = {}
+        self._num: dict[str, int] = {}
+
+    def add_row(self, actor: str) -> Row:
+        """A row of its own, for all of the call."""
+        number = self._num.get(actor, 0)
+        self._num[actor] = number + 1
+        row = Row(f"{actor} {number}", self._clock)
+        self.rows.append(row)
+        return row
+
+    @contextmanager
+    def row(self, actor: str) -> Iterator[Row]:
+        """A row of such an actor that nobody uses now."""
+        idle = self._idle.setdefault(actor, [])
+        if idle:
+            row = idle.pop(0)
+            row.restart()
+        else:
+            row = self.add_row(actor)
+        try:
+            yield row
+        finally:
+            idle.insert(0, row)
+
+    def record(self) -> Record:
+        """All that was recorded."""
+        rows = [
+            RowRecord(
+                row.name,
+                list(row.spans),
+                {str(kind): totals for kind, totals in tuple(row.totals.items())},
+                row.num_dropped,
+            )
+            for row in self.rows
+            if row.totals
+        ]
+        return Record(rows, list(self.marks), list(self.samples))
+
+    def adopt(self, record: Record) -> None:
+        """Adds what the recorder of another process of this machine holds."""
+        for given in record.rows:
+            row = Row(given.name, self._clock)
+            row.spans = [Span(_KINDS[span[0]], *span[1:]) for span in given.spans]
+            row.totals = {_KINDS[kind]: totals for kind, totals in given.totals.items()}
+            row.num_dropped = given.num_dropped
+            self.rows.append(row)
+        self.marks += record.marks
+        self.samples += record.samples
+
+    def clear(self) -> None:
+        """Forgets everything: whoever keeps the recorder keeps no memory."""
+        self.rows.clear()
+        self.marks.clear()
+        self.samples.clear()
+        self._idle.clear()
+
+    def mark(self, name: str, **details: str | int | float) -> None:
+        """Notes that something has happened; on any thread."""
+        if len(self.marks) < _MAX_SPANS:
+            self.marks.append(Mark(self._clock(), name, details))
+
+    def sample(self, name: str, value: int) -> None:
+        """Notes a quantity; on any thread."""
+        if len(self.samples) < _MAX_SPANS:
+            self.samples.append(Sample(self._clock(), name, value))
+
+
+@contextmanager
+def row_of(recorder: Recorder | None, actor: str) -> Iterator[Row | None]:
+    """``recorder.row``; None where nothing is recorded."""
+    if recorder is None:
+        yield None
+        return
+    with recorder.row(actor) as row:
+        yield row

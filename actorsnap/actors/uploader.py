@@ -8,73 +8,25 @@ share one hop and the CPU cache: a block is written right after it was hashed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from actorsnap.actors.compressing import CompressedStore, Sampler
 from actorsnap.actors.items import StagedChunk
-from actorsnap.actors.trace import ProgressBoard
-from actorsnap.format.checksum import (
-    MAX_BLOCK_BYTES,
-    append_blocks,
-    block_checksums,
-    choose_block_bytes,
-    crc32c,
-)
-from actorsnap.format.manifest import Stored
-from actorsnap.planning.packing import ObjectPlan
-from actorsnap.state.tensors import ByteSource
+from actorsnap.actors.ledger import ChecksumLedger
+from actorsnap.actors.pace import Pace
+from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
+from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
-__all__ = ["ChecksumLedger", "UploaderActor", "checksums_of"]
+__all__ = ["UploaderActor"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
 """Small pieces are gathered up to these sizes for one write call."""
-
-
-class ChecksumLedger:
-    """Collects the block checksums of one object's items, in any order.
-
-    Args:
-        is_shard: Of each item of the plan, whether it is a part of a tensor.
-
-    The blocks of an object are numbered through, item by item. A chunk's blocks are
-    neighbours, because chunks are cut between blocks.
-    """
-
-    def __init__(self, plan: ObjectPlan, is_shard: Iterable[bool]) -> None:
-        self._plan = plan
-        self._first = [0]
-        self._block_bytes: list[int] = []
-        for start, end, shard in zip(plan.starts, plan.ends, is_shard, strict=True):
-            block_bytes = choose_block_bytes(end - start, is_shard=shard)
-            self._block_bytes.append(block_bytes)
-            self._first.append(self._first[-1] - (start - end) // block_bytes)
-        self._values: list[int | None] = [None] * self._first[-1]
-
-    def block_bytes(self, item: int) -> int:
-        """The size of the blocks of item ``item``."""
-        return self._block_bytes[item]
-
-    def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
-        """Notes the checksums of a chunk's blocks."""
-        if checksums:
-            piece = staged.pieces[0]
-            first = self._first[piece.item] + piece.start // self._block_bytes[piece.item]
-            self._values[first : first + len(checksums)] = checksums
-
-    def stored(self, item: int, number: int) -> Stored:
-        """Where item ``item`` lies, in object number ``number`` of the rank manifest.
-
-        Raises:
-            AssertionError: a block was never recorded.
-        """
-        values = tuple(self._values[self._first[item] : self._first[item + 1]])
-        assert None not in values, "a block was never hashed"
-        return Stored(number, self._plan.starts[item], self._plan.ends[item], values)  # type: ignore[arg-type]
 
 
 class UploaderActor:
@@ -89,6 +41,10 @@ class UploaderActor:
         is_stopped: Asked between two blocks, on any thread: True lets the rest go.
         has_blocking_io: Whether the writers may be called from worker threads.
         resumes: Whether to ask the writers for what dead attempts have left.
+        pace: Says when to work; None: always.
+        compressed: Stores chunks of compressed objects; None where the objects are plain.
+        sampler: Looks what compression would bring, if anybody wants to know.
+        recorder: Gets what is done when, if anybody wants to know.
     """
 
     def __init__(
@@ -104,7 +60,13 @@ class UploaderActor:
         has_blocking_io: bool,
         resumes: bool,
         board: ProgressBoard,
+        pace: Pace | None = None,
+        compressed: CompressedStore | None = None,
+        sampler: Sampler | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._compressed = compressed
+        self._sampler = sampler
         self._chunks = chunks
         self._writer_of = writer_of
         self._ledgers = ledgers
@@ -115,6 +77,8 @@ class UploaderActor:
         self._has_blocking_io = has_blocking_io
         self._resumes = resumes
         self._board = board
+        self._pace = pace
+        self._recorder = recorder
 
     async def run(self) -> None:
         """Stores chunks.
@@ -125,30 +89,61 @@ class UploaderActor:
         """
         async with self._chunks:
             await self._begin.wait()
-            async for staged in self._chunks:
-                try:
-                    await self._store(staged)
-                finally:
-                    if staged.lease is not None:
-                        staged.lease.release()
-                await self._report(staged.chunk.object)
+            with row_of(self._recorder, "uploader") as row:
+                async for staged in self._chunks:
+                    if row is not None:
+                        self._note_received(row)
+                    try:
+                        await self._store(staged, row)
+                    finally:
+                        if staged.lease is not None:
+                            staged.lease.release()
+                    await self._report(staged.chunk.object)
 
-    async def _store(self, staged: StagedChunk) -> None:
+    def _note_received(self, row: Row) -> None:
+        assert self._recorder is not None
+        row.note(Wait.CHUNK)
+        self._recorder.sample("staged chunks", self._chunks.statistics().current_buffer_used)
+
+    async def _store(self, staged: StagedChunk, row: Row | None) -> None:
         writer = await self._writer_of(staged.chunk.object)
+        if row is not None:
+            row.note(Wait.OBJECT)
+        if self._pace is None:
+            await self._store_now(staged, writer, row)
+            return
+        async with self._pace.working():
+            if row is not None:
+                row.note(Wait.PACE)
+            await self._store_now(staged, writer, row)
+
+    async def _store_now(self, staged: StagedChunk, writer: ObjectWriter, row: Row | None) -> None:
         ledger = self._ledgers[staged.chunk.object]
         nbytes = staged.chunk.stop - staged.chunk.start
-        if self._has_blocking_io:
+        if self._sampler is not None and self._sampler.is_next():
+            await self._run_blocking(self._sampler.sample, staged.views(), ledger.itemsizes(staged))
+        if self._has_blocking_io and self._compressed is None:
             checksums = await self._run_blocking(
-                _hash_and_write, writer, staged, ledger, self._is_stopped
+                _hash_and_write, writer, staged, ledger, self._is_stopped, row
             )
             await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
-            views, checksums, whole = await self._run_blocking(_hash, staged, ledger)
+            key, at = ledger.key, staged.chunk.start
+            hashing = _hash if row is None else row.around(_hash, Work.HASH, key, at, nbytes)
+            views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
             self._board.add(hashed=nbytes)
-            at, views = staged.chunk.start, [staged.head, *views]
-            if not (self._resumes and await writer.reuse(at, views, whole)):
-                await writer.write_at(at, views, whole)
+            views = [staged.head, *views]
+            if self._compressed is not None:
+                itemsizes = [1, *ledger.itemsizes(staged)]
+                stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
+                ledger.record_chunk(stored)
+            else:
+                is_reused = self._resumes and await writer.reuse(at, views, whole)
+                if not is_reused:
+                    await writer.write_at(at, views, whole)
+                if row is not None:
+                    row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
             self._board.add(stored=nbytes)
         ledger.record(staged, checksums)
 
@@ -171,7 +166,10 @@ def _hash_and_write(
     staged: StagedChunk,
     ledger: ChecksumLedger,
     is_stopped: Callable[[], bool],
+    row: Row | None,
 ) -> list[int]:
+    if row is not None:
+        row.note(Wait.THREAD)
     checksums: list[int] = []
     at = staged.chunk.start
     batch: list[memoryview] = [staged.head]
@@ -186,24 +184,26 @@ def _hash_and_write(
             if batch_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_VIEWS:
                 if is_stopped():
                     return []
-                writer.write_at_blocking(at, batch)
+                _write(writer, ledger.key, at, batch, batch_bytes, row)
                 at += batch_bytes
                 batch, batch_bytes = [], 0
     if batch:
+        _write(writer, ledger.key, at, batch, batch_bytes, row)
+    return checksums
+
+
+def _write(
+    writer: ObjectWriter,
+    key: str,
+    at: int,
+    batch: Sequence[memoryview],
+    nbytes: int,
+    row: Row | None,
+) -> None:
+    """Writes a batch that was just hashed."""
+    if row is None:
         writer.write_at_blocking(at, batch)
-    return checksums
-
-
-def checksums_of(source: ByteSource) -> list[int]:
-    """The checksums of a leaf's bytes, in blocks of the largest size."""
-    checksums: list[int] = []
-    buffer = memoryview(bytearray(0 if source.is_addressable else MAX_BLOCK_BYTES))
-    for start in range(0, source.nbytes, MAX_BLOCK_BYTES):
-        stop = min(start + MAX_BLOCK_BYTES, source.nbytes)
-        if source.is_addressable:
-            block = source.view(start, stop)
-        else:
-            block = buffer[: stop - start]
-            source.copy_into(start, block)
-        checksums.append(crc32c(block))
-    return checksums
+        return
+    row.note(Work.HASH, key, at, nbytes)
+    writer.write_at_blocking(at, batch)
+    row.note(Work.STORE, key, at, nbytes)

@@ -18,8 +18,6 @@ from types import MappingProxyType
 
 import msgspec
 
-from actorsnap.errors import FormatError
-
 __all__ = [
     "DATA_ALIGNMENT",
     "MAX_HEADER_BYTES",
@@ -27,17 +25,16 @@ __all__ = [
     "Attempt",
     "ObjectLayout",
     "Slot",
-    "attempt_of",
+    "chunk_key",
     "data_key",
     "dtype_itemsize",
     "header_cost",
+    "is_compressed_key",
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
-    "parse_header",
     "safe_name",
     "shard_name",
-    "small_data_key",
     "top_level_key",
 ]
 
@@ -166,15 +163,6 @@ class Attempt(msgspec.Struct, frozen=True):
         return f"{time:%Y%m%dT%H%M%S}-{self.host}-{self.pid}-{self.nonce}"
 
 
-def attempt_of(key: str) -> str | None:
-    """Returns the attempt in whose folder the object ``key`` lies, or None.
-
-    The commit object and what other programs left beside it belong to no attempt.
-    """
-    folder, slash, _ = key.partition("/")
-    return folder if slash and Attempt.parse(folder) is not None else None
-
-
 def is_well_formed_key(key: str) -> bool:
     """Whether ``key`` is relative and cannot leave the snapshot on any storage."""
     return (
@@ -207,17 +195,29 @@ def safe_name(key: str) -> str:
     return escaped
 
 
+_CHUNKS = ".chunks"
 _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
-def data_key(attempt: str, key: str, rank: int, n: int) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``."""
-    return f"{attempt}/data/{safe_name(key)}/{rank}-{n}.safetensors"
+def data_key(
+    attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
+) -> str:
+    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``; of the small
+    ones, which share it, where that is None."""
+    name = "=small" if key is None else safe_name(key)
+    kind = _CHUNKS if is_compressed else ".safetensors"
+    return f"{attempt}/data/{name}/{rank}-{n}{kind}"
 
 
-def small_data_key(attempt: str, rank: int, n: int) -> str:
-    """Returns the key of a rank's ``n``-th data object shared by small top-level keys."""
-    return f"{attempt}/data/=small/{rank}-{n}.safetensors"
+def is_compressed_key(key: str) -> bool:
+    """Whether ``key`` is that of a compressed data object."""
+    return key.endswith(_CHUNKS)
+
+
+def chunk_key(key: str, start: int) -> str:
+    """Returns the key of the chunk of the compressed data object ``key`` that begins at byte
+    ``start`` of it."""
+    return f"{key}/{start}"
 
 
 def manifest_key(attempt: str, rank: int) -> str:
@@ -264,7 +264,7 @@ class ObjectLayout(msgspec.Struct, frozen=True, gc=False):
     size: int
 
 
-class _Tensor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class _Tensor(msgspec.Struct, frozen=True, gc=False):
     """One member of a safetensors header. Offsets count from the start of the data section."""
 
     dtype: str
@@ -365,68 +365,6 @@ def _first_duplicate(slots: Sequence[Slot]) -> str:
             return name
         seen.add(name)
     raise AssertionError("no duplicate")
-
-
-_BITS = {
-    **{SAFETENSORS_DTYPES[name]: 8 * _TORCH_ITEMSIZES[name] for name in SAFETENSORS_DTYPES},
-    "F4": 4,
-}
-
-_names_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_tensor_decoder = msgspec.json.Decoder(_Tensor)
-
-
-def parse_header(
-    data: bytes | bytearray | memoryview, *, key: str = "data object"
-) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Reads the header of a data object, for verification.
-
-    Args:
-        data: The object's first bytes, at least the whole header.
-        key: Named in errors.
-
-    Returns:
-        Name -> safetensors dtype, shape, absolute ``start`` and ``stop``; in stored order.
-
-    Raises:
-        FormatError: It is not a header that version 1 allows.
-    """
-    view = memoryview(data).cast("B")
-    if len(view) < _LENGTH_BYTES:
-        raise FormatError(key=key, detail=f"{len(view)} bytes are too few for a header")
-    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    data_start = _LENGTH_BYTES + length
-    if length > MAX_HEADER_BYTES + DATA_ALIGNMENT or data_start > len(view):
-        raise FormatError(key=key, detail=f"a header of {length} bytes does not fit")
-    if data_start % DATA_ALIGNMENT:
-        raise FormatError(key=key, detail=f"data at {data_start}, no multiple of {DATA_ALIGNMENT}")
-    try:
-        members = _names_decoder.decode(view[_LENGTH_BYTES:data_start])
-        members.pop(_METADATA, None)
-        tensors = {name: _tensor_decoder.decode(raw) for name, raw in members.items()}
-    except (ValueError, RecursionError) as error:
-        raise FormatError(key=key, detail=f"malformed header: {error}") from error
-    result = {}
-    position = 0
-    for name, tensor in tensors.items():
-        start, stop = tensor.data_offsets
-        bits = _BITS.get(tensor.dtype)
-        if bits is None:
-            raise FormatError(key=key, detail=f"{name!r} has an unknown dtype {tensor.dtype!r}")
-        if start != position or stop < start:
-            raise FormatError(key=key, detail=f"{name!r} leaves a gap or overlaps, at {start}")
-        if min(tensor.shape, default=0) < 0 or (
-            bounded_volume(tensor.shape) * bits != (stop - start) * 8
-        ):
-            raise FormatError(
-                key=key,
-                detail=f"{name!r} has {stop - start} bytes, not {tensor.dtype} {tensor.shape}",
-            )
-        if stop > MAX_BYTES:
-            raise FormatError(key=key, detail=f"{name!r} ends at {stop}")
-        position = stop
-        result[name] = (tensor.dtype, tensor.shape, data_start + start, data_start + stop)
-    return result
 
 
 def bounded_volume(shape: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format import validate
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_bytes_of, combine_blocks, crc32c
+from actorsnap.format.layout import chunk_key
 
 __all__ = [
     "COMMIT_KEY",
@@ -39,6 +40,7 @@ __all__ = [
     "ObjectRecord",
     "RankManifest",
     "Stored",
+    "StoredChunk",
     "TensorEntry",
     "TensorType",
     "ValueEntry",
@@ -47,15 +49,15 @@ __all__ = [
     "decode_rank_manifest",
     "encode_commit",
     "encode_rank_manifest",
+    "features_of",
     "is_same_content",
     "is_same_tensor",
 ]
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-FEATURES = ("block_sizes",)
-"""What this release writes, and all that it can read: a snapshot that names another feature is
-refused."""
+FEATURES = ("block_sizes", "compression")
+"""All that this release can read: a snapshot that names another feature is refused."""
 
 COMMIT_KEY = ".actorsnap"
 MAX_NESTING = 900
@@ -119,13 +121,57 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
     metadata: dict[str, Any] = {}
 
 
+class StoredChunk(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """Bytes ``[start, stop)`` of a compressed data object, which are an object of their own.
+
+    Attributes:
+        crc32c: Of what is stored.
+        frames: Stored size of each frame; empty: it is stored as it is.
+    """
+
+    start: _Size
+    stop: _Size
+    crc32c: _Crc
+    frames: tuple[_Size, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are stored."""
+        return sum(self.frames) if self.frames else self.stop - self.start
+
+
 class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
-    """A data object: its size and its safetensors header's size and checksum (bytes)."""
+    """A data object: its size and its safetensors header's size and checksum (bytes).
+
+    ``chunks``: if it is compressed, those that the rank wrote; else empty.
+    """
 
     key: str
     size: _Size
     header_bytes: _Size
     header_crc32c: _Crc
+    chunks: tuple[StoredChunk, ...] = ()
+
+    @property
+    def stored(self) -> tuple[tuple[str, int], ...]:
+        """Keys and sizes of what is stored; of a compressed object, by the rank."""
+        if not self.chunks:
+            return ((self.key, self.size),)
+        return tuple([(chunk_key(self.key, chunk.start), chunk.size) for chunk in self.chunks])
+
+    @property
+    def part(self) -> tuple[str, int]:
+        """Tells the rank's part of the object from those of others, of which it names no chunks."""
+        return self.key, self.chunks[0].start if self.chunks else 0
+
+    def is_like(self, other: ObjectRecord) -> bool:
+        """Whether both say the same of the object, of which each may have other chunks."""
+        return (
+            (self.key, self.size, self.header_bytes, self.header_crc32c)
+            == (other.key, other.size, other.header_bytes, other.header_crc32c)
+        ) and bool(self.chunks) == bool(other.chunks)
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -378,6 +424,11 @@ def _check_features(head: _Head) -> None:
 def _shown(value: object) -> str:
     """Returns a short text for a value of unknown type; repr of a deep one would recurse."""
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
+
+
+def features_of(*, is_compressed: bool) -> tuple[str, ...]:
+    """Returns the features that a snapshot names."""
+    return FEATURES if is_compressed else FEATURES[:1]
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:

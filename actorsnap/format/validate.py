@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.checksum import is_block_count
+from actorsnap.format.frames import is_frame_count
 from actorsnap.format.layout import (
     DATA_ALIGNMENT,
     MAX_BYTES,
     MAX_HEADER_BYTES,
     bounded_volume,
     dtype_itemsize,
+    is_compressed_key,
     is_well_formed_key,
     manifest_key,
 )
@@ -88,7 +90,8 @@ def check_place(manifest: RankManifest, key: str) -> None:
 
 
 def check_objects(objects: Sequence[ObjectRecord], attempt: str, key: str) -> list[tuple[int, int]]:
-    """Checks object records; returns where each one's data begins and ends."""
+    """Checks object records; returns from where to where each one's data lies, as far as it is the
+    rank's."""
     _check_keys([record.key for record in objects], attempt, key)
     for record in objects:
         header = record.header_bytes
@@ -99,7 +102,22 @@ def check_objects(objects: Sequence[ObjectRecord], attempt: str, key: str) -> li
             or header > MAX_HEADER_BYTES + 2 * DATA_ALIGNMENT
         ):
             _fail(key, f"{record.key!r} of {record.size} bytes has a header of {header}")
-    return [(record.header_bytes, record.size) for record in objects]
+        if bool(record.chunks) != is_compressed_key(record.key):
+            _fail(key, f"{record.key!r} has {len(record.chunks)} chunks")
+    return [_check_chunks(record, key) for record in objects]
+
+
+def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
+    if not record.chunks:
+        return record.header_bytes, record.size
+    at = record.chunks[0].start
+    for chunk in record.chunks:
+        if chunk.start != at or not at < chunk.stop <= record.size:
+            _fail(key, f"{record.key!r}: a chunk [{chunk.start}, {chunk.stop}), not from {at}")
+        if not is_frame_count(chunk.stop - at, chunk.frames):
+            _fail(key, f"{record.key!r}: no frames of the chunk from {at}: {chunk.frames!r}")
+        at = chunk.stop
+    return max(record.header_bytes, record.chunks[0].start), at
 
 
 def _check_keys(keys: Sequence[str], attempt: str, where: str) -> None:

@@ -16,14 +16,17 @@ import msgspec
 
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,
     ObjectRecord,
     RankManifest,
     Stored,
+    StoredChunk,
     TensorEntry,
 )
+from actorsnap.planning.chunks import check_chunks
 
 __all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "Span", "cut", "plan_copy", "sort_leftovers"]
 
@@ -41,7 +44,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         key, size: In bytes.
-        head: Of a data object its header; of a rank manifest all of it.
+        head: Of a data object its header; of a chunk, and of a rank manifest, all of it.
         data: What leaves have in it behind that, rising and without gaps.
     """
 
@@ -65,7 +68,7 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The objects of a snapshot, but for the commit object.
 
     Attributes:
-        data: Data objects, each once.
+        data: Data objects, or chunks of them, each once.
         manifests: Rank manifests: written when all data objects are complete.
     """
 
@@ -88,11 +91,13 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
         FormatError: Ranks contradict each other about an object, or bytes of one are no leaf's.
     """
     records: dict[str, ObjectRecord] = {}
+    chunks: dict[str, set[StoredChunk]] = {}
     data: dict[str, set[Stored]] = {}
     for manifest in manifests.values():
         for record in manifest.objects:
-            if records.setdefault(record.key, record) != record:
+            if not records.setdefault(record.key, record).is_like(record):
                 raise FormatError(key=record.key, detail="ranks disagree about its size or header")
+            chunks.setdefault(record.key, set()).update(record.chunks)
             data.setdefault(record.key, set())
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
@@ -100,7 +105,17 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
                 at = msgspec.structs.replace(entry.data, object=0)
                 data[manifest.objects[entry.data.object].key].add(at)
     return CopyPlan(
-        data=tuple([_data_object(records[key], data[key]) for key in records]),
+        data=tuple(
+            [
+                copied
+                for key in records
+                for copied in (
+                    _chunk_objects(records[key], chunks[key])
+                    if chunks[key]
+                    else [_data_object(records[key], data[key])]
+                )
+            ]
+        ),
         manifests=tuple(
             [
                 ObjectCopy(key=m.key, size=m.size, head=Span(0, m.size, m.crc32c))
@@ -108,6 +123,18 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
             ]
         ),
     )
+
+
+def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
+    """The chunks of a compressed object: what they hold is not looked at."""
+    return [
+        ObjectCopy(
+            key=chunk_key(record.key, chunk.start),
+            size=chunk.size,
+            head=Span(0, chunk.size, chunk.crc32c),
+        )
+        for chunk in check_chunks(record.key, record.size, chunks)
+    ]
 
 
 def _data_object(record: ObjectRecord, data: Collection[Stored]) -> ObjectCopy:

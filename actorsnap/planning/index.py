@@ -199,7 +199,8 @@ class _Merger:
         self._own = manifests.get(rank)
         self._template = manifests[0] if self._own is None else self._own
         # In this order objects are numbered: the template's entries stay as they are.
-        self._objects = {record.key: number for number, record in enumerate(self._template.objects)}
+        objects = self._template.objects
+        self._objects = {record.part: number for number, record in enumerate(objects)}
         self._records = list(self._template.objects)
 
     def index(self) -> Index:
@@ -355,9 +356,9 @@ class _Merger:
         if manifest is self._template:
             return data
         record = manifest.objects[data.object]
-        number = self._objects.get(record.key)
+        number = self._objects.get(record.part)
         if number is None:
-            number = self._objects[record.key] = len(self._records)
+            number = self._objects[record.part] = len(self._records)
             self._records.append(record)
         return Stored(number, data.start, data.stop, data.crc32c)
 

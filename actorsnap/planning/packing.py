@@ -28,7 +28,6 @@ from actorsnap.format.layout import (
     header_cost,
     lay_out,
     shard_name,
-    small_data_key,
     top_level_key,
 )
 
@@ -179,6 +178,7 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         max_object_bytes: Most bytes of an object; None for any number. A leaf must have less than
             half of it.
         has_joined_writers: Objects may have several writers.
+        compression: zstd's level; None: objects are stored as they are.
     """
 
     chunk_bytes: int
@@ -188,6 +188,7 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_writes: int | None = None
     max_object_bytes: int | None = None
     has_joined_writers: bool = True
+    compression: int | None = None
 
     def least_write_bytes(self, size: int) -> int:
         """See ``least_write_bytes``."""
@@ -299,6 +300,15 @@ def pack(
         strip = 0 if arranged.token is None else len(arranged.token) + 1
         plans.append(_plan_object(items, order, key, strip, len(plans), rules, part))
 
+    def key_of(arranged: Arranged, rank: int, first: int) -> str:
+        return data_key(
+            attempt,
+            None if arranged.token is None else top_level_key(arranged.token),
+            rank,
+            first + arranged.number,
+            is_compressed=rules.compression is not None,
+        )
+
     for share in plan.shares:
         members = scopes[share.scope]
         if share.items is not None:
@@ -307,7 +317,7 @@ def pack(
         objects = arrange([items[index] for index in members], rules, share.num_holders)
         for part in share.parts:
             arranged = objects[part.number]
-            add(members, arranged, _key(arranged, attempt, share.rank, share.first), part)
+            add(members, arranged, key_of(arranged, share.rank, share.first), part)
     shared = {
         index
         for number, members in enumerate(scopes)
@@ -316,7 +326,7 @@ def pack(
     }
     own = [index for index in range(len(items)) if index not in shared]
     for arranged in arrange([items[index] for index in own], rules):
-        add(own, arranged, _key(arranged, attempt, rank, plan.first))
+        add(own, arranged, key_of(arranged, rank, plan.first))
     return tuple(plans)
 
 
@@ -455,13 +465,6 @@ def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]
 def _name(item: Item, strip: int) -> str:
     name = item.path[strip:] or item.path
     return name if item.offsets is None else shard_name(name, item.offsets)
-
-
-def _key(arranged: Arranged, attempt: str, rank: int, first: int) -> str:
-    number = first + arranged.number
-    if arranged.token is None:
-        return small_data_key(attempt, rank, number)
-    return data_key(attempt, top_level_key(arranged.token), rank, number)
 
 
 def _plan_object(

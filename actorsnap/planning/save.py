@@ -13,30 +13,24 @@ up its holders' loads like water (``_fill``). The bytes of a group stand in the 
 Cuts that had to move make loads uneven; the larger groups that follow make up for it. A box of
 one path that several scopes of some ranks list is not divided: each holder writes all of it.
 
-What lies on a mesh of some ranks may lie on others, too, and nobody says whether these are copies.
-Only its bytes can tell, and they are compared a scope at a time: so what lies on the same meshes
-is a scope of its own (``divide``), and what lies on one mesh only is compared with nothing.
-
 It must not know how bytes travel, nor what the ranks say to each other.
 """
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import UsageError
 from actorsnap.format.layout import MAX_HEADER_BYTES
 from actorsnap.planning.index import named_ranks
+from actorsnap.planning.inventory import Inventory, digest_of, index_runs, refuse
 from actorsnap.planning.packing import (
     Arranged,
     Item,
@@ -48,28 +42,7 @@ from actorsnap.planning.packing import (
     canonical,
 )
 
-__all__ = [
-    "Division",
-    "Inventory",
-    "RankPlan",
-    "SavePlan",
-    "Scope",
-    "Sharded",
-    "check_sharded",
-    "classes_of",
-    "copies_digest",
-    "divide",
-    "division_digest",
-    "inventory_digest",
-    "item_digest",
-    "lists_for_copies",
-    "on_several_meshes",
-    "plan_digest",
-    "plan_save",
-    "ranks_digest",
-    "sharded_digest",
-    "take_stock",
-]
+__all__ = ["SavePlan", "lists_for_copies", "plan_digest", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
 """Larger rows are cut inside."""
@@ -77,77 +50,9 @@ _MAX_ROW_BYTES = 1 << 20
 _MIN_RANGE_BYTES = 256 << 10
 """A rank is not asked to take part in a group for less: opening an object costs more."""
 
-_DIGEST_BYTES = 12
-"""Every rank sends two in each save. None of them is an adversary's."""
-
 _SLACK = 64
 """A cut moves to an edge that is within this fraction of the ranges on its sides: 1/64 on both
 ends of a range leaves the busiest rank within 1.05 of the mean."""
-
-_MAX_LINES = 50
-"""Of an error message, which goes to every rank."""
-
-
-class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with others: all with equal values. Or may hold so.
-
-    Attributes:
-        ranks: Who holds them, rising; each of them lists this scope, though perhaps not the
-            same items. None: all ranks of the job, and one that lists no such scope has none.
-            Empty: nobody knows; whoever lists the same items, with the same bytes, holds them.
-        digest: Of the item list, by ``item_digest``.
-        nbytes: Of the items.
-    """
-
-    ranks: tuple[int, ...] | None
-    digest: bytes
-    nbytes: int
-
-
-Division: TypeAlias = tuple[tuple[tuple[int, int], ...], ...] | None
-"""How a rank tells what others may hold as well apart: per class, a scope of its own, which of
-its ``Sharded`` are in it, as rising runs ``(start, stop)``. What is in none, no other mesh has.
-None: all is one scope."""
-
-
-class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank holds. Names each scope once, but for those without ranks.
-
-    Attributes:
-        private_bytes: Of the items that no other rank holds.
-        scopes: The rest.
-        globs: What the caller has called replicated: the same everywhere.
-        sharded: Digest of its ``Sharded``; empty if there are none.
-        division: Digest of what its scopes without ranks were made by; empty for None.
-    """
-
-    private_bytes: int
-    scopes: tuple[Scope, ...] = ()
-    globs: tuple[str, ...] = ()
-    sharded: bytes = b""
-    division: bytes = b""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has scopes of which nobody knows who else holds them."""
-        return any(scope.ranks == () for scope in self.scopes)
-
-
-class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of which several ranks hold parts, as each of them says it.
-
-    Attributes:
-        path, dtype: Of the tensor.
-        shape: Of the whole one.
-        ranks: Digest of those who hold parts, also empty ones; by ``ranks_digest``.
-        num_ranks: How many they are.
-    """
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    ranks: bytes
-    num_ranks: int
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
@@ -165,146 +70,9 @@ class SavePlan(msgspec.Struct, frozen=True, gc=False):
     joiners: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def _digest(value: Any) -> bytes:
-    return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
-
-
-def copies_digest(checksums: Sequence[Sequence[int]]) -> bytes:
-    """Returns 12 bytes that stand for the contents of a scope that nobody knows the holders of.
-
-    Args:
-        checksums: Per item, of all its blocks.
-    """
-    return _digest(checksums)
-
-
-def division_digest(division: Division) -> bytes:
-    """Returns 12 bytes that stand for a division; none for None."""
-    return b"" if division is None else _digest(division)
-
-
-def item_digest(items: Sequence[Item]) -> bytes:
-    """Returns 12 bytes that stand for a list of items; the same in every process."""
-    return _digest(items)
-
-
-def inventory_digest(inventory: Inventory) -> bytes:
-    """Returns 12 bytes that stand for an inventory."""
-    return _digest(inventory)
-
-
-@functools.lru_cache
-def ranks_digest(ranks: tuple[int, ...]) -> bytes:
-    """Returns 8 bytes that stand for some ranks: a thousand tensors may lie on as many."""
-    return _digest(ranks)[:8]
-
-
-def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
-    """Returns 12 bytes that stand for what a rank says of sharded tensors; none for nothing."""
-    return _digest(sharded) if sharded else b""
-
-
 def plan_digest(plan: RankPlan) -> bytes:
     """Returns 12 bytes that stand for a rank's plan."""
-    return _digest(plan)
-
-
-def take_stock(
-    items: Sequence[Item],
-    scopes: Iterable[tuple[tuple[int, ...] | None, Sequence[int]]],
-    *,
-    globs: Sequence[str] = (),
-    sharded: Sequence[Sharded] = (),
-    division: Division = None,
-) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
-    """Returns a rank's inventory, and the item lists of its scopes by digest.
-
-    Args:
-        items: All that the rank holds.
-        scopes: Who holds each, and the indices of its items. What is in none is private.
-        globs: What the caller has called replicated.
-        sharded: The tensors of which it holds a part, also an empty one. No others.
-        division: What the scopes without ranks were made by; see ``classes_of``.
-    """
-    private_bytes = sum([item.nbytes for item in items])
-    found: list[Scope] = []
-    lists: dict[bytes, tuple[Item, ...]] = {}
-    for ranks, indices in scopes:
-        held = tuple([items[index] for index in indices])
-        nbytes = sum([item.nbytes for item in held])
-        digest = item_digest(held)
-        private_bytes -= nbytes
-        found.append(Scope(ranks, digest, nbytes))
-        lists[digest] = held
-    return (
-        Inventory(
-            private_bytes,
-            tuple(found),
-            tuple(globs),
-            sharded_digest(sharded),
-            division_digest(division),
-        ),
-        lists,
-    )
-
-
-def divide(
-    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]], world_size: int
-) -> list[Division]:
-    """Returns how the ranks that say the same of sharded tensors tell them apart: what lies on the
-    same meshes is a class. None for all, if none of them has more than one class to tell.
-
-    Args:
-        lists: As for ``check_sharded``.
-        world_size: What lies on so many ranks is known to lie nowhere else.
-    """
-    meshes = _meshes(lists)
-    numbers: dict[frozenset[bytes], int] = {}
-    # 0 is for what lies on one mesh.
-    class_of = {
-        path: numbers.setdefault(frozenset(found), 1 + len(numbers)) if len(found) > 1 else 0
-        for path, found in meshes.items()
-    }
-    divisions: list[Division] = []
-    has_several = False
-    for _, tensors in lists:
-        classes: dict[int, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.num_ranks < world_size:
-                classes.setdefault(class_of[tensor.path], []).append(index)
-        has_several = has_several or len(classes) > 1
-        divisions.append(tuple([_runs(found) for number, found in classes.items() if number]))
-    return divisions if has_several else [None] * len(lists)
-
-
-def on_several_meshes(
-    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
-) -> frozenset[str]:
-    """Returns the paths of what may be several tensors of one name. Arguments as for ``divide``."""
-    return frozenset([path for path, found in _meshes(lists).items() if len(found) > 1])
-
-
-def _meshes(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> dict[str, set[bytes]]:
-    meshes: dict[str, set[bytes]] = {}
-    for _, tensors in lists:
-        for tensor in tensors:
-            meshes.setdefault(tensor.path, set()).add(tensor.ranks)
-    return meshes
-
-
-def classes_of(sharded: Sequence[Sharded], division: Division) -> dict[str, int]:
-    """Returns the class of each path that others may hold as well."""
-    if division is None:
-        return {tensor.path: 0 for tensor in sharded}
-    return {
-        sharded[index].path: number
-        for number, runs in enumerate(division)
-        for start, stop in runs
-        for index in range(start, stop)
-    }
+    return digest_of(plan)
 
 
 def lists_for_copies(
@@ -382,53 +150,6 @@ def _copies(
 
 def _places(items: Iterable[Item]) -> set[_Place]:
     return {(item.path, item.offsets) for item in items}
-
-
-def check_sharded(
-    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
-) -> None:
-    """Sees that ranks agree about the tensors that they hold parts of, and all have them.
-
-    Args:
-        lists: What differs from rank to rank, and the ranks that say so, rising.
-
-    Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor, or some lack one that
-            they hold a part of: that part would be lost. Names all.
-    """
-    seen: dict[str, tuple[Sharded, int]] = {}
-    complaints: list[str] = []
-    disputed: set[str] = set()
-    having: dict[Sharded, list[Sequence[int]]] = {}
-    for ranks, tensors in lists:
-        for tensor in tensors:
-            first, by = seen.setdefault(tensor.path, (tensor, ranks[0]))
-            having.setdefault(tensor, []).append(ranks)
-            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
-                disputed.add(tensor.path)
-                complaints.append(
-                    f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
-                    f"{tensor.dtype} {tensor.shape} on rank {ranks[0]}"
-                )
-    for tensor, found in having.items():
-        if tensor.path not in disputed and sum(map(len, found)) < tensor.num_ranks:
-            complaints.append(
-                f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
-                f"{named_ranks(sorted(chain.from_iterable(found)))} only"
-            )
-    _refuse(
-        complaints,
-        "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "
-        "key of its own in the app state (pipeline stages: one key per stage):",
-    )
-
-
-def _refuse(complaints: Sequence[str], title: str) -> None:
-    if not complaints:
-        return
-    more = len(complaints) - _MAX_LINES
-    lines = [title, *complaints[:_MAX_LINES], *([f"... and {more} more"] if more > 0 else [])]
-    raise UsageError("\n  ".join(lines))
 
 
 def plan_save(
@@ -558,7 +279,7 @@ def _groups(
         for digest, indices in by_digest.items():
             places = {rank: (index, None) for rank, index in indices.items()}
             groups.append(_Group(tuple(places), lists[digest], places))
-    _refuse(
+    refuse(
         complaints,
         "the ranks disagree about what they share. Pass the same app state and the same "
         "replicated= on all of them; what differs from rank to rank must not be called replicated:",
@@ -664,7 +385,7 @@ def _resolve(
         places = {
             rank: (scope, runs)
             for number, column in zip(numbers, zip(*rows, strict=True), strict=True)
-            for runs in [_runs(column)]
+            for runs in [index_runs(column)]
             for rank, scope in listed[number][1].items()
         }
         holders = tuple(sorted(places))
@@ -677,16 +398,6 @@ def _whole_if_any(items: Sequence[Item]) -> Item:
     if items[0].is_whole or not any(item.is_whole for item in items):
         return items[0]
     return msgspec.structs.replace(items[0], is_whole=True)
-
-
-def _runs(indices: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for index in sorted(indices):
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return tuple(runs)
 
 
 def _disagreement(

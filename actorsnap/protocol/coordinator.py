@@ -1,8 +1,7 @@
 """The deciding side of a save, as a table.
 
-One machine per attempt. Events go in by ``handle``, commands come out; whoever holds the
-machine performs them and reports how they ended. It must not know storage, clocks or
-transports: the deadline is an event, the commit is a command with two endings.
+One machine per attempt. It must not know storage, clocks or transports: the deadline is an
+event, the commit is a command with two endings.
 
 Rules:
 
@@ -17,13 +16,12 @@ Rules:
    or the deadline only ends the waiting for it (``StopCommit``).
 5. Every path ends in COMMITTED or ABORTED, and every rank is told the same.
 
-Messages may come twice and late. An event that the table does not have for the state is a
-``ProtocolViolation``, except in the two final states, where late events are harmless.
+Messages may come twice and late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -32,20 +30,18 @@ import msgspec
 from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import (
-    Division,
-    Inventory,
-    SavePlan,
+from actorsnap.planning.inventory import (
     Sharded,
     check_sharded,
     divide,
-    division_digest,
     inventory_digest,
-    lists_for_copies,
     on_several_meshes,
-    plan_save,
 )
+from actorsnap.planning.packing import PackingRules
+from actorsnap.planning.save import SavePlan
+from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.machine import Machine, Table
+from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -60,18 +56,21 @@ from actorsnap.protocol.messages import (
     Failed,
     Failure,
     FromCoordinator,
+    Handed,
     Items,
     Join,
     Offer,
     Opened,
+    SaveInTrainers,
     ShardedTensors,
     Stage,
-    Staged,
     Stored,
     ToCoordinator,
     Token,
     Tokens,
     Written,
+    unlike_calls,
+    unlike_processes,
 )
 
 __all__ = [
@@ -81,18 +80,9 @@ __all__ = [
     "CoordinatorEvent",
     "CoordinatorMachine",
     "CoordinatorState",
-    "DeadlinePassed",
-    "Memory",
-    "ProtocolViolation",
-    "RankLost",
-    "SendToRank",
     "StopCommit",
     "WriteCommit",
 ]
-
-
-class ProtocolViolation(AssertionError):
-    """An event that cannot happen in this state: a defect, never an operating condition."""
 
 
 class CoordinatorState(StrEnum):
@@ -101,19 +91,6 @@ class CoordinatorState(StrEnum):
     COMMITTING = "committing"
     COMMITTED = "committed"
     ABORTED = "aborted"
-
-
-class DeadlinePassed(msgspec.Struct, frozen=True):
-    """The time that the caller allowed is over; ``timeout_s`` is for the message."""
-
-    timeout_s: float
-
-
-class RankLost(msgspec.Struct, frozen=True):
-    """A rank that was heard before was not heard for ``silent_s``."""
-
-    rank: int
-    silent_s: float
 
 
 class CommitWritten(msgspec.Struct, frozen=True):
@@ -125,13 +102,6 @@ class CommitFailed(msgspec.Struct, frozen=True):
     unless ``failure.may_be_visible``."""
 
     failure: Failure
-
-
-class SendToRank(msgspec.Struct, frozen=True):
-    """Send ``message`` to ``rank``."""
-
-    rank: int
-    message: FromCoordinator
 
 
 class WriteCommit(msgspec.Struct, frozen=True):
@@ -160,95 +130,7 @@ CoordinatorCommand: TypeAlias = SendToRank | WriteCommit | StopCommit
 _S = CoordinatorState
 
 
-class Memory:
-    """What the coordinator of a group remembers from its last save: bounded by one save.
-
-    Attributes:
-        inventories: By digest.
-        lists: Item lists, by digest.
-        agreed: What ``sharded`` returned when ranks were last seen to agree.
-        divisions: How each of them then tells what others may hold as well apart.
-        several: What then lay on several meshes.
-    """
-
-    def __init__(self) -> None:
-        self.inventories: dict[bytes, Inventory] = {}
-        self.lists: dict[bytes, tuple[Item, ...]] = {}
-        self.agreed: dict[bytes, list[int]] = {}
-        self.divisions: dict[bytes, Division] = {}
-        self.several: frozenset[str] = frozenset()
-        self._made_from: object = None
-        self._plan: SavePlan | None = None
-
-    def copy(self) -> Memory:
-        """The same, for one save. It can be kept when that has planned."""
-        other = Memory()
-        other.inventories, other.lists = dict(self.inventories), dict(self.lists)
-        other.agreed, other.divisions, other.several = self.agreed, self.divisions, self.several
-        other._plan, other._made_from = self._plan, self._made_from
-        return other
-
-    def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """What ranks with these inventories say of sharded tensors: digests, an empty one
-        where there are none, and the ranks that say each, rising."""
-        found: dict[bytes, list[int]] = {}
-        for rank, structure in enumerate(structures):
-            found.setdefault(self.inventories[structure].sharded, []).append(rank)
-        return found
-
-    def undivided(self, structures: Sequence[bytes]) -> dict[int, Division]:
-        """The ranks that do not tell apart as ``divisions`` says, and how they have to."""
-        found: dict[int, Division] = {}
-        for rank, structure in enumerate(structures):
-            inventory = self.inventories[structure]
-            division = self.divisions.get(inventory.sharded)
-            has_any = inventory.is_open or inventory.division
-            if has_any and inventory.division != division_digest(division):
-                found[rank] = division
-        return found
-
-    def missing_copies(
-        self, structures: Sequence[bytes], copies: Sequence[Sequence[bytes]]
-    ) -> dict[bytes, int]:
-        """The lists to ask for of what turned out to be held by several: digests, and who
-        answers."""
-        found = lists_for_copies([self.inventories[digest] for digest in structures], copies)
-        return {digest: rank for digest, rank in found.items() if digest not in self.lists}
-
-    def plan(
-        self,
-        structures: tuple[bytes, ...],
-        copies: tuple[tuple[bytes, ...], ...],
-        rules: PackingRules,
-    ) -> SavePlan:
-        """The plan for ranks with these inventories; forgets what is not in it.
-
-        Raises:
-            UsageError: the inventories contradict each other.
-        """
-        # Contents change from save to save, but mostly not whose are equal.
-        firsts: dict[bytes, int] = {}
-        alike = tuple(
-            [tuple([firsts.setdefault(digest, len(firsts)) for digest in own]) for own in copies]
-        )
-        several = self.several if self.sharded(structures) == self.agreed else frozenset()
-        made_from = (structures, alike, rules, several)
-        if self._plan is None or self._made_from != made_from:
-            self._plan = plan_save(
-                [self.inventories[digest] for digest in structures],
-                self.lists,
-                rules,
-                copies,
-                several,
-            )
-            self._made_from = made_from
-        self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
-        used = {scope.digest for found in self.inventories.values() for scope in found.scopes}
-        self.lists = {digest: held for digest, held in self.lists.items() if digest in used}
-        return self._plan
-
-
-class CoordinatorMachine:
+class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
     """Decides over one attempt.
 
     Args:
@@ -274,6 +156,7 @@ class CoordinatorMachine:
         resumed: tuple[str, ...] = (),
         memory: Memory | None = None,
     ) -> None:
+        super().__init__(_TABLE, _S.JOINING)
         self.attempt = attempt
         self.resumed = resumed
         self.url = url
@@ -281,7 +164,6 @@ class CoordinatorMachine:
         self.world_size = world_size
         self.release = release
         self.rules = rules
-        self.state = _S.JOINING
         self.failure: Failure | None = None
         self._memory = memory or Memory()
         self._joined: dict[int, Join] = {}
@@ -291,32 +173,12 @@ class CoordinatorMachine:
         self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
         # Ranks that are told how to divide, and have not yet.
         self._dividing: set[int] = set()
+        self._handed: int | None = None
         self._plan: SavePlan | None = None
         self._writing: set[int] = set()
-        self._staged: set[int] = set()
         self._stored: dict[int, Stored] = {}
 
-    @property
-    def is_final(self) -> bool:
-        return self.state in (_S.COMMITTED, _S.ABORTED)
-
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
-        """Takes one event, returns what is to be done.
-
-        Raises:
-            ProtocolViolation: the table has no such transition.
-        """
-        if self.is_final:
-            return []
-        rule = _TABLE.get((self.state, type(event)))
-        if rule is None:
-            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
-        commands = rule(self, event)
-        self.validate()
-        return commands
-
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
         assert (self.failure is not None) == (self.state is _S.ABORTED)
         if self.state not in (_S.JOINING, _S.ABORTED):
             assert len(self._joined) == self.world_size
@@ -324,10 +186,6 @@ class CoordinatorMachine:
         if self.state in (_S.COMMITTING, _S.COMMITTED):
             assert len(self._stored) == self.world_size
             assert not self._writing
-
-    def _missing(self, present: Mapping[int, object]) -> str:
-        absent = [str(rank) for rank in range(self.world_size) if rank not in present]
-        return ", ".join(absent[:16]) + (" ..." if len(absent) > 16 else "")
 
     # Joining
 
@@ -344,6 +202,8 @@ class CoordinatorMachine:
         if event.rank in self._joined:
             return []
         self._joined[event.rank] = event
+        if self._handed is not None:
+            return self._abort_if_unlike()
         structure = event.structure
         if structure not in self._memory.inventories and structure not in self._asked:
             self._asked[structure] = event.rank
@@ -456,10 +316,6 @@ class CoordinatorMachine:
                 tokens.setdefault(rank, []).append(token)
         return [SendToRank(rank, Tokens(tuple(found))) for rank, found in tokens.items()]
 
-    def _on_staged(self, event: Staged) -> list[CoordinatorCommand]:
-        self._staged.add(event.rank)
-        return []
-
     def _on_written(self, event: Written) -> list[CoordinatorCommand]:
         assert self._plan is not None
         if event.rank not in self._writing:
@@ -488,41 +344,33 @@ class CoordinatorMachine:
     # Trouble
 
     def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
-        return self._abort(
-            Failure(
-                reason=f"rank {event.rank} restores a snapshot while others take one: all ranks "
-                "make the same calls in the same order",
-                stage=Stage.JOIN,
-                rank=event.rank,
-            )
-        )
+        return self._abort(unlike_calls(event.rank))
+
+    def _on_handed(self, event: Handed) -> list[CoordinatorCommand]:
+        if event.follows:
+            return [SendToRank(event.rank, SaveInTrainers())]
+        self._handed = event.rank
+        return self._abort_if_unlike()
+
+    def _abort_if_unlike(self) -> list[CoordinatorCommand]:
+        # If the coordinator's own rank has failed that is why, and comes next.
+        if self._handed is None or 0 not in self._joined:
+            return []
+        return self._abort(unlike_processes(self._handed))
 
     def _on_failed(self, event: Failed) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
     def _on_lost(self, event: RankLost) -> list[CoordinatorCommand]:
-        return self._abort(
-            Failure(
-                reason=f"rank {event.rank} was not heard for {event.silent_s:.0f} s: it was "
-                "killed or stopped, or its machine or network is gone",
-                stage=self._stage,
-                rank=event.rank,
-            )
-        )
+        return self._abort(Failure(reason=event.reason, stage=self._stage, rank=event.rank))
 
     def _on_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
-        waiting = self._missing(self._joined if self.state is _S.JOINING else self._stored)
-        if not waiting:  # all have joined, and somebody does not answer what was asked
-            asked = {*self._asked.values(), *self._asked_sharded.values(), *self._dividing}
-            waiting = ", ".join(map(str, sorted(asked)))
-        return self._abort(
-            Failure(
-                reason=f"timeout_s={event.timeout_s:g} is over; still waiting for rank(s) "
-                f"{waiting}. Raise Options.timeout_s if the storage is that slow",
-                stage=self._stage,
-                rank=int(waiting) if waiting.isdigit() else None,
-            )
-        )
+        present: Mapping[int, object] = self._joined if self.state is _S.JOINING else self._stored
+        absent = [rank for rank in range(self.world_size) if rank not in present]
+        if not absent:  # all have joined, and somebody does not answer what was asked
+            absent = sorted({*self._asked.values(), *self._asked_sharded.values(), *self._dividing})
+        rank = absent[0] if len(absent) == 1 else None
+        return self._abort(Failure(reason=event.reason(absent), stage=self._stage, rank=rank))
 
     @property
     def _stage(self) -> Stage:
@@ -533,9 +381,6 @@ class CoordinatorMachine:
 
     def _on_late_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
         return [StopCommit(f"timeout_s={event.timeout_s:g} is over", has_grace=False)]
-
-    def _ignore(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
-        return []
 
     def _on_commit_written(self, event: CommitWritten) -> list[CoordinatorCommand]:
         self.state = _S.COMMITTED
@@ -554,31 +399,40 @@ class CoordinatorMachine:
 
 
 _M = CoordinatorMachine
-_JOINING = (Join, Offer, Items, ShardedTensors, Divided)
-_TABLE: dict[tuple[CoordinatorState, type], Callable[..., list[CoordinatorCommand]]] = {
-    (_S.JOINING, Join): _M._on_join,
-    (_S.JOINING, Offer): _M._on_offer,
-    (_S.JOINING, Items): _M._on_items,
-    (_S.JOINING, Arrived): _M._on_arrived,
-    (_S.JOINING, ShardedTensors): _M._on_sharded,
-    (_S.JOINING, Divided): _M._on_divided,
-    (_S.STORING, Opened): _M._on_opened,
-    (_S.STORING, Staged): _M._on_staged,
-    (_S.STORING, Written): _M._on_written,
-    (_S.STORING, Stored): _M._on_stored,
-    (_S.COMMITTING, Failed): _M._on_late_failure,
-    (_S.COMMITTING, DeadlinePassed): _M._on_late_deadline,
-    (_S.COMMITTING, CommitWritten): _M._on_commit_written,
-    (_S.COMMITTING, CommitFailed): _M._on_commit_failed,
-    # All have stored: what happens to a rank now does not matter.
-    (_S.COMMITTING, RankLost): _M._ignore,
-    **{(state, Failed): _M._on_failed for state in (_S.JOINING, _S.STORING)},
-    **{(state, DeadlinePassed): _M._on_deadline for state in (_S.JOINING, _S.STORING)},
-    **{(state, RankLost): _M._on_lost for state in (_S.JOINING, _S.STORING)},
-    # Messages that came twice.
-    **{(_S.STORING, message): _M._ignore for message in _JOINING},
-    **{
-        (_S.COMMITTING, message): _M._ignore
-        for message in (*_JOINING, Opened, Staged, Written, Stored)
+_JOINING = (Handed, Join, Offer, Items, ShardedTensors, Divided)
+_STORING = (Opened, Written, Stored)
+_TABLE: Table[CoordinatorState, CoordinatorCommand] = {
+    _S.JOINING: {
+        Join: _M._on_join,
+        Offer: _M._on_offer,
+        Items: _M._on_items,
+        ShardedTensors: _M._on_sharded,
+        Divided: _M._on_divided,
+        Arrived: _M._on_arrived,
+        Handed: _M._on_handed,
+        Failed: _M._on_failed,
+        RankLost: _M._on_lost,
+        DeadlinePassed: _M._on_deadline,
     },
+    _S.STORING: {
+        Opened: _M._on_opened,
+        Written: _M._on_written,
+        Stored: _M._on_stored,
+        Failed: _M._on_failed,
+        RankLost: _M._on_lost,
+        DeadlinePassed: _M._on_deadline,
+        # They came twice.
+        **dict.fromkeys(_JOINING, _M._ignore),
+    },
+    _S.COMMITTING: {
+        CommitWritten: _M._on_commit_written,
+        CommitFailed: _M._on_commit_failed,
+        Failed: _M._on_late_failure,
+        DeadlinePassed: _M._on_late_deadline,
+        # All have stored: what happens to a rank now does not matter.
+        RankLost: _M._ignore,
+        **dict.fromkeys((*_JOINING, *_STORING), _M._ignore),
+    },
+    _S.COMMITTED: {},
+    _S.ABORTED: {},
 }

@@ -12,8 +12,7 @@ Rules:
 3. A rank that has proceeded beyond the last step has an outcome, whatever comes later.
 4. Without a coordinator, or without an answer, a rank ends by itself.
 
-Messages may come twice and late. An event that the table does not have for the state is a
-``ProtocolViolation``, except in the final states, where late events are harmless.
+Messages may come twice and late.
 """
 
 from __future__ import annotations
@@ -25,7 +24,16 @@ from typing import TypeAlias
 import msgspec
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
-from actorsnap.protocol.coordinator import DeadlinePassed, ProtocolViolation, RankLost, SendToRank
+from actorsnap.protocol.calls import (
+    CoordinatorLost,
+    DeadlinePassed,
+    Finish,
+    RankLost,
+    Send,
+    SendToRank,
+    StepFailed,
+)
+from actorsnap.protocol.machine import Machine, ProtocolViolation, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -34,16 +42,18 @@ from actorsnap.protocol.messages import (
     Failed,
     Failure,
     FromCoordinator,
+    Handed,
     Join,
+    Meet,
     Proceed,
     Stage,
     ToCoordinator,
 )
-from actorsnap.protocol.participant import CoordinatorLost, Finish, Send, StepFailed
 
 __all__ = [
     "Decide",
     "Decision",
+    "GatheringEvent",
     "GatheringMachine",
     "GatheringState",
     "MemberMachine",
@@ -84,48 +94,29 @@ class GatheringState(StrEnum):
     ABORTED = "aborted"
 
 
+GatheringEvent: TypeAlias = ToCoordinator | RankLost | DeadlinePassed
+
 _G = GatheringState
 
 
-class GatheringMachine:
+class GatheringMachine(Machine[GatheringState, GatheringEvent, SendToRank]):
     """The coordinator's side.
 
     Args:
         world_size: Ranks that take part.
         decide: Decides the steps.
-        stage: Of what comes before step 0.
     """
 
-    def __init__(self, *, world_size: int, decide: Decide, stage: Stage = Stage.JOIN) -> None:
+    def __init__(self, *, world_size: int, decide: Decide) -> None:
+        super().__init__(_GATHERING, _G.GATHERING)
         self.world_size = world_size
-        self.state = _G.GATHERING
         self.step = 0
-        self.stage = stage
+        self.stage = Stage.JOIN
         self.failure: Failure | None = None
         self._decide = decide
         self._arrived: dict[int, bytes] = {}
 
-    @property
-    def is_final(self) -> bool:
-        return self.state is not _G.GATHERING
-
-    def handle(self, event: ToCoordinator | RankLost | DeadlinePassed) -> list[SendToRank]:
-        """Takes one event, returns what is to be sent.
-
-        Raises:
-            ProtocolViolation: the table has no such transition.
-        """
-        if self.is_final:
-            return []
-        rule = _GATHERING.get((self.state, type(event)))
-        if rule is None:
-            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
-        commands = rule(self, event)
-        self.validate()
-        return commands
-
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
         assert (self.failure is not None) == (self.state is _G.ABORTED)
         assert self.is_final or len(self._arrived) < self.world_size
 
@@ -151,7 +142,7 @@ class GatheringMachine:
             self.stage = decision.stage
         return self._tell_all(message)
 
-    def _on_join(self, event: Join) -> list[SendToRank]:
+    def _on_join(self, event: Join | Handed) -> list[SendToRank]:
         return self._abort(
             _aborted(
                 f"rank {event.rank} takes a snapshot while others restore one: all ranks make the "
@@ -165,26 +156,12 @@ class GatheringMachine:
         return self._abort(event.failure)
 
     def _on_lost(self, event: RankLost) -> list[SendToRank]:
-        return self._abort(
-            _aborted(
-                f"rank {event.rank} was not heard for {event.silent_s:.0f} s: it was killed or "
-                "stopped, or its machine or network is gone",
-                self.stage,
-                event.rank,
-            )
-        )
+        return self._abort(_aborted(event.reason, self.stage, event.rank))
 
     def _on_deadline(self, event: DeadlinePassed) -> list[SendToRank]:
         absent = [rank for rank in range(self.world_size) if rank not in self._arrived]
-        named = ", ".join(map(str, absent[:16])) + (" ..." if len(absent) > 16 else "")
-        return self._abort(
-            _aborted(
-                f"timeout_s={event.timeout_s:g} is over; still waiting for rank(s) {named}. Raise "
-                "Options.timeout_s if the storage is that slow",
-                self.stage,
-                absent[0] if len(absent) == 1 else None,
-            )
-        )
+        rank = absent[0] if len(absent) == 1 else None
+        return self._abort(_aborted(event.reason(absent), self.stage, rank))
 
     def _abort(self, failure: Failure) -> list[SendToRank]:
         self.state = _G.ABORTED
@@ -225,42 +202,21 @@ MemberCommand: TypeAlias = Send | Pass | Finish
 _S = MemberState
 
 
-class MemberMachine:
+class MemberMachine(Machine[MemberState, MemberEvent, MemberCommand]):
     """A rank's side.
 
     Args:
         rank: This rank.
-        stage: Of what comes before step 0.
     """
 
-    def __init__(self, *, rank: int, stage: Stage = Stage.JOIN) -> None:
+    def __init__(self, *, rank: int) -> None:
+        super().__init__(_MEMBER, _S.WORKING)
         self.rank = rank
-        self.state = _S.WORKING
         self.step = 0
-        self.stage = stage
+        self.stage = Stage.JOIN
         self.failure: Failure | None = None
 
-    @property
-    def is_final(self) -> bool:
-        return self.state in (_S.PASSED, _S.ABORTED)
-
-    def handle(self, event: MemberEvent) -> list[MemberCommand]:
-        """Takes one event, returns what is to be done.
-
-        Raises:
-            ProtocolViolation: the table has no such transition.
-        """
-        if self.is_final:
-            return []
-        rule = _MEMBER.get((self.state, type(event)))
-        if rule is None:
-            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
-        commands = rule(self, event)
-        self.validate()
-        return commands
-
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
         assert (self.failure is not None) == (self.state is _S.ABORTED)
 
     def _on_reached(self, event: Reached) -> list[MemberCommand]:
@@ -295,9 +251,6 @@ class MemberMachine:
         self.state = _S.FAILED
         return [Send(Failed(self.rank, event.failure))]
 
-    def _ignore(self, event: MemberEvent) -> list[MemberCommand]:
-        return []
-
     def _on_aborted(self, event: Aborted) -> list[MemberCommand]:
         return self._end(event.failure)
 
@@ -314,7 +267,7 @@ class MemberMachine:
             )
         )
 
-    def _on_save(self, event: AskInventory | Assign) -> list[MemberCommand]:
+    def _on_save(self, event: AskInventory | Assign | Meet) -> list[MemberCommand]:
         """The coordinator takes a snapshot. It has to be told, or it would wait."""
         failure = _aborted(
             f"rank {self.rank} restores a snapshot while rank 0 takes one: all ranks make the same "
@@ -331,33 +284,46 @@ class MemberMachine:
 
 
 _GM = GatheringMachine
-_GATHERING: dict[tuple[GatheringState, type], Callable[..., list[SendToRank]]] = {
-    (_G.GATHERING, Arrived): _GM._on_arrived,
-    (_G.GATHERING, Join): _GM._on_join,
-    (_G.GATHERING, Failed): _GM._on_failed,
-    (_G.GATHERING, RankLost): _GM._on_lost,
-    (_G.GATHERING, DeadlinePassed): _GM._on_deadline,
+_GATHERING: Table[GatheringState, SendToRank] = {
+    _G.GATHERING: {
+        Arrived: _GM._on_arrived,
+        Join: _GM._on_join,
+        Handed: _GM._on_join,
+        Failed: _GM._on_failed,
+        RankLost: _GM._on_lost,
+        DeadlinePassed: _GM._on_deadline,
+    },
+    _G.PASSED: {},
+    _G.ABORTED: {},
 }
 
 _M = MemberMachine
-_MEMBER: dict[tuple[MemberState, type], Callable[..., list[MemberCommand]]] = {
-    (_S.WORKING, Reached): _M._on_reached,
-    (_S.WORKING, Proceed): _M._on_repeated,
-    (_S.WAITING, Proceed): _M._on_proceed,
-    # The caller was cancelled while it waited.
-    **{(state, StepFailed): _M._on_failed for state in (_S.WORKING, _S.WAITING)},
-    (_S.FAILED, Proceed): _M._on_late,
-    (_S.FAILED, StepFailed): _M._ignore,
-    (_S.FAILED, Reached): _M._ignore,
-    **{
-        (state, event): rule
-        for state in (_S.WORKING, _S.WAITING, _S.FAILED)
-        for event, rule in (
-            (Aborted, _M._on_aborted),
-            (CoordinatorLost, _M._on_lost),
-            (DeadlinePassed, _M._on_deadline),
-            (AskInventory, _M._on_save),
-            (Assign, _M._on_save),
-        )
+_ENDS: Row[MemberCommand] = {
+    Aborted: _M._on_aborted,
+    CoordinatorLost: _M._on_lost,
+    DeadlinePassed: _M._on_deadline,
+    AskInventory: _M._on_save,
+    Assign: _M._on_save,
+    Meet: _M._on_save,
+}
+_MEMBER: Table[MemberState, MemberCommand] = {
+    _S.WORKING: {
+        Reached: _M._on_reached,
+        Proceed: _M._on_repeated,
+        StepFailed: _M._on_failed,
+        **_ENDS,
     },
+    _S.WAITING: {
+        Proceed: _M._on_proceed,
+        StepFailed: _M._on_failed,  # the caller was cancelled while it waited
+        **_ENDS,
+    },
+    _S.FAILED: {
+        Proceed: _M._on_late,
+        StepFailed: _M._ignore,
+        Reached: _M._ignore,
+        **_ENDS,
+    },
+    _S.PASSED: {},
+    _S.ABORTED: {},
 }

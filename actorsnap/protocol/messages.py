@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, SnapshotAborted, printable, rebuild
-from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Division, Inventory, RankPlan, Sharded
+from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printable, rebuild
+from actorsnap.planning.inventory import Division, Inventory, Sharded
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
 
 __all__ = [
     "Aborted",
@@ -31,19 +31,24 @@ __all__ = [
     "Failed",
     "Failure",
     "FromCoordinator",
+    "Handed",
     "Items",
     "Join",
+    "Meet",
     "Offer",
     "Opened",
     "Proceed",
+    "SaveInTrainers",
     "ShardedTensors",
     "Stage",
-    "Staged",
     "Stored",
     "ToCoordinator",
     "Token",
     "Tokens",
     "Written",
+    "sendable",
+    "unlike_calls",
+    "unlike_processes",
 ]
 
 
@@ -93,7 +98,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         cls, error: ActorSnapError, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
         """The failure that is to be raised as ``error`` is."""
-        fields = {name: _sendable(value) for name, value in error.fields.items()}
+        fields = sendable(error.fields)
         packed = msgspec.msgpack.encode((type(error).__name__, fields))
         return cls(reason=str(error), stage=stage, rank=rank, key=key, error=packed)
 
@@ -110,10 +115,31 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-def _sendable(value: Any) -> Any:
+def sendable(value: Any) -> Any:
+    """Fields of an error, as msgpack can say them."""
     if isinstance(value, str):
         return printable(value)
-    return [_sendable(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, dict):
+        return {name: sendable(item) for name, item in value.items()}
+    return [sendable(item) for item in value] if isinstance(value, tuple) else value
+
+
+def unlike_calls(rank: int) -> Failure:
+    """Why a save ends in which that rank restores."""
+    reason = (
+        f"rank {rank} restores a snapshot while others take one: all ranks make the same calls in "
+        "the same order"
+    )
+    return Failure(reason=reason, stage=Stage.JOIN, rank=rank)
+
+
+def unlike_processes(rank: int) -> Failure:
+    """Why a save ends in which that rank's process takes part, or does not, unlike others'."""
+    error = UsageError(
+        f"on rank {rank} another process saves than on rank 0, the trainer or its uploader: give "
+        "the same Options.offload and Options.detach on all ranks"
+    )
+    return Failure.of(error, stage=Stage.JOIN, rank=rank)
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -197,12 +223,6 @@ class Opened(_Message, frozen=True, tag="p"):
     tokens: tuple[Token, ...]
 
 
-class Staged(_Message, frozen=True, tag="g"):
-    """The rank's trainer may overwrite its tensors."""
-
-    rank: int
-
-
 class Written(_Message, frozen=True, tag="w"):
     """Whatever the rank writes to objects of several ranks is durable, or as durable as the
     opener's ``complete`` makes it."""
@@ -228,6 +248,18 @@ class Arrived(_Message, frozen=True, tag="a"):
     rank: int
     step: int
     payload: bytes = b""
+
+
+class Handed(_Message, frozen=True, tag="d"):
+    """The rank's uploader process takes part, and not its trainer, which says this. See
+    ``protocol.line``.
+
+    Attributes:
+        follows: The trainer takes part itself if rank 0's does (``SaveInTrainers``).
+    """
+
+    rank: int
+    follows: bool = False
 
 
 class Failed(_Message, frozen=True, tag="f"):
@@ -259,6 +291,17 @@ class Divide(_Message, frozen=True, tag="V"):
     too, has turned out to be only some of it."""
 
     division: Division
+
+
+class Meet(_Message, frozen=True, tag="M"):
+    """The uploader processes save, and meet under this name: a new one with each process of rank
+    0. See ``protocol.line``."""
+
+    name: str
+
+
+class SaveInTrainers(_Message, frozen=True, tag="S"):
+    """Rank 0's trainer takes part, and not its uploader process: so do those that follow."""
 
 
 class Assign(_Message, frozen=True, tag="A"):
@@ -323,10 +366,10 @@ ToCoordinator: TypeAlias = (
     | ShardedTensors
     | Divided
     | Opened
-    | Staged
     | Written
     | Stored
     | Arrived
+    | Handed
     | Failed
 )
 FromCoordinator: TypeAlias = (
@@ -334,6 +377,8 @@ FromCoordinator: TypeAlias = (
     | AskItems
     | AskSharded
     | Divide
+    | Meet
+    | SaveInTrainers
     | Assign
     | Tokens
     | Complete

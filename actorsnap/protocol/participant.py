@@ -1,7 +1,7 @@
 """One rank's side of a save, as a table.
 
-Same style as ``coordinator.py``: events in, commands out. The machine counts what is stored
-and decides what comes next; it sees numbers of chunks and objects, never buffers.
+The machine counts what is stored and decides what comes next; it sees numbers of chunks and
+objects, never buffers.
 
 Rules:
 
@@ -21,15 +21,23 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import Division, Inventory, RankPlan, Sharded, inventory_digest
-from actorsnap.protocol.coordinator import ProtocolViolation
+from actorsnap.planning.inventory import Division, Inventory, Sharded, inventory_digest
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.protocol.calls import (
+    CoordinatorLost,
+    Finish,
+    Looked,
+    LookForCommit,
+    Send,
+    StepFailed,
+)
+from actorsnap.protocol.machine import Machine, ProtocolViolation, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,
@@ -45,13 +53,13 @@ from actorsnap.protocol.messages import (
     FromCoordinator,
     Items,
     Join,
+    Meet,
     Offer,
     Opened,
+    SaveInTrainers,
     ShardedTensors,
     Stage,
-    Staged,
     Stored,
-    ToCoordinator,
     Token,
     Tokens,
     Written,
@@ -63,12 +71,8 @@ __all__ = [
     "CancelRequested",
     "ChunkStored",
     "CompleteObject",
-    "CoordinatorLost",
     "DiscardObjects",
-    "Finish",
     "JoinObjects",
-    "LookForCommit",
-    "Looked",
     "ManifestStored",
     "ObjectCompleted",
     "ObjectReleased",
@@ -80,10 +84,8 @@ __all__ = [
     "ParticipantState",
     "Planned",
     "ReleaseObject",
-    "Send",
     "StagingEnded",
     "StartStoring",
-    "StepFailed",
     "StopWork",
     "StoreManifest",
     "TakeStock",
@@ -173,43 +175,13 @@ class ManifestStored(msgspec.Struct, frozen=True):
     crc32c: int
 
 
-class StepFailed(msgspec.Struct, frozen=True):
-    """Any command's work failed."""
-
-    failure: Failure
-
-
 class CancelRequested(msgspec.Struct, frozen=True):
     """The caller wants no snapshot any more."""
 
     reason: str
 
 
-class CoordinatorLost(msgspec.Struct, frozen=True):
-    """The coordinator was not heard for a while, or cannot be reached any more.
-
-    Attributes:
-        reason: For people.
-        rank: 0 if it is silent; None where this end carries nothing any more, whoever's fault.
-    """
-
-    reason: str
-    rank: int | None = None
-
-
-class Looked(msgspec.Struct, frozen=True):
-    """The ending of ``LookForCommit``; None if the storage did not answer."""
-
-    is_committed: bool | None
-
-
 # Commands -----------------------------------------------------------------------------------
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send ``message`` to the coordinator."""
-
-    message: ToCoordinator
 
 
 class TakeStock(msgspec.Struct, frozen=True):
@@ -256,22 +228,12 @@ class StoreManifest(msgspec.Struct, frozen=True):
     """Write the rank manifest, durable."""
 
 
-class LookForCommit(msgspec.Struct, frozen=True):
-    """Look whether the commit object names this attempt."""
-
-
 class StopWork(msgspec.Struct, frozen=True):
     """Begin no more work, wait a while for what is in flight."""
 
 
 class DiscardObjects(msgspec.Struct, frozen=True):
     """Delete what this rank wrote. Failing to is harmless: it is garbage."""
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """The end: committed, or aborted with a failure."""
-
-    failure: Failure | None
 
 
 ParticipantEvent: TypeAlias = (
@@ -307,7 +269,7 @@ ParticipantCommand: TypeAlias = (
 _S = ParticipantState
 
 
-class ParticipantMachine:
+class ParticipantMachine(Machine[ParticipantState, ParticipantEvent, ParticipantCommand]):
     """One rank in one attempt.
 
     Args:
@@ -316,9 +278,9 @@ class ParticipantMachine:
     """
 
     def __init__(self, *, rank: int, release: str) -> None:
+        super().__init__(_TABLE, _S.NEW)
         self.rank = rank
         self.release = release
-        self.state = _S.NEW
         self._begun: Begun | None = None
         self._is_told_to_divide = False
         self._is_staged = False
@@ -334,27 +296,7 @@ class ParticipantMachine:
         self._has_reported = False
         self._lost: CoordinatorLost | None = None
 
-    @property
-    def is_final(self) -> bool:
-        return self.state in (_S.COMMITTED, _S.ABORTED)
-
-    def handle(self, event: ParticipantEvent) -> list[ParticipantCommand]:
-        """Takes one event, returns what is to be done.
-
-        Raises:
-            ProtocolViolation: the table has no such transition.
-        """
-        if self.is_final:
-            return []
-        rule = _TABLE.get((self.state, type(event)))
-        if rule is None:
-            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
-        commands = rule(self, event)
-        self.validate()
-        return commands
-
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
         assert 0 <= self._unwritten <= self._open_objects
         if self.state in (_S.PUBLISHING, _S.REPORTED, _S.LOOKING, _S.COMMITTED):
             assert self._is_staged
@@ -430,7 +372,7 @@ class ParticipantMachine:
 
     def _on_staging_ended(self, event: StagingEnded) -> list[ParticipantCommand]:
         self._is_staged = True
-        return [AnnounceStaged(), Send(Staged(self.rank)), *self._publish_if_complete()]
+        return [AnnounceStaged(), *self._publish_if_complete()]
 
     def _on_chunk_stored(self, event: ChunkStored) -> list[ParticipantCommand]:
         number = event.object
@@ -519,9 +461,6 @@ class ParticipantMachine:
     def _stage(self) -> Stage:
         return Stage.JOIN if self.state in (_S.NEW, _S.JOINING) else Stage.STORE
 
-    def _ignore(self, event: ParticipantEvent) -> list[ParticipantCommand]:
-        return []
-
     def _on_committed(self, event: Committed) -> list[ParticipantCommand]:
         self.state = _S.COMMITTED
         return [Finish(None)]
@@ -534,58 +473,95 @@ class ParticipantMachine:
 
 
 _M = ParticipantMachine
-_WORKING = (_S.PLANNING, _S.STORING, _S.PUBLISHING)
-_WAITING = (_S.JOINING, *_WORKING, _S.REPORTED)
-_JOINING = (AskInventory, AskItems, AskSharded, Divide, Assign)
-_REQUESTS = (*_JOINING, Tokens, Complete)
-_PROGRESS = (
-    Begun,
-    Planned,
-    ObjectsOpened,
-    StagingEnded,
-    ChunkStored,
-    ObjectCompleted,
-    ObjectReleased,
-    ManifestStored,
-    StepFailed,
+_TROUBLE: Row[ParticipantCommand] = {
+    StepFailed: _M._on_step_failed,
+    CancelRequested: _M._on_cancel,
+    CoordinatorLost: _M._on_lost,
+    Aborted: _M._on_aborted,
+}
+# Messages that came twice.
+_JOINED: Row[ParticipantCommand] = dict.fromkeys(
+    (SaveInTrainers, AskInventory, AskItems, AskSharded, Divide, Assign), _M._ignore
 )
-_TABLE: dict[tuple[ParticipantState, type], Callable[..., list[ParticipantCommand]]] = {
-    (_S.NEW, Begun): _M._on_begun,
-    (_S.JOINING, AskInventory): _M._on_ask_inventory,
-    (_S.JOINING, AskItems): _M._on_ask_items,
-    (_S.JOINING, AskSharded): _M._on_ask_sharded,
-    (_S.JOINING, Divide): _M._on_divide,
-    (_S.JOINING, Begun): _M._on_stock_taken,
-    (_S.JOINING, Assign): _M._on_assign,
-    (_S.PLANNING, Planned): _M._on_planned,
-    (_S.PLANNING, Tokens): _M._on_tokens,
-    (_S.STORING, ObjectsOpened): _M._on_opened,
-    (_S.STORING, Tokens): _M._on_tokens,
-    (_S.STORING, StagingEnded): _M._on_staging_ended,
-    (_S.STORING, ChunkStored): _M._on_chunk_stored,
-    (_S.STORING, ObjectReleased): _M._on_object_released,
-    (_S.STORING, Complete): _M._on_complete,
-    (_S.STORING, ObjectCompleted): _M._on_object_completed,
-    (_S.PUBLISHING, ManifestStored): _M._on_manifest_stored,
-    (_S.REPORTED, Committed): _M._on_committed,
-    (_S.LOOKING, Looked): _M._on_looked,
-    # A cancellation that came after Stored can lose against the commit.
-    (_S.FAILED, Committed): _M._on_committed,
-    **{(state, StepFailed): _M._on_step_failed for state in (_S.NEW, _S.JOINING, *_WORKING)},
-    **{(state, CancelRequested): _M._on_cancel for state in (_S.NEW, *_WAITING)},
-    **{(state, CoordinatorLost): _M._on_lost for state in (_S.NEW, _S.JOINING, *_WORKING)},
-    (_S.REPORTED, CoordinatorLost): _M._on_lost_when_reported,
-    (_S.FAILED, CoordinatorLost): _M._on_lost_when_failed,
-    **{(state, Aborted): _M._on_aborted for state in (_S.NEW, *_WAITING, _S.FAILED)},
-    # What was in flight when the rank failed still ends, and messages may come twice.
-    **{(_S.FAILED, event): _M._ignore for event in (*_PROGRESS, *_REQUESTS, CancelRequested)},
-    **{(_S.LOOKING, event): _M._ignore for event in (*_REQUESTS, CancelRequested, CoordinatorLost)},
-    **{(state, message): _M._ignore for state in (*_WORKING, _S.REPORTED) for message in _JOINING},
-    **{
-        (state, message): _M._ignore
-        for state in (_S.PUBLISHING, _S.REPORTED)
-        for message in (Tokens, Complete)
+_STORED: Row[ParticipantCommand] = {**_JOINED, Tokens: _M._ignore, Complete: _M._ignore}
+_TABLE: Table[ParticipantState, ParticipantCommand] = {
+    _S.NEW: {
+        Begun: _M._on_begun,
+        Meet: _M._ignore,  # rank 0 will end it when it hears that this rank saves here
+        SaveInTrainers: _M._ignore,
+        **_TROUBLE,
     },
-    (_S.LOOKING, Committed): _M._on_committed,
-    (_S.LOOKING, Aborted): _M._on_aborted,
+    _S.JOINING: {
+        AskInventory: _M._on_ask_inventory,
+        AskItems: _M._on_ask_items,
+        AskSharded: _M._on_ask_sharded,
+        Divide: _M._on_divide,
+        Begun: _M._on_stock_taken,
+        Assign: _M._on_assign,
+        Meet: _M._ignore,
+        SaveInTrainers: _M._ignore,
+        **_TROUBLE,
+    },
+    _S.PLANNING: {
+        Planned: _M._on_planned,
+        Tokens: _M._on_tokens,
+        **_TROUBLE,
+        **_JOINED,
+    },
+    _S.STORING: {
+        ObjectsOpened: _M._on_opened,
+        Tokens: _M._on_tokens,
+        StagingEnded: _M._on_staging_ended,
+        ChunkStored: _M._on_chunk_stored,
+        ObjectReleased: _M._on_object_released,
+        Complete: _M._on_complete,
+        ObjectCompleted: _M._on_object_completed,
+        **_TROUBLE,
+        **_JOINED,
+    },
+    _S.PUBLISHING: {
+        ManifestStored: _M._on_manifest_stored,
+        **_TROUBLE,
+        **_STORED,
+    },
+    _S.REPORTED: {
+        Committed: _M._on_committed,
+        Aborted: _M._on_aborted,
+        StepFailed: _M._on_step_failed,  # elsewhere: the team has ended it
+        CancelRequested: _M._on_cancel,
+        CoordinatorLost: _M._on_lost_when_reported,
+        **_STORED,
+    },
+    _S.LOOKING: {
+        Looked: _M._on_looked,
+        Committed: _M._on_committed,
+        Aborted: _M._on_aborted,
+        **dict.fromkeys((StepFailed, CancelRequested, CoordinatorLost), _M._ignore),
+        **_STORED,
+    },
+    _S.FAILED: {
+        Committed: _M._on_committed,  # a cancellation that came after Stored can lose against it
+        Aborted: _M._on_aborted,
+        CoordinatorLost: _M._on_lost_when_failed,
+        StepFailed: _M._ignore,
+        CancelRequested: _M._ignore,
+        Meet: _M._ignore,
+        **_STORED,
+        # What was in flight still ends.
+        **dict.fromkeys(
+            (
+                Begun,
+                Planned,
+                ObjectsOpened,
+                StagingEnded,
+                ChunkStored,
+                ObjectCompleted,
+                ObjectReleased,
+                ManifestStored,
+            ),
+            _M._ignore,
+        ),
+    },
+    _S.COMMITTED: {},
+    _S.ABORTED: {},
 }

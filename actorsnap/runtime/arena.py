@@ -2,21 +2,79 @@
 
 Fresh memory costs more to touch than to copy into (page faults: 2.4 instead of 5.2 GiB/s a
 thread were measured), so blocks are kept when they are given back. Blocks come in power-of-
-two classes, are private to this process and ask for huge pages.
+two classes. They are private to this process, and ask for huge pages, until the arena is shared:
+from then on they are ranges of one file in memory, which a process that has its descriptor maps
+as well (``ArenaView``). The file has no name, so nothing of it can be left behind: it is gone with
+the last process that has it. A forked child inherits mappings, but nobody there uses them.
+
+Both ends map the file in segments, each as large as all before it: a mapping costs a descriptor.
+What is mapped and never touched costs nothing. A block begins at a multiple of its size, so that
+it never lies in two segments.
+
+A block that a device has copied into stays pinned for it until it is given up. Pinning takes as
+long as touching, and takes the memory of the whole range: so blocks are pinned, not segments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-__all__ = ["Arena"]
+import numpy as np
+
+from actorsnap.lines import Lines
+from actorsnap.state.memory import Pinner
+
+__all__ = ["Arena", "ArenaStatistics", "ArenaView", "block_bytes"]
+
+logger = Lines(__name__)
 
 _MIN_CLASS_BYTES = 1 << 16
+_SEGMENT_BYTES = 1 << 28
+"""Size of the first segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStatistics:
+    """Bytes of the blocks that are lent and of those that are kept, and most of both ever; and how
+    many of both are pinned for a device."""
+
+    lent_bytes: int
+    free_bytes: int
+    peak_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """``offset`` in the arena's file; None: private. ``pinner`` has it pinned."""
+
+    memory: mmap.mmap
+    offset: int | None
+    size: int
+    pinner: Pinner | None = field(default=None, init=False)
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self.view(self.size), np.uint8).ctypes.data)
+
+    def view(self, nbytes: int) -> memoryview:
+        start = 0 if self.offset is None else self.offset - _segment(self.offset)[0]
+        return memoryview(self.memory)[start : start + nbytes]
+
+    def remove(self) -> None:
+        """Cuts its pages out of the file."""
+        assert self.offset is not None
+        start = self.offset - _segment(self.offset)[0]
+        self.memory.madvise(mmap.MADV_REMOVE, start, self.size)
 
 
 class Arena:
-    """Gives out writable memory; keeps what comes back, up to a limit.
+    """Gives out writable memory; keeps what comes back, up to a limit. From any thread.
 
     Args:
         limit_bytes: Lent and kept blocks together stay below this, unless what is lent
@@ -25,15 +83,73 @@ class Arena:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._lent_bytes = 0
         self._lock = threading.Lock()
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[int, list[_Block]] = {}
         self._free_bytes = 0
-        self._lent: dict[int, mmap.mmap] = {}
+        self._lent: dict[int, _Block] = {}
+        self._lent_bytes = 0
+        self._peak_bytes = 0
+        self._file: int | None = None
+        self._file_bytes = 0
+        self._segments: dict[int, mmap.mmap] = {}
+        self._is_forgotten = False
+        self._is_closed = False
+        self._pinned_bytes = 0
+        self._pins = True
+        # Ranges of the file without a block, by size.
+        self._holes: dict[int, list[int]] = {}
 
     @property
     def free_bytes(self) -> int:
         return self._free_bytes
+
+    def statistics(self) -> ArenaStatistics:
+        with self._lock:
+            return ArenaStatistics(
+                lent_bytes=self._lent_bytes,
+                free_bytes=self._free_bytes,
+                peak_bytes=self._peak_bytes,
+                pinned_bytes=self._pinned_bytes,
+            )
+
+    def share(self) -> int:
+        """Makes what is lent from now on shareable.
+
+        Returns:
+            The file's descriptor, which stays the arena's; always the same one.
+
+        Raises:
+            OSError: the system gives none.
+        """
+        with self._lock:
+            if self._file is None:
+                file = os.memfd_create("actorsnap", os.MFD_CLOEXEC)
+                try:
+                    os.ftruncate(file, _SEGMENT_BYTES)  # a limit of file sizes counts here, too
+                except OSError:
+                    os.close(file)
+                    raise
+                self._file = file
+                self._drop_free()
+            return self._file
+
+    def close(self) -> None:
+        """Gives up the file, and all that is kept; keeps no more. What is lent stays good."""
+        with self._lock:
+            self._is_closed = True
+            file, self._file = self._file, None
+            self._drop_free()
+            self._segments.clear()
+            if file is not None:
+                os.close(file)
+
+    def forget(self) -> None:
+        """In a forked child: gives up what is the parent's, and leaves its memory alone."""
+        self._lock = threading.Lock()  # it may have been held
+        self._is_forgotten = True
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def allocate(self, nbytes: int) -> memoryview:
         """``nbytes`` of writable memory; its content is unspecified.
@@ -41,7 +157,7 @@ class Arena:
         Raises:
             MemoryError: the system has no more.
         """
-        size = _class_of(nbytes)
+        size = block_bytes(nbytes)
         with self._lock:
             blocks = self._free.get(size)
             if blocks:
@@ -50,21 +166,79 @@ class Arena:
             else:
                 if self._lent_bytes + self._free_bytes + size > self.limit_bytes:
                     self._drop_free()
-                block = _map(size)
+                block = self._make(size)
             self._lent_bytes += size
-            view = memoryview(block)[:nbytes]
+            self._peak_bytes = max(self._peak_bytes, self._lent_bytes + self._free_bytes)
+            view = block.view(nbytes)
             self._lent[id(view)] = block
         return view
+
+    def offset_of(self, view: memoryview) -> int:
+        """Where in the file the memory lies that ``allocate`` gave.
+
+        Raises:
+            LookupError: it is private: it was lent before the arena was shared.
+        """
+        block = self._lent[id(view)]
+        if block.offset is None:
+            raise LookupError("this memory is not shared")
+        return block.offset
 
     def free(self, view: memoryview) -> None:
         """Takes back what ``allocate`` gave. Other views of it must be dead."""
         with self._lock:
             block = self._lent.pop(id(view))
-            size = len(block)
-            self._lent_bytes -= size
-            if self._lent_bytes + self._free_bytes + size <= self.limit_bytes:
-                self._free.setdefault(size, []).append(block)
-                self._free_bytes += size
+            self._lent_bytes -= block.size
+            is_shared = block.offset is not None
+            fits = self._lent_bytes + self._free_bytes + block.size <= self.limit_bytes
+            if fits and not self._is_closed and is_shared == (self._file is not None):
+                self._free.setdefault(block.size, []).append(block)
+                self._free_bytes += block.size
+            else:
+                self._drop(block)
+
+    def pin(self, view: memoryview, pinner: Pinner) -> None:
+        """Pins what ``allocate`` gave, unless it is; blocks. Only for whom it was lent to.
+
+        Where the system does not let it, that is logged once, and not tried again: devices copy
+        into other memory as well, only slower.
+        """
+        block = self._lent[id(view)]
+        if block.pinner is not None or not self._pins:
+            return
+        try:
+            pinner.pin(block.address, block.size)
+        except OSError as error:
+            self._pins = False
+            logger.warning(
+                "staging memory is not pinned: copies from devices are slower: %s", error
+            )
+            return
+        block.pinner = pinner
+        with self._lock:
+            self._pinned_bytes += block.size
+
+    def warm_up(self, sizes: Iterable[int], pinner: Pinner | None = None) -> None:
+        """Touches blocks for loans of these sizes, at the same time; as many as the limit lets.
+
+        Blocks; writes one byte per page, where nothing was kept.
+
+        Args:
+            pinner: Pins them, too.
+        """
+        views: list[memoryview] = []
+        try:
+            for size in sizes:
+                if self._lent_bytes + block_bytes(size) > self.limit_bytes:
+                    break
+                view = self.allocate(size)
+                views.append(view)
+                view[:: mmap.PAGESIZE] = bytes(-(-len(view) // mmap.PAGESIZE))
+                if pinner is not None:
+                    self.pin(view, pinner)
+        finally:
+            for view in views:
+                self.free(view)
 
     def trim(self) -> None:
         """Returns all free blocks to the system."""
@@ -72,22 +246,99 @@ class Arena:
             self._drop_free()
 
     def _drop_free(self) -> None:
+        for blocks in self._free.values():
+            for block in blocks:
+                self._drop(block)
         self._free.clear()
         self._free_bytes = 0
 
+    def _drop(self, block: _Block) -> None:
+        if self._is_forgotten:
+            return
+        if block.pinner is not None:
+            # First: the device would go on to reach these pages when others lie here.
+            block.pinner.unpin(block.address)
+            block.pinner = None
+            self._pinned_bytes -= block.size
+        if block.offset is None:
+            return  # unmapped with its last view
+        # The file keeps its pages until they are cut out of it, for all who map it.
+        block.remove()
+        if self._file is not None:
+            self._holes.setdefault(block.size, []).append(block.offset)
 
-def _class_of(nbytes: int) -> int:
+    def _make(self, size: int) -> _Block:
+        try:
+            if self._file is None:
+                return _Block(_map_private(size), None, size)
+            holes = self._holes.get(size)
+            offset = holes.pop() if holes else self._new_range(size)
+            return _Block(self._map_segment(self._file, offset), offset, size)
+        except OSError as error:
+            raise MemoryError(f"no {size} bytes of staging memory: {error}") from error
+
+    def _new_range(self, size: int) -> int:
+        offset = -(-self._file_bytes // size) * size
+        if size > _SEGMENT_BYTES:
+            offset = max(offset, size)
+        self._file_bytes = offset + size
+        return offset
+
+    def _map_segment(self, file: int, offset: int) -> mmap.mmap:
+        start, size = _segment(offset)
+        if start not in self._segments:
+            if os.fstat(file).st_size < start + size:
+                os.ftruncate(file, start + size)
+            self._segments[start] = mmap.mmap(file, size, offset=start)
+        return self._segments[start]
+
+
+class ArenaView:
+    """The shared arena of another process, to be read.
+
+    Args:
+        file: A descriptor of it; stays the caller's.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._segments: dict[int, mmap.mmap] = {}
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The memory that ``Arena.allocate`` gave for ``nbytes``, at its ``offset_of``.
+
+        Raises:
+            MemoryError: this process may not map it, or the arena has no such block.
+        """
+        start, size = _segment(offset)
+        if start not in self._segments:
+            try:
+                segment = mmap.mmap(self._file, size, prot=mmap.PROT_READ, offset=start)
+            except (OSError, ValueError) as error:
+                raise MemoryError(
+                    f"process {os.getpid()} cannot map {size} bytes of staging memory: {error}"
+                ) from error
+            self._segments[start] = segment
+        return memoryview(self._segments[start])[offset - start : offset - start + nbytes]
+
+
+def _segment(offset: int) -> tuple[int, int]:
+    """Where the segment begins that ``offset`` lies in, and its size."""
+    if offset < _SEGMENT_BYTES:
+        return 0, _SEGMENT_BYTES
+    start = 1 << (offset.bit_length() - 1)
+    return start, start
+
+
+def block_bytes(nbytes: int) -> int:
+    """The size of the block that ``nbytes`` are lent in."""
     return max(_MIN_CLASS_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_CLASS_BYTES
 
 
-def _map(size: int) -> mmap.mmap:
-    try:
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no {size} bytes of staging memory: {error}") from error
+def _map_private(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # A kernel without huge pages: slower first touch, nothing else.
+        with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # A kernel without huge pages: slower first touch, nothing else.
     return block

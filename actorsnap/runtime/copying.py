@@ -12,7 +12,6 @@ own beside it, whose claim protects the other one, and tells who resumes which o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from enum import StrEnum
@@ -35,15 +34,9 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.claims import copy_claim_key, decode_copy_claim, encode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
+from actorsnap.lines import Lines
 from actorsnap.options import chunk_within
-from actorsnap.planning.copying import (
-    CopyPlan,
-    ObjectCopy,
-    Span,
-    cut,
-    plan_copy,
-    sort_leftovers,
-)
+from actorsnap.planning.copying import CopyPlan, ObjectCopy, Span, cut, plan_copy, sort_leftovers
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (
     Claims,
@@ -61,7 +54,7 @@ from actorsnap.storage.many import for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _BEAT_S = 15.0
 """So often a copy renews its claim."""

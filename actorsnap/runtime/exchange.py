@@ -7,10 +7,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+from actorsnap.actors.budget import Purpose
 from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
 from actorsnap.actors.reader import Request
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
+from actorsnap.planning.chunks import chunk_maps
 from actorsnap.planning.exchange import (
     ReadPlan,
     Runs,
@@ -26,11 +28,12 @@ from actorsnap.planning.restore import Part, Range, plan_reads
 from actorsnap.protocol.negotiation import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team
 from actorsnap.runtime.reading import fetch_wanted, mark
+from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.restore import KeyRestore, Wanted
-from actorsnap.state.tensors import ByteSink, MemorySink
 
 __all__ = ["Reading"]
 
@@ -45,15 +48,22 @@ class Reading:
         index: Of the snapshot.
         parts: By escaped top-level key.
         team: Whose ranks restore; None where this is the only one.
+        observation: Gets what is done when, if anybody wants to know.
     """
 
     def __init__(
-        self, source: Source, index: Index, parts: Mapping[str, KeyRestore], team: Team | None
+        self,
+        source: Source,
+        index: Index,
+        parts: Mapping[str, KeyRestore],
+        team: Team | None,
+        observation: Observation | None = None,
     ) -> None:
         self._source = source
         self._index = index
         self._parts = parts
         self._team = team
+        self._observation = observation
         self._positions: dict[int, int] = {}
         if team is not None:
             self._positions = {rank: number for number, rank in enumerate(team.ranks)}
@@ -93,7 +103,13 @@ class Reading:
             else:
                 for _ in range(share.num_rounds):
                     await arrive()
-        await fetch_wanted(host, self._source, self._index, self._rest(plan))
+        await fetch_wanted(
+            host,
+            self._source,
+            self._index,
+            self._rest(plan),
+            observation=self._observation,
+        )
 
     def weigh(self, host: Host, plan: ReadPlan) -> Weighed:
         """What ``read`` would cost. Blocks: for a worker thread."""
@@ -119,8 +135,17 @@ class Reading:
                 max_gap_bytes=options.max_gap_bytes,
             )
         ]
-        bytes_read = sum(read.stop - read.start for read in reads)
-        return Weighed(self.bytes_needed, bytes_read, len(reads))
+        chunks = chunk_maps(self._index.objects)
+        bytes_read = num_requests = 0
+        for read in reads:
+            if read.key in chunks:
+                for extent in chunks[read.key].extents(read.start, read.stop):
+                    bytes_read += extent.size
+                    num_requests += 1
+            else:
+                bytes_read += read.stop - read.start
+                num_requests += 1
+        return Weighed(self.bytes_needed, bytes_read, num_requests)
 
     def _find_commons(self) -> dict[_Place, list[Common]]:
         """What others are likely to want alike, each range once, in an order that all have."""
@@ -198,8 +223,11 @@ class Reading:
         assert team is not None
         commons = self._shared(share)
         rank = share.members.index(team.rank)
-        async with source.opened(host, "read", self._index.attempt) as (storage, _, errands):
-            fetcher = source.fetcher(host, storage)
+        on_retry = None if self._observation is None else self._observation.on_retry
+        opened = source.opened(host, "read", self._index.attempt, on_retry)
+        async with opened as (storage, _, errands):
+            recorder = None if self._observation is None else self._observation.recorder
+            fetcher = source.fetcher(host, storage, recorder=recorder)
 
             async def read(wanted: Sequence[tuple[Stored, memoryview]]) -> None:
                 requests = []
@@ -210,7 +238,7 @@ class Reading:
                 await fetcher.fetch(requests)
 
             # One lease for all buffers: of two the second might wait for ever.
-            lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, is_reading=True)
+            lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, Purpose.READING)
 
             is_done = False
             broadcaster = Broadcaster(

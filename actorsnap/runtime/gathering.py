@@ -6,7 +6,6 @@ on one rank ends it on all ranks, with the same error.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -14,6 +13,7 @@ import anyio
 
 from actorsnap.actors.gathering import GatheringActor, MemberActor
 from actorsnap.errors import ActorSnapError, RestoreAborted
+from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.protocol.gathering import Decide, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
@@ -22,7 +22,7 @@ from actorsnap.runtime.ranks import Team
 
 __all__ = ["Alone", "Steps", "go_through"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 

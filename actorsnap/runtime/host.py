@@ -14,15 +14,15 @@ import atexit
 import concurrent.futures
 import contextlib
 import copy
-import logging
 import multiprocessing
 import multiprocessing.util
 import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -31,13 +31,19 @@ import anyio.lowlevel
 # before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.format.layout import Attempt
+from actorsnap.lines import Lines
+from actorsnap.planning.compression import CompressionChoice
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, is_running
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.offload import Uploader
 
 __all__ = [
     "Call",
@@ -52,7 +58,7 @@ __all__ = [
     "watch_sync",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 
@@ -61,6 +67,10 @@ Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any,
 what must run on the runtime's loop, and is sent its result."""
 
 _MAX_WORKERS = 8
+_MAX_PLACES = 64
+
+_MAX_ENDED = 64
+"""So many attempts that have ended are remembered, the latest."""
 _RELIEF_S = 0.25
 """So often is looked whether jobs wait for threads that hang."""
 
@@ -132,6 +142,21 @@ class CallCancelled(Exception):
     """A ``Call`` ended because it was cancelled. Never reaches users."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSave:
+    """A save that an exit must not cut off.
+
+    Attributes:
+        future: Done when nothing of it needs this process any more.
+        label: Its name in the log.
+        abort: Asks for its abort, with a reason, at exit; None: exits wait for the save.
+    """
+
+    future: concurrent.futures.Future[Any]
+    label: str
+    abort: Callable[[str], None] | None
+
+
 class Host:
     """One process' runtime. Get it by ``Host.get()``."""
 
@@ -143,16 +168,27 @@ class Host:
         host_id()  # kept from here on: on an event loop its reads would block
         limit = default_budget_bytes()
         self.arena = Arena(limit)
-        self.budget = Budget(limit, allocate=self.arena.allocate, free=self.arena.free)
+        self.budget = Budget(
+            limit, allocate=self.arena.allocate, free=self.arena.free, pin=self.arena.pin
+        )
+        self.pace = Pace()
+        self.uploader: Uploader | None = None  # see ``runtime.offload.find_uploader``
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
+        self._compression_choices: dict[str, CompressionChoice] = {}
         self._is_relieving = False
         self._calls: set[Call[Any]] = set()
-        self._saves: dict[concurrent.futures.Future[Any], str] = {}
+        self._services: set[Call[Any]] = set()
+        self._saves: dict[concurrent.futures.Future[Any], PendingSave] = {}
         self._running: set[Attempt] = set()
+        # The names are keys, the oldest first.
+        self._ended: dict[str, None] = {}
+        self._ended_beside: dict[str, None] = {}
+        self.on_attempt_ended: Callable[[str], None] = lambda _: None
         with contextlib.ExitStack() as undo:
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
-            self._workers = WorkerPool(self.num_workers)
+            # Both the same, until bulk work leaves the CPU to others.
+            self._workers = self._bulk = WorkerPool(self.num_workers)
             undo.callback(self._workers.stop, timeout_s=None)
             self._thread = threading.Thread(
                 target=self._run_loop, name="actorsnap-runtime", daemon=True
@@ -181,13 +217,26 @@ class Host:
                     multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
             return host
 
+    def compression_choice(self, url: str) -> CompressionChoice:
+        """What saves beside the snapshot ``url`` have shown. On the loop only."""
+        place = url.rstrip("/").rpartition("/")[0]
+        choice = self._compression_choices.pop(place, None) or CompressionChoice()
+        if len(self._compression_choices) >= _MAX_PLACES:
+            del self._compression_choices[next(iter(self._compression_choices))]
+        self._compression_choices[place] = choice
+        return choice
+
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.RunBlocking``."""
         return await self._run(self._workers.submit, fn, args)
 
+    async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
+        """``run_blocking``, of what may take its time: bytes are hashed, compressed and written."""
+        return await self._run(self._bulk.submit, fn, args)
+
     async def run_waiting(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.StorageContext``."""
-        return await self._run(self._workers.submit_waiting, fn, args)
+        return await self._run(self._bulk.submit_waiting, fn, args)
 
     async def _run(
         self, submit: Callable[..., None], fn: Callable[..., T], args: tuple[Any, ...]
@@ -216,10 +265,22 @@ class Host:
             await asyncio.wait([future])
         return future.result()
 
+    def set_duty(self, duty: float) -> None:
+        """For which share of the time saves are stored, here or in the uploader process. On the
+        loop."""
+        self.pace.set(duty)
+        if self.uploader is not None:
+            self.uploader.set_duty(duty)
+
+    def lower_bulk(self) -> None:
+        """Bulk work leaves CPU and disk to whoever else wants them: it gets threads of its own."""
+        self._bulk = WorkerPool(self.num_workers)
+        self._bulk.lower_priority()
+
     def _relieve(self) -> None:
         # First: were it to fail, the next call must find that nobody looks any more.
         self._is_relieving = False
-        if self._workers.relieve():
+        if any([pool.relieve() for pool in (self._workers, self._bulk)]):
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
 
@@ -261,11 +322,18 @@ class Host:
             raise
         return call
 
+    def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Starts on the loop what is no call, but lasts until the runtime is stopped."""
+        self._begin(Call(self, coroutine), self._services)
+
     def begin(self, call: Call[Any]) -> None:
         """See ``Call.start``."""
+        self._begin(call, self._calls)
+
+    def _begin(self, call: Call[Any], among: set[Call[Any]]) -> None:
         self.check_process()
-        self._calls.add(call)
-        call.future.add_done_callback(lambda _: self._calls.discard(call))
+        among.add(call)
+        call.future.add_done_callback(lambda _: among.discard(call))
         self._loop.call_soon_threadsafe(call.start_here)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -273,13 +341,13 @@ class Host:
         self.check_process()
         self._loop.call_soon_threadsafe(callback)
 
-    def track_save(self, future: concurrent.futures.Future[Any], label: str) -> None:
-        """Makes interpreter exit wait for a save."""
-        self._saves[future] = label
-        future.add_done_callback(lambda done: self._saves.pop(done, None))
+    def track_save(self, save: PendingSave) -> None:
+        """Makes interpreter exit wait for a save, or abort it."""
+        self._saves[save.future] = save
+        save.future.add_done_callback(lambda done: self._saves.pop(done, None))
 
-    def pending_saves(self) -> list[tuple[concurrent.futures.Future[Any], str]]:
-        return list(self._saves.items())
+    def pending_saves(self) -> list[PendingSave]:
+        return list(self._saves.values())
 
     def new_attempt(self) -> Attempt:
         """A name no other attempt has. It counts as running until ``end_attempt``."""
@@ -293,8 +361,21 @@ class Host:
         return attempt
 
     def end_attempt(self, attempt: Attempt) -> None:
-        """Notes that the attempt will not commit any more, or has."""
-        self._running.discard(attempt)
+        """Notes that the attempt will not commit any more, or has. On the loop only."""
+        if attempt in self._running:
+            self._running.remove(attempt)
+            _remember(self._ended, str(attempt))
+            self.on_attempt_ended(str(attempt))
+
+    def ended_attempts(self) -> list[str]:
+        """Those of this process, the latest ones. On the loop only."""
+        return list(self._ended)
+
+    def note_ended(self, attempts: Iterable[str]) -> None:
+        """Notes the same of attempts of the process beside this one: an uploader's trainer, or a
+        trainer's uploader. On the loop only."""
+        for attempt in attempts:
+            _remember(self._ended_beside, attempt)
 
     def may_run(self, attempt: Attempt) -> bool:
         """Whether an attempt of this machine and process namespace may be under way.
@@ -304,7 +385,7 @@ class Host:
         """
         if attempt.pid == os.getpid():
             return attempt in self._running
-        return is_running(attempt.pid)
+        return str(attempt) not in self._ended_beside and is_running(attempt.pid)
 
     def stop(self) -> None:
         """Cancels what runs, ends all threads. For tests and for exit.
@@ -312,7 +393,7 @@ class Host:
         What hangs in a storage is left behind with its threads, which are daemons, and with the
         loop: it gives back their memory should they ever return.
         """
-        calls = tuple(self._calls)
+        calls = (*self._calls, *self._services)
         for call in calls:
             call.cancel()
         _, hanging = concurrent.futures.wait([call.future for call in calls], timeout=_STOP_S)
@@ -323,22 +404,35 @@ class Host:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
-        self._workers.stop(timeout_s=_STOP_S)
+        for pool in (self._workers, self._bulk):
+            pool.stop(timeout_s=_STOP_S)
+        self.arena.close()
+
+
+def _remember(attempts: dict[str, None], attempt: str) -> None:
+    attempts[attempt] = None
+    if len(attempts) > _MAX_ENDED:
+        del attempts[next(iter(attempts))]
 
 
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
     The next call starts a new runtime. Runs by itself when the interpreter exits: a snapshot
-    that was begun is finished, and one that fails then is logged.
+    that was begun is finished, or aborted where ``Options.at_exit`` says so; one that fails then is
+    logged.
     """
     host = Host._instance
     if host is None or host.pid != os.getpid():
         return
-    for future, label in host.pending_saves():
-        if not future.done():
-            logger.warning("%s: waiting for the pending snapshot before exit", label)
-        concurrent.futures.wait([future])
+    pending = [save for save in host.pending_saves() if not save.future.done()]
+    for save in pending:
+        if save.abort is None:
+            logger.warning("%s: waiting for the pending snapshot before exit", save.label)
+        else:
+            logger.warning("%s: aborting the pending snapshot before exit", save.label)
+            save.abort("the runtime stops, and Options.at_exit is 'abort'")
+    concurrent.futures.wait([save.future for save in pending])
     with Host._instance_lock:
         if Host._instance is host:
             Host._instance = None
@@ -353,6 +447,7 @@ def _forget_in_child() -> None:
     global _forked_from
     if Host._instance is not None:
         _forked_from = Host._instance.pid
+        Host._instance.arena.forget()
     Host._instance = None
     Host._instance_lock = threading.Lock()
 

@@ -8,17 +8,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import (
-    UsageError,
-)
+from actorsnap.errors import UsageError
 from actorsnap.format.validate import check_json
 from actorsnap.options import Options, from_env
-from actorsnap.runtime.place import (
-    Place,
-)
-from actorsnap.state.stateful import (
-    Stateful,
-)
+from actorsnap.runtime.place import Place
+from actorsnap.state.stateful import Stateful
 from actorsnap.storage.registry import absolute, check_url, without_secrets
 
 __all__ = [

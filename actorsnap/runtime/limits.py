@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import psutil
 
-__all__ = ["cgroup_free_bytes", "default_budget_bytes", "usable_cores"]
+__all__ = ["cgroup_free_bytes", "default_budget_bytes", "has_cores", "usable_cores"]
 
 _MAX_DEFAULT_BUDGET = 64 << 30
+
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""What launchers call the number of ranks on a machine: torchrun, Open MPI, Slurm."""
 
 
 def default_budget_bytes() -> int:
@@ -84,3 +87,14 @@ def usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether each rank of this machine has a core for another process, beside its own.
+
+    Args:
+        num_ranks: Of the job. Where no launcher has told how many are here, all of them are.
+    """
+    told = [environ.get(name, "") for name in _LOCAL_RANKS]
+    num_here = next((int(text) for text in told if text.isdecimal() and int(text)), num_ranks)
+    return usable_cores() >= 2 * num_here

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -23,6 +22,7 @@ from actorsnap.errors import (
 from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
 from actorsnap.planning.retention import collectable, resumable, unclaimed
@@ -46,7 +46,9 @@ __all__ = [
     "open_ready_place",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
+
+OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
 MAX_SMALL_READS = 16
 """So many rank manifests, or other small objects, are read or looked for at a time."""
@@ -73,17 +75,18 @@ async def open_place(
     fsync: bool,
     run_blocking: RunBlocking | None = None,
     scratch: str = "",
+    on_retry: OnRetry | None = None,
 ) -> Storage:
     """Opens the storage. No I/O; a backend is loaded on a worker thread.
 
     Args:
         run_blocking: Where its blocking calls go; the host's where None.
-        scratch: See ``StorageContext``.
+        scratch, on_retry: See ``StorageContext``.
 
     Raises:
         UsageError: unknown scheme or storage option.
     """
-    context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch)
+    context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch, on_retry)
     if is_ready(place.at):
         return open_storage(place.at, context)
     opener = await host.run_blocking(find_opener, place.at)
@@ -96,13 +99,19 @@ def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
 
 
 def _context(
-    host: Host, place: Place, fsync: bool, run_blocking: RunBlocking, scratch: str = ""
+    host: Host,
+    place: Place,
+    fsync: bool,
+    run_blocking: RunBlocking,
+    scratch: str = "",
+    on_retry: OnRetry | None = None,
 ) -> StorageContext:
     return StorageContext(
         options=place.storage_options,
         run_blocking=run_blocking,
         run_waiting=host.run_waiting,
         durable=fsync,
+        on_retry=on_retry,
         scratch=scratch,
     )
 
@@ -118,7 +127,11 @@ class Source:
 
     @asynccontextmanager
     async def opened(
-        self, host: Host, op: str, attempt: str | None = None
+        self,
+        host: Host,
+        op: str,
+        attempt: str | None = None,
+        on_retry: OnRetry | None = None,
     ) -> AsyncIterator[tuple[Storage, SnapshotReader, Errands]]:
         """The storage, for one operation within ``timeout_s``.
 
@@ -128,6 +141,7 @@ class Source:
         Args:
             op: What is done, for messages.
             attempt: Whose objects are read, if the commit object was read before.
+            on_retry: See ``StorageContext``.
 
         Raises:
             SnapshotReplaced: instead of ``ChecksumMismatch`` where another snapshot was
@@ -138,7 +152,9 @@ class Source:
         async with _errands(host, f"{op} {self.place.url}") as errands:
             with anyio.move_on_after(self.options.timeout_s) as scope:
                 run_blocking = errands.run_blocking
-                storage = await open_place(host, self.place, fsync=True, run_blocking=run_blocking)
+                storage = await open_place(
+                    host, self.place, fsync=True, run_blocking=run_blocking, on_retry=on_retry
+                )
                 reader = SnapshotReader(storage, run_blocking, attempt)
                 try:
                     with _noting(f"{op} of {self.place.url}"):

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from actorsnap.runtime import priority
+
 __all__ = ["WorkerPool"]
 
 _HANGS_AFTER_S = 0.5
@@ -42,6 +44,7 @@ class WorkerPool:
         self._threads: set[threading.Thread] = set()
         self._busy_since: dict[threading.Thread, float] = {}
         self._numbers = itertools.count()
+        self._is_lowered = False
         try:
             for _ in range(num_threads):
                 self._add(idle_s=None)
@@ -83,6 +86,13 @@ class WorkerPool:
             self._add_extra(num_waiting)
         return num_waiting > 0
 
+    def lower_priority(self) -> None:
+        """From now on, on all threads, jobs leave CPU and disk to other threads and processes."""
+        self._is_lowered = True
+        for thread in tuple(self._threads):
+            if thread.native_id is not None:  # else it sees it by itself
+                priority.lower(thread.native_id)
+
     def stop(self, timeout_s: float | None) -> None:
         """Ends all threads; waits so long for those that are in a job."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -114,6 +124,8 @@ class WorkerPool:
 
     def _work(self, idle_s: float | None) -> None:
         this = threading.current_thread()
+        if self._is_lowered:
+            priority.lower(threading.get_native_id())
         with contextlib.suppress(queue.Empty):
             while (job := self._jobs.get(timeout=idle_s)) is not None:
                 self._busy_since[this] = time.monotonic()

@@ -10,7 +10,7 @@ import socket
 
 import psutil
 
-__all__ = ["host_id", "is_running"]
+__all__ = ["host_id", "is_running", "listens_at"]
 
 
 @functools.cache
@@ -32,6 +32,14 @@ def is_running(pid: int) -> bool:
         return False
     except psutil.Error:
         return True  # not ours to look at
+
+
+def listens_at(port: int) -> bool:
+    """Whether this process has a server at that TCP port."""
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in psutil.Process().net_connections(kind="tcp")
+    )
 
 
 os.register_at_fork(after_in_child=host_id.cache_clear)  # it may be in another namespace

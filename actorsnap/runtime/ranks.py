@@ -6,20 +6,31 @@ has left to be remembered. It decides nothing.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
+import secrets
 import threading
 import weakref
 from datetime import timedelta
 from typing import Any
 
+import anyio
+
 from actorsnap.actors.session import Remembered
-from actorsnap.protocol.coordinator import Memory
+from actorsnap.lines import Lines
+from actorsnap.protocol.frames import LeaveTeam, TeamPlace
+from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.runtime.host import Host
-from actorsnap.state.group import Group, find_group
+from actorsnap.runtime.process import listens_at
+from actorsnap.state.group import Group, StoreAddress, StoreAt, find_group
 from actorsnap.transport.store import StorePort, StoreSave
 
-__all__ = ["Team", "find_team"]
+__all__ = ["Membership", "Team", "find_team"]
+
+logger = Lines(__name__)
 
 _AGAIN_S = 10.0
 _ANSWER = timedelta(seconds=30)
@@ -28,20 +39,35 @@ _ANSWER = timedelta(seconds=30)
 class Team:
     """One process among those that save together.
 
+    Args:
+        before: The one whose store went away.
+        may_return: See ``StorePort``.
+
     Attributes:
         rank: Of this process, in the group.
         world_size: Of the group.
         ranks: All of them in the whole job, in the order of the group.
         store: A weak reference: the store may host the server, whose end is the job's business.
+        address: Where the uploader processes find it; None where they cannot.
+        number: Of this object, in this process.
+        turn: Who has it hands a save over to the uploader process: in the order of the calls.
         memory: What the coordinator knows from the save before. On the loop only.
         remembered: What the rank knows from the save before. On the loop only.
     """
 
-    def __init__(self, group: Group, *, before: Team | None = None) -> None:
+    def __init__(
+        self, group: Group, *, before: Team | None = None, may_return: bool = False
+    ) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks = group.ranks
+        self.address = group.address
         self.store = weakref.ref(group.store)
+        self.number = next(_numbers)
+        self.turn = anyio.Lock()
+        self._has_warned = False
+        self._meeting: tuple[int, str] = (-1, "")
+        self._processes: tuple[Team, StoreAt] | None = None
         self._connection: Any = None
         self._connecting = threading.Lock()
         self._host = Host.get()
@@ -60,6 +86,7 @@ class Team:
             up=ToCoordinator,
             down=FromCoordinator,
             call_soon=self._host.call_soon,
+            may_return=may_return,
             **again,
         )
 
@@ -69,6 +96,21 @@ class Team:
         if self._pid != os.getpid():
             return False  # the mailbox is the parent's, and ``begin`` says so
         return self.port.is_broken or self._host is not Host.get()
+
+    @functools.cached_property
+    def hosts_store(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.address is not None and listens_at(self.address.port)
+
+    def close(self) -> None:
+        """Gives the place up, in this process and its uploader process. Does not wait."""
+        self.port.close(0.0)
+        if self._processes is not None:
+            self._processes[0].close()
+        uploader = self._host.uploader
+        if uploader is not None and self._pid == os.getpid():
+            with contextlib.suppress(RuntimeError):  # the runtime is gone, and so is the process
+                self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
         """A connection to the store for calls that do not wait for other ranks; always the same
@@ -87,18 +129,76 @@ class Team:
                 self._connection = connection
             return self._connection
 
-    def begin(self, *, lost_after_s: float) -> StoreSave[Any, Any]:
+    @classmethod
+    def of_processes(cls, place: TeamPlace) -> tuple[Team, StoreAt]:
+        """The team of the uploader processes, in one of them or in its trainer's stead; and the
+        store, which must live as long."""
+        store = StoreAt(StoreAddress(place.host, place.port))
+        group = Group(
+            rank=place.rank,
+            world_size=place.world_size,
+            ranks=tuple(range(place.world_size)),
+            store=store,
+            name=place.name,
+        )
+        return cls(group, may_return=True), store
+
+    def warn_once(self, text: str) -> None:
+        """Logs what is said of this team for all saves."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", text)
+
+    def meeting(self, incarnation: int) -> str:
+        """Where the uploader processes meet while rank 0's is that one: a name of their own."""
+        if self._meeting[0] != incarnation:
+            name = f"{self.port.namespace}/saves/{secrets.token_hex(8)}"
+            self._meeting = incarnation, name
+        return self._meeting[1]
+
+    def in_processes_stead(self, place: TeamPlace) -> Team:
+        """Takes the part of this rank's process in their team; always the same one, while that
+        lasts. On the loop only."""
+        if self._processes is not None:
+            team, _ = self._processes
+            if team.port.namespace == place.name and not team.is_stale:
+                return team
+            team.close()
+        self._processes = self.of_processes(place)
+        return self._processes[0]
+
+    def begin(self, *, lost_after_s: float, number: int | None = None) -> StoreSave[Any, Any]:
         """Takes the number of the next call that all ranks make together. Close it at the end.
 
         In the caller's thread: there, calls are made in the same order on all ranks. Whoever
         has taken a number must say something with it, and be it that the call has failed.
+        A ``number`` that is given is agreed upon already.
 
         Raises:
             UsageError: in a process forked from the one that the group was found in.
         """
-        return self.port.begin(lost_after_s=lost_after_s)
+        return self.port.begin(lost_after_s=lost_after_s, number=number)
+
+    def join(self, *, lost_after_s: float, number: int | None = None) -> Membership:
+        """Takes part in a save: see ``begin``."""
+        return Membership(self, self.begin(lost_after_s=lost_after_s, number=number))
 
 
+class Membership:
+    """A rank's part in one save of its team.
+
+    Attributes:
+        save: Whose number all ranks have taken.
+        memory: What this save's coordinator knows from the one before.
+    """
+
+    def __init__(self, team: Team, save: StoreSave[Any, Any]) -> None:
+        self.team = team
+        self.save = save
+        self.memory = team.memory.copy()
+
+
+_numbers = itertools.count()
 _teams: dict[tuple[str, int], Team] = {}
 _lock = threading.Lock()
 
@@ -117,12 +217,12 @@ def find_team(group: Any, store: Any) -> Team | None:
     key = (found.name, id(found.store))
     with _lock:
         for gone in [k for k, team in _teams.items() if team.store() is None]:
-            _teams.pop(gone).port.close(0.0)
+            _teams.pop(gone).close()
         team = _teams.get(key)
         if team is None:
             team = _teams[key] = Team(found)
         elif team.is_stale:
             # The others may not have noticed, and count on.
-            team.port.close(0.0)
+            team.close()
             team = _teams[key] = Team(found, before=team)
         return team

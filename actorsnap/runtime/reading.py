@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.reader import Request
-from actorsnap.errors import (
-    SnapshotReplaced,
-    UsageError,
-)
+from actorsnap.errors import SnapshotReplaced, UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import (
-    Commit,
-    Entry,
-    RankManifest,
-)
+from actorsnap.format.manifest import Commit, Entry, RankManifest
+from actorsnap.lines import Lines
 from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.place import (
-    Source,
-)
+from actorsnap.runtime.observing import Observation
+from actorsnap.runtime.place import Source
 from actorsnap.state.one import read_one
 from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
 from actorsnap.state.targets import mark_written
@@ -41,7 +33,7 @@ __all__ = [
     "read_object",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -176,6 +168,7 @@ async def fetch_wanted(
     index: Index,
     wanted: Iterable[Wanted],
     memory_budget_bytes: int | None = None,
+    observation: Observation | None = None,
 ) -> None:
     """Reads into marked memory."""
     requests = [Request(index, want.stored, want.sink) for want in wanted]
@@ -187,5 +180,8 @@ async def fetch_wanted(
             "num_fetchers": 1,
         }
     if requests:
-        async with source.opened(host, "read", index.attempt) as (storage, _, _):
+        on_retry = None
+        if observation is not None:
+            changes["recorder"], on_retry = observation.recorder, observation.on_retry
+        async with source.opened(host, "read", index.attempt, on_retry) as (storage, _, _):
             await source.fetcher(host, storage, **changes).fetch(requests)

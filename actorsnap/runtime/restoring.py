@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
+from actorsnap.actors.trace import Wait, Work
 from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted, printable
 from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.lines import Lines
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.protocol.messages import Stage
@@ -23,13 +25,9 @@ from actorsnap.protocol.negotiation import Comparison, Negotiation, Ready, Total
 from actorsnap.runtime.exchange import Reading
 from actorsnap.runtime.gathering import Steps, go_through
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.inputs import (
-    AppState,
-    check_flag,
-)
-from actorsnap.runtime.place import (
-    Source,
-)
+from actorsnap.runtime.inputs import AppState, check_flag
+from actorsnap.runtime.observing import Observation, error_text, observe
+from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team, find_team
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.state.claims import disputes
@@ -56,7 +54,7 @@ __all__ = [
     "restore_by",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +89,8 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
             alike is read once by them together and passed on.
         reason: Why; how many ranks want how much alike, and who of them shares it.
         bytes_needed: Bytes to put into the app states.
-        bytes_read: Bytes to read from the storage: checksum blocks are read as a whole.
+        bytes_read: Bytes to read from the storage: checksum blocks are read as a whole, and of what
+            is compressed, frames.
         num_requests: So many reads of the storage.
         bytes_read_by_rank: By rank.
         missing, unexpected, mismatched: See ``IncompatibleState``. What not all ranks have alike
@@ -130,28 +129,67 @@ def restore(
     negotiation = Negotiation(mode=ReadMode(source.options.read_mode))
 
     def body(steps: Steps) -> Script[RestoreReport]:
-        return restore_by(steps, source, app_state, strict=strict)
+        return _watched(steps, source, app_state, strict=strict)
 
     return (yield from go_through(team, source.options, negotiation.decide, body))
 
 
-def restore_by(
+def _watched(
     steps: Steps, source: Source, app_state: AppState, *, strict: bool
+) -> Script[RestoreReport]:
+    """``restore_by``, with what it does recorded where somebody wants to know."""
+    observation = observe("restore", source.options)
+    if observation is None:
+        return (yield from restore_by(steps, source, app_state, strict=strict))
+    end = functools.partial(
+        observation.end,
+        url=source.place.url,
+        rank=steps.rank,
+        world_size=1 if steps.team is None else steps.team.world_size,
+    )
+    try:
+        report = yield from restore_by(
+            steps, source, app_state, strict=strict, observation=observation
+        )
+    except Exception as error:
+        yield functools.partial(end, outcome="failed", error=error_text(error))
+        raise
+    except BaseException:
+        host = Host.get()
+        host.submit(end(host, outcome="cancelled"))
+        raise
+    yield functools.partial(end, outcome="restored")
+    return report
+
+
+def restore_by(
+    steps: Steps,
+    source: Source,
+    app_state: AppState,
+    *,
+    strict: bool,
+    observation: Observation | None = None,
 ) -> Script[RestoreReport]:
     """One rank's part in a restore."""
     check_flag("strict", strict)
-    compared, reading = yield from _compare(steps, source, app_state, "restore")
+    compared, reading = yield from _compare(steps, source, app_state, "restore", observation)
     wants = reading.wants(Host.get())
     plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
+    if observation is not None:
+        observation.caller.note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
     yield from steps.perform(
         lambda host, arrive: reading.read(host, plan, arrive, steps.scope),
     )
+    if observation is not None:
+        observation.caller.note(Wait.READS)
     states = {key: part.build() for key, part in compared.parts.items()}
     yield from steps.arrive()
     report = load(
         compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
     )
+    if observation is not None:
+        observation.caller.note(Work.LOAD)
     yield from steps.arrive()
     return report
 
@@ -186,11 +224,18 @@ def plan_restore(
 
 
 def _compare(
-    steps: Steps, source: Source, app_state: AppState, call: str
+    steps: Steps,
+    source: Source,
+    app_state: AppState,
+    call: str,
+    observation: Observation | None = None,
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
     index = yield from load_view(source, steps.rank)
+    if observation is not None:
+        observation.attempt = index.attempt
+        observation.caller.note(Work.INDEX)
     ready = Ready(call, printable(source.place.url), index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
     states = state_dicts(app_state, steps.team)
@@ -199,7 +244,9 @@ def _compare(
     )
     # By names that can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
-    return compared, Reading(source, index, parts, steps.team)
+    if observation is not None:
+        observation.caller.note(Work.COMPARE)
+    return compared, Reading(source, index, parts, steps.team, observation)
 
 
 def _agree(steps: Steps, message: Comparison) -> Script[ReadPlan]:

@@ -12,193 +12,158 @@ import functools
 import logging
 import time
 import traceback
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio
 
 from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.errands import Errands
+from actorsnap.actors.fence import Fence
+from actorsnap.actors.items import Stager
 from actorsnap.actors.reader import find_commit
-from actorsnap.actors.session import ParticipantActor, SaveSettings
-from actorsnap.actors.trace import Phase, ProgressBoard
+from actorsnap.actors.session import Measured, ParticipantActor, SaveSettings
+from actorsnap.actors.trace import Phase
 from actorsnap.errors import (
     ActorSnapError,
     FormatError,
     NotASnapshot,
     ObjectExists,
     SnapshotAborted,
+    StateChanged,
     StorageError,
     UnsupportedFormat,
 )
-from actorsnap.format.manifest import COMMIT_KEY, Commit
-from actorsnap.options import Options, chunk_within
+from actorsnap.format.manifest import COMMIT_KEY, Commit, features_of
+from actorsnap.lines import Lines
+from actorsnap.options import chunk_within, zstd_level
+from actorsnap.planning.compression import CompressionChoice
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.place import (
-    Place,
-    Source,
-    collect_garbage,
-    find_resumable,
-    open_place,
-)
-from actorsnap.runtime.ranks import Team
-from actorsnap.state.capture import Captured
+from actorsnap.runtime.job import Job, SaveRequest
+from actorsnap.runtime.observing import Observation
+from actorsnap.runtime.place import collect_garbage, find_resumable, open_place
+from actorsnap.runtime.ranks import Membership
+from actorsnap.state.leaves import Captured
 from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.storage.registry import without_secrets
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
-from actorsnap.transport.store import StoreSave
 
-__all__ = ["SaveJob"]
+__all__ = ["SaveJob", "failure_of"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _PATIENCE_S = 5.0
 """So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
 
+_MAX_PUT_BYTES = 1 << 30
+"""Object stores take at most 5 GiB in one request."""
 
 _GRACE_S = 10.0
 """So much later than the coordinator a rank knows by itself that the time is over."""
 
+
+class _CommittedBefore(Exception):
+    """The attempt of the process that has died is the snapshot."""
+
+
 _Ends: TypeAlias = tuple[ParticipantEnd, CoordinatorEnd | None]
 
 
-class Membership:
-    """A rank's part in one save of its team.
-
-    Attributes:
-        save: Whose number all ranks have taken.
-        memory: What this save's coordinator knows from the one before.
-    """
-
-    def __init__(self, team: Team, save: StoreSave[Any, Any]) -> None:
-        self.team = team
-        self.save = save
-        self.memory = team.memory.copy()
-
-
-class SaveJob:
-    """A save in flight.
+class SaveJob(Job):
+    """A save in flight that is made in this process. See also ``Job``.
 
     Args:
-        place: Where this rank was asked to save; rank 0's holds.
         captured: The rank's state, or why there is none.
-        resume: Use what dead attempts at the place have left; rank 0's holds.
-        membership: None where this is the only rank.
+        copies: The trainer may change the state before the save has ended.
+        stager: See ``ParticipantActor``.
+        after: An attempt whose process has died in this very save: if it has committed, so has
+            the save.
         cause: The exception behind ``captured`` where that is a failure.
-
-    Attributes:
-        staged: Settled when the trainer may overwrite its tensors; with the save's error if
-            it ends before.
-        finished: Settled with the outcome; the error is the one that users see.
-        board: Progress.
     """
 
     def __init__(
         self,
         host: Host,
-        *,
-        place: Place,
+        request: SaveRequest,
         captured: Captured | Failure,
+        *,
         copies: bool,
-        overwrite: bool,
-        resume: bool,
-        metadata: dict[str, Any],
-        options: Options,
         membership: Membership | None = None,
+        fence: Fence | None = None,
+        observation: Observation | None = None,
+        stager: Stager | None = None,
+        after: str = "",
         cause: BaseException | None = None,
     ) -> None:
-        self._host = host
-        self._place = place
+        super().__init__(host, request, membership=membership, fence=fence, observation=observation)
         self._captured: Captured | Failure | None = captured
         self._copies = copies
-        self._overwrite = overwrite
-        self._resume = resume
-        self._resumed: tuple[str, ...] = ()
-        self._metadata = metadata
-        self._options = options
-        self._membership = membership
-        self._rank = 0 if membership is None else membership.team.rank
-        # Of rank 0; the others are told.
-        self._attempt = host.new_attempt() if self._rank == 0 else None
-        self._storage: Storage | None = None
+        self._stager = stager
+        self._after = after
         self._cause = cause
-        self._participant: ParticipantActor | None = None
-        self._cancel_reason: str | None = None
-        self._scope: anyio.CancelScope | None = None
-        self._has_begun = False
-        self._is_committed = False
-        self.label = f"snapshot {place.url} rank {self._rank}"
+        self._recorder = None if observation is None else observation.recorder
+        self._resumed: tuple[str, ...] = ()
+        # Of rank 0; the others are told.
+        self._attempt = host.new_attempt() if self.rank == 0 else None
+        self._told = "" if self._attempt is None else str(self._attempt)
         if self._attempt is not None:
-            self.label += f" attempt {self._attempt}"
-        self.board = ProgressBoard(self.label)
-        self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self.board.label += f" attempt {self._attempt}"
+        self._storage: Storage | None = None
+        self._level: int | None = None
+        self._samples_level: int | None = None
+        self._choice: CompressionChoice | None = None
+        self._begun_s = time.monotonic()
+        self._staged_s: float | None = None
+        self._participant: ParticipantActor | None = None
+        self._ended_by: Failure | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._is_committed = False
         self._concluded: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
-    def url(self) -> str:
-        """Where it is saved to: rank 0's, as soon as that is known."""
-        return self._place.url
+    def attempt(self) -> str:
+        """Of rank 0; the others are told later."""
+        return str(self._attempt or "")
 
-    def start(self) -> None:
-        """Begins; returns at once."""
-        self._host.set_budget(self._options.memory_budget_bytes)
-        self._host.track_save(self._concluded, self.label)
-        self._host.submit(self._run())
+    def end(self, failure: Failure) -> None:
+        """Ends it because the team has; see ``ParticipantActor.end``. On the loop only."""
+        self._ended_by = self._ended_by or failure
+        if self._participant is not None:
+            self._participant.end(failure)
+        elif self._scope is not None:
+            self._scope.cancel()
 
-    def cancel(self, reason: str) -> None:
-        """Asks for an abort, from any thread, also if ``start`` was interrupted. The commit
-        may win nevertheless."""
-        self.check_process()
-        if self.finished.done():
-            return  # the runtime may be gone
+    def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
+        return self._concluded
 
-        def request() -> None:
-            self._cancel_reason = self._cancel_reason or reason
-            if not self._has_begun and not self.finished.done():
-                self._settle(SnapshotAborted(reason=reason, rank=self._rank, stage=Stage.CANCEL))
-                self._leave()
-                self._concluded.set_result(None)
-            if self._is_committed:
-                self._tell()
-            elif self._participant is not None:
-                self._participant.request_cancel(reason)
-            elif self._scope is not None:
-                self._scope.cancel()
-
-        self._host.call_soon(request)
-
-    def is_done(self) -> bool:
-        self.check_process()
-        return self.finished.done()
-
-    def watched(self) -> ProgressBoard:
-        self.check_process()
-        return self.board
-
-    def check_process(self) -> None:
-        """Raises ``UsageError`` in a forked child."""
-        self._host.check_process()
-
-    def source(self) -> Source:
-        """The committed snapshot; only after ``finished`` succeeded."""
-        self.finished.result()
-        return Source(self._place, self._options)
+    def _on_cancel(self, reason: str) -> None:
+        if not self._has_begun:
+            # Other ranks count on this one: it begins, to end at once.
+            self._captured = Failure(reason=reason, stage=Stage.CANCEL, rank=self.rank)
+            self._host.submit(self._begin())
+        elif self._is_committed:
+            self._tell()
+        elif self._participant is not None:
+            self._participant.request_cancel(reason)
+        elif self._scope is not None:
+            self._scope.cancel()
 
     async def _run(self) -> None:
-        if self.finished.done():
-            return
-        self._has_begun = True
         # Told first, ended later: calls of the storage that hang are no reason to keep the outcome.
         try:
             async with anyio.create_task_group() as tasks:
                 await self._conclude(
-                    Errands(tasks, run_blocking=self._host.run_blocking, label=self.label)
+                    Errands(
+                        tasks,
+                        run_blocking=self._host.run_blocking,
+                        run_bulk=self._host.run_bulk,
+                        label=self.label,
+                    )
                 )
         finally:
             # Now no commit that was not answered can take effect any more.
@@ -212,6 +177,7 @@ class SaveJob:
         """Saves, and tells the outcome."""
         try:
             await self._save(errands)
+            await self._end_observation(None)
             self._tell()
         except BaseException as error:
             if self._is_committed:
@@ -219,59 +185,87 @@ class SaveJob:
                 raise
             if isinstance(error, Exception):
                 shown: BaseException = error
-                # Until staged the caller waits and gets the error; later nobody may ask.
-                is_expected = not (self._copies and self.staged.done()) or (
+                # At first the caller waits and gets the error; later nobody may ask.
+                is_expected = not (self._copies and self.eager_staged.done()) or (
                     isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
                 )
-                logger.log(
-                    logging.DEBUG if is_expected else logging.ERROR, "%s: %s", self.label, error
-                )
+                level = logging.DEBUG if is_expected else logging.ERROR
+                self._say(level, "%s: %s", self.label, error, **_where(error))
             else:
                 shown = SnapshotAborted(
-                    reason="the runtime was stopped", rank=self._rank, stage="cancel"
+                    reason="the runtime was stopped", rank=self.rank, stage="cancel"
                 )
-            self._settle(shown)
+            await self._end_observation(shown)
+            self._fail(shown)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._leave()
-            self._concluded.set_result(None)
 
     def _leave(self) -> None:
-        """The other ranks hear no more that this one takes part."""
-        if self._membership is not None:
-            self._membership.save.close()
+        super()._leave()
+        self._concluded.set_result(None)
 
     def _tell(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
 
-    def _settle(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._captured = None
-        self.board.enter(Phase.ABORTED)
         if not (isinstance(error, SnapshotAborted) and error.may_be_committed):
             self._end_attempt()
-        if not self.staged.done():
-            self.staged.set_exception(error)
-        self.finished.set_exception(error)
+        super()._fail(error)
+
+    def _say(self, level: int, message: str, *args: object, **fields: object) -> None:
+        """Logs a line, with what all of them have as fields."""
+        whose = {"snapshot": self.url, "attempt": self._told, "rank": self.rank}
+        logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
+
+    def _log_totals(self) -> None:
+        seconds, done = time.monotonic() - self._begun_s, self.board.latest
+        staged_s = seconds if self._staged_s is None else self._staged_s
+        self._say(
+            logging.INFO,
+            "%s: committed, %.1f MiB in %.2f s, staged after %.2f s",
+            self.label,
+            done.total_bytes / (1 << 20),
+            seconds,
+            staged_s,
+            stage=str(done.phase),
+            total_bytes=done.total_bytes,
+            staged_bytes=done.staged_bytes,
+            stored_bytes=done.stored_bytes,
+            staged_s=staged_s,
+            total_s=seconds,
+        )
+
+    async def _end_observation(self, error: BaseException | None) -> None:
+        if self._observation is not None:
+            self._observation.attempt = self._told
+        await super()._end_observation(error)
 
     async def _save(self, errands: Errands) -> None:
-        deadline = anyio.current_time() + self._options.timeout_s
-        fsync = self._options.fsync
+        deadline = anyio.current_time() + self.options.timeout_s
+        fsync = self.options.fsync
+        await self._leave_gil_to_caller()
         try:
-            if self._rank == 0 and not isinstance(self._captured, Failure):
+            if self.rank == 0 and not isinstance(self._captured, Failure):
                 try:
                     fsync = await self._prepare(errands, deadline)
+                except _CommittedBefore:
+                    self._is_committed = True
+                    return
                 except ActorSnapError as error:
                     if self._membership is None:
                         raise
-                    self._captured = _failure_of(error)
+                    self._captured = failure_of(error)
+            self._choose_compression()
             coordinator = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
             self._end_attempt()
             self.board.enter(Phase.COMMITTED)
-            logger.info("%s: committed", self.label)
+            self._log_totals()
             if coordinator is not None:
                 await self._collect(errands, coordinator.replaced, deadline)
         finally:
@@ -280,7 +274,7 @@ class SaveJob:
 
     async def _prepare(self, errands: Errands, deadline: float) -> bool:
         """Opens the storage and looks what is there; returns whether all must be durable."""
-        fsync = self._options.fsync
+        fsync = self.options.fsync
         self._storage = storage = await self._open(errands, str(self._attempt), fsync=fsync)
         older = await self._look(storage, errands, deadline)
         if older is not None and older.fsync and not fsync:
@@ -293,31 +287,34 @@ class SaveJob:
     async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:
         return await open_place(
             self._host,
-            self._place,
+            self._request.place,
             fsync=fsync,
             run_blocking=errands.run_blocking,
             scratch=attempt,
+            on_retry=None if self._observation is None else self._observation.on_retry,
         )
 
     async def _open_assigned(self, errands: Errands, command: StartStoring) -> Storage:
         """The storage that the coordinator says: rank 0's options hold for all."""
+        self._told = command.attempt
         if self._storage is None:
-            if command.url != self._place.at:
-                url = without_secrets(command.url)
-                logger.warning("%s: rank 0 saves to %s: so does this rank", self.label, url)
-                self._place = Place(
-                    url=url, at=command.url, storage_options=self._place.storage_options
-                )
+            if command.url != self._request.place.at:
+                text = "%s: rank 0 saves to %s: so does this rank"
+                self._say(logging.WARNING, text, self.label, without_secrets(command.url))
+                self._go_to(command.url)
             self._storage = await self._open(errands, command.attempt, fsync=command.fsync)
         return self._storage
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
         """``_older``, within the deadline and until a cancellation."""
-        reason = f"timeout_s={self._options.timeout_s:g} is over; the storage did not answer"
+        reason = f"timeout_s={self.options.timeout_s:g} is over; the storage did not answer"
         stage = Stage.JOIN
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
-                return await errands.run(self._older, storage)
+                if self._ended_by is None and self._cancel_reason is None:
+                    return await errands.run(self._older, storage)
+            if self._ended_by is not None:
+                raise self._error(self._ended_by)
             if self._cancel_reason is not None:
                 reason, stage = self._cancel_reason, Stage.CANCEL
         except ObjectExists:
@@ -342,12 +339,14 @@ class SaveJob:
         try:
             older = await find_commit(storage)
             is_there = older is not None
+            if older is not None and older.attempt == self._after:
+                raise _CommittedBefore
         except FormatError as error:
-            if self._overwrite and isinstance(error, UnsupportedFormat | NotASnapshot):
+            if self._request.overwrite and isinstance(error, UnsupportedFormat | NotASnapshot):
                 raise
             what, is_there = f"there is a damaged snapshot ({error})", True
-            logger.warning("%s: %s", self.label, error)
-        if is_there and not self._overwrite:
+            self._say(logging.WARNING, "%s: %s", self.label, error, **_where(error))
+        if is_there and not self._request.overwrite:
             raise ObjectExists(
                 op="take",
                 key=COMMIT_KEY,
@@ -355,10 +354,11 @@ class SaveJob:
                 detail=f"{what} at this path. Take to another path, or pass "
                 "overwrite=True: the old one stays valid until the new one is committed",
             )
-        if self._resume:
+        if self._request.resume:
             committed = None if older is None else older.attempt
             self._resumed = await find_resumable(self._host, storage, committed)
-            logger.info("%s: resumes %s", self.label, ", ".join(self._resumed) or "nothing")
+            older_attempts = ", ".join(self._resumed) or "nothing"
+            self._say(logging.INFO, "%s: resumes %s", self.label, older_attempts)
         return older
 
     async def _attempt_save(
@@ -369,7 +369,7 @@ class SaveJob:
         Raises:
             ActorSnapError: it is not committed.
         """
-        options, membership = self._options, self._membership
+        options, membership = self.options, self._membership
         captured, self._captured = self._captured, None
         assert captured is not None
         if membership is None:
@@ -380,7 +380,7 @@ class SaveJob:
             ends = membership.save.participant, membership.save.coordinator
             remembered = membership.team.remembered
         participant = ParticipantActor(
-            machine=ParticipantMachine(rank=self._rank, release=RELEASE),
+            machine=ParticipantMachine(rank=self.rank, release=RELEASE),
             end=ends[0],
             open_storage=functools.partial(self._open_assigned, errands),
             captured=captured,
@@ -388,14 +388,20 @@ class SaveJob:
                 copies=self._copies,
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
+                pace=self._host.pace if self._copies else None,  # else the trainer waits for it
+                samples_level=self._samples_level,
             ),
             budget=self._host.budget,
             errands=errands,
             board=self.board,
             on_staged=self._on_staged,
             on_failure=self._on_failure,
+            stager=self._stager,
+            fence=self.fence,
+            on_eager_staged=self._on_eager_staged,
             remembered=remembered,
-            deadline=None if self._rank == 0 else deadline + _GRACE_S,
+            deadline=None if self.rank == 0 else deadline + _GRACE_S,
+            recorder=self._recorder,
         )
         del captured
         coordinator = None
@@ -404,6 +410,8 @@ class SaveJob:
         self._participant = participant
         if self._cancel_reason is not None:
             participant.request_cancel(self._cancel_reason)
+        if self._ended_by is not None:
+            participant.end(self._ended_by)
         try:
             async with anyio.create_task_group() as tasks:
                 if coordinator is not None:
@@ -417,6 +425,7 @@ class SaveJob:
                 membership.team.remembered = participant.remembered
                 membership.team.memory = membership.memory
         is_committed = coordinator is not None and coordinator.commit is not None
+        self._learn(participant.measured)
         if failure is not None and not is_committed:
             raise self._error(failure)
         return coordinator
@@ -424,25 +433,30 @@ class SaveJob:
     def _coordinator(
         self, end: CoordinatorEnd, errands: Errands, deadline: float, *, fsync: bool
     ) -> CoordinatorActor:
-        options, membership = self._options, self._membership
-        world_size = 1 if membership is None else membership.team.world_size
+        options, membership = self.options, self._membership
         storage = self._storage
         can = Capabilities() if storage is None else storage.capabilities
+        level, chunk_bytes = self._level, options.chunk_bytes
+        if level is not None:
+            # Each chunk is an object of its own, written at once.
+            can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
+            chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=str(self._attempt),
-                url=self._place.at,
+                url=self._request.place.at,
                 fsync=fsync,
-                world_size=world_size,
+                world_size=self._world_size,
                 release=RELEASE,
                 rules=PackingRules(
-                    chunk_bytes=chunk_within(options.chunk_bytes, self._host.budget.limit_bytes),
+                    chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
                     max_objects=min(options.max_objects, can.preferred_parallel_objects),
                     min_object_bytes=options.min_object_bytes,
                     min_write_bytes=can.min_write_bytes,
                     max_writes=can.max_writes,
                     max_object_bytes=can.max_object_bytes,
                     has_joined_writers=can.has_joined_writers,
+                    compression=level,
                 ),
                 resumed=self._resumed,
                 memory=None if membership is None else membership.memory,
@@ -453,17 +467,45 @@ class SaveJob:
             template=CommitTemplate(
                 attempt=str(self._attempt),
                 created=_utc(time.time()),
-                world_size=world_size,
+                world_size=self._world_size,
                 fsync=options.fsync,
-                metadata=self._metadata,
-                overwrite=self._overwrite,
+                metadata=self._request.metadata,
+                overwrite=self._request.overwrite,
+                features=features_of(is_compressed=level is not None),
             ),
             timeout_s=options.timeout_s,
             deadline=deadline,
             on_failure=self._on_failure,
+            recorder=self._recorder,
         )
 
+    def _choose_compression(self) -> None:
+        """Of rank 0 it counts."""
+        compression = self.options.compression
+        if compression is None or self.rank != 0:
+            return
+        if compression != "auto":
+            self._level = zstd_level(compression)
+            return
+        self._choice = choice = self._host.compression_choice(self._request.place.at)
+        level = zstd_level("zstd")
+        if choice.decide():
+            self._level = level
+        elif choice.wants_sample:
+            self._samples_level = level
+
+    def _learn(self, measured: Measured | None) -> None:
+        """How fast it was tells how the next save to this place is made."""
+        if self._choice is not None and measured is not None:
+            self._choice.learn(
+                is_compressed=self._level is not None,
+                state_bytes=measured.nbytes,
+                seconds=measured.seconds,
+                sampled=measured.sampled,
+            )
+
     def _on_staged(self) -> None:
+        self._staged_s = time.monotonic() - self._begun_s
         if not self.staged.done():
             self.staged.set_result(None)
 
@@ -478,7 +520,7 @@ class SaveJob:
 
     def _error(self, failure: Failure) -> ActorSnapError:
         error = failure.to_error()
-        if failure.rank in (None, self._rank):
+        if failure.rank in (None, self.rank):
             error.__cause__ = self._cause
         elif not isinstance(error, SnapshotAborted):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
@@ -504,11 +546,22 @@ class SaveJob:
             tasks.cancel_scope.cancel()
 
 
-def _failure_of(error: ActorSnapError) -> Failure:
-    """What rank 0 tells the others of an error that it met before it began."""
+def _where(error: BaseException) -> dict[str, object]:
+    """Where a save failed, as fields of a log line."""
+    return {name: getattr(error, name, None) for name in ("stage", "key")}
+
+
+def failure_of(error: ActorSnapError) -> Failure:
+    """What rank 0 tells the others of an error that it has met itself."""
+    if isinstance(error, StateChanged):
+        return Failure.of(error, stage=Stage.STAGE, rank=error.rank)
     if isinstance(error, SnapshotAborted):
         return Failure(
-            reason=error.reason, stage=Stage(error.stage), rank=error.rank, key=error.key
+            reason=error.reason,
+            stage=Stage(error.stage),
+            rank=error.rank,
+            key=error.key,
+            may_be_visible=error.may_be_committed,
         )
     return Failure.of(error, stage=Stage.JOIN, rank=0)
 

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from actorsnap.actors.reader import Request, SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
@@ -32,18 +33,17 @@ from actorsnap.format.manifest import (
     ObjectRecord,
     RankManifest,
     Stored,
+    StoredChunk,
     TensorEntry,
     decode_commit,
 )
+from actorsnap.lines import Lines
+from actorsnap.planning.chunks import check_chunks
 from actorsnap.planning.index import holes
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.place import (
-    MAX_SMALL_READS,
-    Source,
-    collect_garbage,
-    find_attempts,
-)
+from actorsnap.runtime.place import MAX_SMALL_READS, Source, collect_garbage, find_attempts
 from actorsnap.runtime.reading import begins_anew
+from actorsnap.state.memory import MemorySink
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 
@@ -55,7 +55,7 @@ __all__ = [
     "verify",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,31 +189,51 @@ def verify(
                 problems.append(error)
 
         async def check_header(record: ObjectRecord) -> None:
-            header = await storage.get(record.key, 0, record.header_bytes)
+            header = await read_header(record)
             if crc32c(header) != record.header_crc32c:
                 raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+
+        async def read_header(record: ObjectRecord) -> bytes:
+            if not record.chunks:
+                return await storage.get(record.key, 0, record.header_bytes)
+            header = np.empty(record.header_bytes, np.uint8)
+            sink = MemorySink(header.ctypes.data, len(header), header)
+            manifest, number = held[record.key].opener()
+            at = Stored(number, 0, len(header), ())
+            await unverified.fetch([Request(manifest, at, sink)])
+            return header.tobytes()
+
+        async def check_sizes(record: ObjectRecord) -> None:
+            if record.chunks:  # of which there are many
+                found = {info.key: info.size async for info in storage.list(f"{record.key}/")}
+            else:
+                found = {record.key: (await storage.stat(record.key)).size}
+            for key, size in held[record.key].stored.items():
+                if key not in found:
+                    raise ChecksumMismatch(key=key, detail="the object is missing")
+                if found[key] != size:
+                    raise ChecksumMismatch(
+                        key=key, detail=f"has {found[key]} bytes, was written with {size}"
+                    )
 
         async def check(record: ObjectRecord) -> None:
             nonlocal done
             try:
-                info = await storage.stat(record.key)
-                if info.size != record.size:
-                    raise ChecksumMismatch(
-                        key=record.key,
-                        detail=f"has {info.size} bytes, was written with {record.size}",
-                    )
+                await check_sizes(record)
                 if level == "full":
                     await read_intact(storage, lambda: check_header(record))
                     requests = [
                         Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
-                        for manifest, at in held[record.key]
+                        for manifest, at in held[record.key].leaves
                     ]
                     await pool.fetch(requests)
                     done += record.size
             except ObjectNotFound as error:
-                missing = ChecksumMismatch(key=record.key, detail="the object is missing")
+                missing = ChecksumMismatch(key=error.key, detail="the object is missing")
                 missing.__cause__ = error
                 problems.append(missing)
+            except UnsupportedFormat:
+                raise  # whether it is damaged, nobody knows
             except FormatError as error:
                 problems.append(error)
             except BaseExceptionGroup as group:
@@ -224,13 +244,15 @@ def verify(
 
         await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
         in_order = [manifests[r.key] for r in commit.manifests if r.key in manifests]
-        records, held, contradictions = await run_blocking(_stored_in, in_order)
+        held, contradictions = await run_blocking(_stored_in, in_order)
         problems += contradictions
+        records = [each.record for each in held.values()]
         if len(manifests) == len(commit.manifests):
-            problems += await run_blocking(lambda: list(holes(in_order)))
-        total = sum(at.stop - at.start for each in held.values() for _, at in each)
+            problems += await run_blocking(lambda: [*holes(in_order), *_gaps(held.values())])
+        total = sum(at.stop - at.start for each in held.values() for _, at in each.leaves)
         await run_blocking(meter.begin, total)
         pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+        unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
         # Of bytes, the pool reads many at a time by itself.
         parallel_objects = storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if level == "full" else MAX_SMALL_READS
@@ -245,23 +267,74 @@ def verify(
     return report
 
 
-def _stored_in(
-    manifests: Sequence[RankManifest],
-) -> tuple[list[ObjectRecord], dict[str, list[tuple[RankManifest, Stored]]], list[FormatError]]:
-    """The data objects, each once, what lies in them by key, and where ranks disagree."""
-    records: dict[str, ObjectRecord] = {}
-    held: dict[str, list[tuple[RankManifest, Stored]]] = {}
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What ranks say of one data object.
+
+    Attributes:
+        parts: In which manifests it stands, and as which of their objects.
+        leaves: What lies in it.
+    """
+
+    record: ObjectRecord
+    parts: list[tuple[RankManifest, int]] = field(default_factory=list)
+    leaves: list[tuple[RankManifest, Stored]] = field(default_factory=list)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Keys and sizes of what is stored of it."""
+        return {
+            key: size
+            for manifest, number in self.parts
+            for key, size in manifest.objects[number].stored
+        }
+
+    @property
+    def chunks(self) -> list[StoredChunk]:
+        """Those of all ranks."""
+        return [
+            chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
+        ]
+
+    def opener(self) -> tuple[RankManifest, int]:
+        """Where the object stands with its header, if it is compressed.
+
+        Raises:
+            FormatError: in no chunk.
+        """
+        for manifest, number in self.parts:
+            if manifest.objects[number].chunks[0].start == 0:
+                return manifest, number
+        raise FormatError(key=self.record.key, detail="no chunk begins at 0")
+
+
+def _stored_in(manifests: Sequence[RankManifest]) -> tuple[dict[str, _Held], list[FormatError]]:
+    """The data objects by key, and where ranks disagree."""
+    held: dict[str, _Held] = {}
     contradictions: list[FormatError] = []
     for manifest in manifests:
-        for record in manifest.objects:
-            held.setdefault(record.key, [])
-            if records.setdefault(record.key, record) != record:
+        for number, record in enumerate(manifest.objects):
+            each = held.setdefault(record.key, _Held(record))
+            if each.record.is_like(record):
+                each.parts.append((manifest, number))
+            else:
                 detail = "ranks disagree about its size or header"
                 contradictions.append(FormatError(key=record.key, detail=detail))
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry):
-                held[manifest.objects[entry.data.object].key].append((manifest, entry.data))
-    return list(records.values()), held, contradictions
+                leaves = held[manifest.objects[entry.data.object].key].leaves
+                leaves.append((manifest, entry.data))
+    return held, contradictions
+
+
+def _gaps(held: Iterable[_Held]) -> Iterator[FormatError]:
+    """An error per compressed object that the chunks of all ranks do not make."""
+    for each in held:
+        if each.record.chunks:
+            try:
+                check_chunks(each.record.key, each.record.size, each.chunks)
+            except FormatError as error:
+                yield error
 
 
 def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:

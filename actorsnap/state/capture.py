@@ -7,11 +7,9 @@ memory. It must not know ranks, objects, plans or storage.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,20 +18,19 @@ import torch
 from actorsnap.errors import UsageError, printable
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
-    BytesEntry,
     CompositeEntry,
     ContainerEntry,
-    Entry,
-    Stored,
-    TensorEntry,
     TensorType,
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.planning.packing import Item, ItemBox
-from actorsnap.planning.save import Sharded, ranks_digest
-from actorsnap.state import objects, sharing
+from actorsnap.lines import Lines
+from actorsnap.planning.inventory import Sharded, ranks_digest
+from actorsnap.planning.packing import Item
+from actorsnap.state import devices, objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
+from actorsnap.state.leaves import Captured, Leaf, Part
+from actorsnap.state.memory import ByteSource, MemorySource
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.sharing import Region
 from actorsnap.state.stateful import RNGState, validate_app_state
@@ -41,10 +38,10 @@ from actorsnap.state.tensors import (
     DTYPE_NAMES,
     QUANTIZED,
     ArraySource,
-    ByteSource,
-    MemorySource,
+    DeviceSource,
     TensorSource,
     c_strides,
+    is_addressable,
     refusal,
     source_of_array,
     source_of_tensor,
@@ -62,91 +59,12 @@ from actorsnap.state.tree import (
     unescape,
 )
 
-__all__ = ["Captured", "Leaf", "capture"]
+__all__ = ["capture"]
 
-_log = logging.getLogger(__name__)
+_log = Lines(__name__)
 
 _INLINE = frozenset({str, int, float, bool, type(None)})
 _CPU = torch.device("cpu")
-
-
-class Leaf(msgspec.Struct, gc=False, eq=False):
-    """A leaf with bytes.
-
-    A struct, because the collector would otherwise walk over 100,000 leaves again and again
-    while they are made, which took half of the time of a capture.
-
-    Attributes:
-        item: What the planner sees.
-        source: Its bytes; keeps their memory alive.
-        kind: ``type`` of the entry.
-        dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
-        requires_grad: As the tensor.
-        holders: Ranks of the group that hold it with the same value, if some do and not all.
-        is_led: All ranks hold it, but the value that counts is this rank's.
-        is_copied: Ranks that it is not known of may hold the same: those of other meshes, or
-            of a group that one rank leads.
-    """
-
-    item: Item
-    source: ByteSource
-    kind: Any
-    dtype: str
-    requires_grad: bool = False
-    holders: tuple[int, ...] = ()
-    is_led: bool = False
-    is_copied: bool = False
-
-    @property
-    def scope(self) -> tuple[int, ...] | None:
-        """Who writes it together: these ranks; None: all; ``()``: this one alone."""
-        return None if self.item.replicated and not self.is_led else self.holders
-
-    def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
-        """Returns the manifest entry, given where the bytes of the leaf, or of a box of it,
-        were stored."""
-        item = self.item
-        if not self.dtype:
-            return BytesEntry(
-                path=item.path, type=self.kind, data=stored, replicated=item.replicated
-            )
-        place = item if box is None else box
-        return TensorEntry(
-            path=item.path,
-            dtype=self.dtype,
-            shape=place.shape,
-            data=stored,
-            type=self.kind,
-            requires_grad=self.requires_grad,
-            global_shape=place.global_shape,
-            offsets=place.offsets,
-            replicated=item.replicated,
-        )
-
-
-Part: TypeAlias = Leaf | Entry
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """An app state, taken apart. Refers to the app state's own memory.
-
-    Attributes:
-        keys: Top-level keys, in the app state's order.
-        parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
-        globs: What the caller has called replicated, sorted.
-        sharded: The tensors of which several ranks hold parts, this one among them.
-    """
-
-    keys: tuple[str, ...] = ()
-    parts: list[Part] = field(default_factory=list)
-    globs: tuple[str, ...] = ()
-    sharded: tuple[Sharded, ...] = ()
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """The parts that have bytes, in the same order."""
-        return [part for part in self.parts if type(part) is Leaf]
 
 
 def capture(
@@ -184,10 +102,9 @@ def capture(
     for key in sorted(states):
         collector.add_state(key, states[key], replicas.get(key))
     collector.raise_refusals()
-    collector.wait_for_devices()
+    collector.mark_devices()
     globs.warn_unmatched()
     return Captured(
-        tuple(app_state),
         collector.finish(),
         tuple(sorted(map(printable, set(replicated)))),
         tuple(collector.sharded),
@@ -269,7 +186,8 @@ class _Collector:
         self._extents: dict[torch.device, sharing.Extents] = {_CPU: sharing.Extents()}
         self._cpu = self._extents[_CPU]
         self._repeating: list[int] = []
-        self._devices: set[torch.device] = set()
+        self._lanes = devices.Lanes(devices.calls)
+        self._waits: set[torch.device] = set()
 
     def add_state(self, key: str, state: object, replicas: Replication | None = None) -> None:
         paths, values = flatten(escape(key), state)
@@ -462,9 +380,7 @@ class _Collector:
             if why is not None:
                 self._refused.append(f"{path!r} {why}")
                 return
-            source = TensorSource(tensor)
-            if not tensor.is_cpu:
-                self._devices.add(tensor.device)
+            source = self._copied(tensor)
             if not is_lazy:
                 # What is stored of a lazily conjugated tensor is not the memory it shares.
                 self._track(_region(tensor), tensor.device)
@@ -528,9 +444,16 @@ class _Collector:
         return leaf
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
+        return source_of_tensor(tensor) if is_addressable(tensor) else self._copied(tensor)
+
+    def _copied(self, tensor: torch.Tensor) -> DeviceSource | TensorSource:
+        """The bytes of a tensor that cannot be read in place."""
+        lane = self._lanes.of(tensor)
+        if lane is not None:
+            return DeviceSource(tensor, lane)
         if not tensor.is_cpu:
-            self._devices.add(tensor.device)
-        return source_of_tensor(tensor)
+            self._waits.add(tensor.device)
+        return TensorSource(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         """Which of the group's ranks are among ``ranks`` of the job; None: all."""
@@ -580,12 +503,14 @@ class _Collector:
             leaf.is_copied = replica.is_led
         return True
 
-    def wait_for_devices(self) -> None:
-        """Waits for what this thread has begun on devices that tensors lie on.
+    def mark_devices(self) -> None:
+        """Copies begin behind what this thread has begun on devices by now.
 
-        Worker threads copy on streams of their own, which do not wait for this one's.
+        Worker threads copy on streams that do not wait for this one's by themselves. Of devices
+        without a lane this thread waits.
         """
-        for device in self._devices:
+        self._lanes.mark()
+        for device in self._waits:
             torch.accelerator.current_stream(device).synchronize()
 
     # Shared memory
@@ -613,7 +538,7 @@ class _Collector:
         if isinstance(leaf.source, MemorySource):
             shape = leaf.item.shape
             return Region(leaf.source.address, leaf.item.itemsize, shape, c_strides(shape))
-        assert isinstance(leaf.source, TensorSource | ArraySource)
+        assert isinstance(leaf.source, DeviceSource | TensorSource | ArraySource)
         return _region(leaf.source.owner)
 
     def _share(self, group: sharing.Group, replaced: dict[int, list[Part]]) -> None:
@@ -702,12 +627,16 @@ def _span(group: sharing.Group, members: Sequence[Leaf]) -> ByteSource | None:
     size = group.stop - group.start
     owners = [leaf.source for leaf in members]
     for source in owners:
-        if not isinstance(source, TensorSource) or source.owner.is_cpu:
+        is_here = isinstance(source, TensorSource) and source.owner.is_cpu
+        if is_here or not isinstance(source, DeviceSource | TensorSource):
             return MemorySource(group.start, size, owners)
         storage = source.owner.untyped_storage()
         offset = group.start - storage.data_ptr()
         if offset >= 0 and offset + size <= storage.nbytes():
-            raw = torch.empty(0, dtype=torch.uint8, device=source.owner.device)
-            return TensorSource(raw.set_(storage, offset, (size,), (1,)))
+            raw = source.owner.new_empty(0, dtype=torch.uint8)
+            raw.set_(storage, offset, (size,), (1,))
+            if isinstance(source, DeviceSource):
+                return DeviceSource(raw, source.copier)
+            return TensorSource(raw)
     # Storages laid over each other by other means than torch's: each is stored by itself.
     return None

@@ -95,9 +95,7 @@ def _take_quantized_apart(
     return "quantized_channel", {"axis": tensor.q_per_channel_axis()}, parts
 
 
-def part_shape(
-    layout: str, dtype: str, shape: Sequence[int], part: str
-) -> tuple[str, tuple[int, ...]] | None:
+def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[int, ...]] | None:
     """Returns dtype and shape that a part must have, where the whole alone decides that."""
     if part != "int_repr":
         return None

@@ -19,11 +19,19 @@ from typing import Any
 
 from actorsnap.errors import UsageError
 
-__all__ = ["Group", "find_group", "global_rank"]
+__all__ = ["Group", "StoreAddress", "StoreAt", "find_group", "global_rank", "likely_ranks", "load"]
 
 _CONNECT_S = 300.0
 _HOST_S = 20.0
 _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a TCPStore listens."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class Group:
         ranks: All of them in the whole job, in the order of the group.
         store: Has queues (``transport.store.QueueStore``); to be cloned, not used.
         name: Of job and group: no two at one store have the same, and all ranks say the same.
+        address: Of the store below all prefixes; None where it has none.
     """
 
     rank: int
@@ -43,12 +52,22 @@ class Group:
     ranks: tuple[int, ...]
     store: Any
     name: str
+    address: StoreAddress | None = None
 
 
 def global_rank() -> int:
     """This process' rank in the whole job, as meshes and process groups count them."""
     dist = _distributed()
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """How many this process is likely to save together with, and itself. Connects to nothing."""
+    dist = _distributed()
+    if dist.is_available() and dist.is_initialized():
+        return int(dist.get_world_size())
+    text = environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
 
 
 def find_group(
@@ -101,6 +120,11 @@ def find_group(
     return _of_ranks(own, size, _store_of_environment(own, environ), f"{_job(environ)}/env")
 
 
+def load() -> None:
+    """Imports what connects to a store: torch."""
+    _distributed()
+
+
 def _distributed() -> Any:
     """``torch.distributed``; its type stubs lack the stores."""
     import torch.distributed
@@ -148,13 +172,13 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
         name += "@" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     if store is None:
         store = _store_of(group)
-    _check_store(store)
     return Group(
         rank=rank,
         world_size=len(ranks),
         ranks=ranks,
         store=store,
         name=name,
+        address=_check_store(store),
     )
 
 
@@ -163,9 +187,13 @@ def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None
         raise UsageError(f"rank {rank} is not in [0, {world_size}), the ranks of this job")
     if world_size == 1:
         return None
-    _check_store(store)
     return Group(
-        rank=rank, world_size=world_size, ranks=tuple(range(world_size)), store=store, name=name
+        rank=rank,
+        world_size=world_size,
+        ranks=tuple(range(world_size)),
+        store=store,
+        name=name,
+        address=_check_store(store),
     )
 
 
@@ -186,8 +214,9 @@ def _store_of(group: Any) -> Any:
     return found
 
 
-def _check_store(store: Any) -> None:
-    """Raises ``UsageError`` for a store without queues; asks nothing over the network."""
+def _check_store(store: Any) -> StoreAddress | None:
+    """Raises ``UsageError`` for a store without queues; asks nothing over the network. Returns
+    where other processes find it, if they can."""
     dist = _distributed()
 
     base = store
@@ -202,7 +231,9 @@ def _check_store(store: Any) -> None:
         raise UsageError(
             f"stores of this torch have no queues: install torch 2.9 or newer; {remedy}"
         )
-    if missing and not isinstance(store, _EnvironmentStore):
+    if isinstance(store, StoreAt):
+        return store.address
+    if missing:
         raise UsageError(f"store must be a c10d store, not {type(store).__name__}; {remedy}")
     if isinstance(base, dist.FileStore):
         raise UsageError(f"a FileStore has no queues, which messages need; {remedy}")
@@ -213,6 +244,7 @@ def _check_store(store: Any) -> None:
             "this TCPStore was made with use_libuv=False (or USE_LIBUV=0), and that kind has no "
             "queues, which messages need; leave it out"
         )
+    return StoreAddress(base.host, base.port) if isinstance(base, dist.TCPStore) else None
 
 
 def _job(environ: Mapping[str, str]) -> str:
@@ -240,28 +272,31 @@ def _variable(name: str, environ: Mapping[str, str]) -> int:
         raise UsageError(f"{name}={environ[name]!r} in the environment is no integer") from error
 
 
-class _EnvironmentStore:
-    """The store that torchrun's variables name. Cloning it connects, which may take as long as
-    the process that hosts it takes to start."""
+class StoreAt:
+    """A TCPStore to be cloned. That connects, which may take as long as the process that hosts it
+    takes to start; and imports torch, in a process that has not yet.
 
-    def __init__(self, host: str, port: int, server: Any) -> None:
-        self._host = host
-        self._port = port
-        self._server = server  # must live
+    Args:
+        server: Must live as long.
+    """
+
+    def __init__(self, address: StoreAddress, server: Any = None) -> None:
+        self.address = address
+        self._server = server
 
     def clone(self) -> Any:
         dist = _distributed()
 
         return dist.TCPStore(
-            self._host,
-            self._port,
+            self.address.host,
+            self.address.port,
             is_master=False,
             timeout=timedelta(seconds=_CONNECT_S),
             wait_for_workers=False,
         )
 
 
-def _store_of_environment(rank: int, environ: Mapping[str, str]) -> _EnvironmentStore:
+def _store_of_environment(rank: int, environ: Mapping[str, str]) -> StoreAt:
     # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, or else rank 0 does,
     # on the same port for all that ask for it in that process.
     is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -274,7 +309,7 @@ def _store_of_environment(rank: int, environ: Mapping[str, str]) -> _Environment
 
 
 @functools.cache
-def _environment_store(pid: int, host: str, port: int, is_host: bool) -> _EnvironmentStore:
+def _environment_store(pid: int, host: str, port: int, is_host: bool) -> StoreAt:
     """One per process: the server that rank 0 hosts lives as long as the process."""
     dist = _distributed()
 
@@ -295,4 +330,4 @@ def _environment_store(pid: int, host: str, port: int, is_host: bool) -> _Enviro
                 f"rank 0 cannot host a store at MASTER_ADDR:MASTER_PORT ({host}:{port}): {said}. "
                 "Start the job with torchrun, or call init_process_group before the first save"
             ) from error
-    return _EnvironmentStore(host, port, server)
+    return StoreAt(StoreAddress(host, port), server)

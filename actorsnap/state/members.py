@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 from actorsnap.state import targets
+from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.sharing import Region, touched_without_gaps
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
-    ByteSink,
     ClippedSink,
-    MemorySink,
     StridedSink,
     c_strides,
     empty_tensor,

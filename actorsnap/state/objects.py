@@ -161,7 +161,15 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
     if kind is list or kind is tuple:
         items = [_encode(item, path, depth) for item in value]
         return items if kind is list else {"$": "tuple", "v": items}
-    pairs = [[_encode(key, path, depth), _encode(item, path, depth)] for key, item in value.items()]
+    pairs = []
+    low, high = _INT64
+    for key, item in value.items():
+        # Without a call for most: a module's state dict has a dict of its own for each submodule.
+        if type(key) is not str or not key.isascii():
+            key = _encode(key, path, depth)
+        if type(item) is not int or not low <= item < high:
+            item = _encode(item, path, depth)
+        pairs.append([key, item])
     return {"$": CONTAINER_TYPES[kind], "v": pairs}
 
 

@@ -39,15 +39,11 @@ from actorsnap.state.checks import (
 from actorsnap.state.claims import Claim, claim
 from actorsnap.state.composite import assemble, part_shape, take_apart
 from actorsnap.state.members import Member, place, settle
+from actorsnap.state.memory import MemorySink
 from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut
 from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import (
-    DTYPES,
-    MemorySink,
-    c_strides,
-    empty_tensor,
-)
+from actorsnap.state.tensors import DTYPES, c_strides, empty_tensor
 from actorsnap.state.tree import (
     Container,
     Skeleton,
@@ -666,7 +662,7 @@ class KeyRestore:
         if dense is None or dense.type != "tensor":
             fail(entry.path, f"it has no part {part!r}")
         try:
-            must = part_shape(entry.layout, entry.dtype, entry.shape, part)
+            must = part_shape(entry.dtype, entry.shape, part)
         except ValueError as error:
             fail(entry.path, str(error))
         if must is not None and must != (dense.dtype, dense.shape):

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from actorsnap.errors import UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import TensorType
 from actorsnap.planning.placement import Cut, Placed, local_shape, place
@@ -32,8 +31,6 @@ __all__ = [
     "Sharding",
     "describe",
     "is_distributed",
-    "local_targets",
-    "replicated_by",
     "replication",
 ]
 
@@ -141,20 +138,6 @@ class Describer:
 def describe(tensor: torch.Tensor) -> Sharding | str | None:
     """As ``Describer.describe``, for one tensor."""
     return Describer().describe(tensor)
-
-
-def local_targets(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Returns the boxes that this process holds, with the memory to restore each into.
-
-    Nothing remains to be done once they are filled.
-
-    Raises:
-        UsageError: The tensor is not distributed, or cannot be described.
-    """
-    found = describe(tensor)
-    if isinstance(found, Sharding):
-        return [(piece.box, piece.tensor) for piece in found.pieces]
-    raise UsageError(f"a tensor to restore into {found or 'is not distributed'}")
 
 
 def is_distributed(value: object) -> bool:
@@ -350,43 +333,30 @@ class Replication:
         self._prefixes.sort(key=lambda item: -len(item[0]))
 
 
-def replicated_by(stateful: object) -> Replication | None:
-    """Returns which plain leaves of one stateful are the same on several ranks; None: none.
+def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
+    """Returns which plain leaves are the same on several ranks, for each key that has such.
 
     Found are: everything under DistributedDataParallel, anywhere in a module; in a torch
     optimizer, what is no distributed tensor (step counters, hyperparameters), where the
-    parameters are DTensors: the ranks of their mesh step together.
-    """
-    return replication({"": stateful}).get("")
-
-
-def replication(
-    app_state: Mapping[str, object], *, ddp_optimizers: bool = True
-) -> dict[str, Replication]:
-    """As ``replicated_by`` for each key of an app state that has such leaves.
-
-    Args:
-        app_state: Statefuls by key.
-        ddp_optimizers: Whether a torch optimizer is the same on all ranks if
-            DistributedDataParallel modules of the app state keep all of its parameters
-            so: equal gradients make equal steps. Not LBFGS, which looks at the loss. Nor where
-            the optimizers of the app state leave out some of a module's parameters: then other
-            ranks may have those (``ZeroRedundancyOptimizer.optim``).
+    parameters are DTensors: the ranks of their mesh step together. And a torch optimizer of
+    which DistributedDataParallel modules of the app state keep all parameters the same: equal
+    gradients make equal steps. Not LBFGS, which looks at the loss. Nor where the optimizers of
+    the app state leave out some of a module's parameters: then other ranks may have those
+    (``ZeroRedundancyOptimizer.optim``).
     """
     synchronised: dict[int, Ranks | None] = {}
-    if ddp_optimizers:
-        stepped = {
-            id(parameter)
-            for value in app_state.values()
-            for optimizer in getattr(value, "optimizers", (value,))
-            if isinstance(optimizer, torch.optim.Optimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        for value in app_state.values():
-            model = value if isinstance(value, torch.nn.Module) else getattr(value, "model", None)
-            if isinstance(model, torch.nn.Module):
-                _add_parameters(model, stepped, synchronised)
+    stepped = {
+        id(parameter)
+        for value in app_state.values()
+        for optimizer in getattr(value, "optimizers", (value,))
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for value in app_state.values():
+        model = value if isinstance(value, torch.nn.Module) else getattr(value, "model", None)
+        if isinstance(model, torch.nn.Module):
+            _add_parameters(model, stepped, synchronised)
     result = {}
     for key, value in app_state.items():
         if isinstance(value, torch.nn.Module):

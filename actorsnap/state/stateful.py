@@ -8,7 +8,6 @@ entries or storage.
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 import sys
 from collections import UserDict
@@ -20,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from actorsnap.errors import UsageError
+from actorsnap.lines import Lines
 from actorsnap.state.optim import ModelState
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "validate_app_state",
 ]
 
-_log = logging.getLogger(__name__)
+_log = Lines(__name__)
 
 
 @runtime_checkable

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from actorsnap.format.geometry import Box
+from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.shards import Sharding, is_distributed
 from actorsnap.state.sharing import Region
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPE_NAMES,
     QUANTIZED,
-    ByteSink,
-    MemorySink,
     StridedSink,
     TensorSink,
     carried,

@@ -7,10 +7,10 @@ know paths below the leaf, entries, or why bytes are wanted.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -19,6 +19,17 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import TensorType
+from actorsnap.state import devices
+from actorsnap.state.devices import Lane
+from actorsnap.state.memory import (
+    ByteSink,
+    ByteSource,
+    Cut,
+    MemorySink,
+    MemorySource,
+    copy_bytes,
+    memory_at,
+)
 
 __all__ = [
     "CARRIERS",
@@ -28,11 +39,8 @@ __all__ = [
     "ArraySink",
     "ArraySource",
     "BoxSink",
-    "ByteSink",
-    "ByteSource",
     "ClippedSink",
-    "MemorySink",
-    "MemorySource",
+    "DeviceSource",
     "StridedSink",
     "TensorSink",
     "TensorSource",
@@ -74,133 +82,6 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
     16: torch.complex128,
 }
 """By item size, a dtype that every kernel can copy: bits and sub-byte dtypes cannot all."""
-
-
-class ByteSource(Protocol):
-    """The C-order bytes of a leaf that is stored. Keeps the leaf's memory alive.
-
-    Attributes:
-        nbytes: Their number.
-        is_addressable: Whether they lie contiguous in CPU memory, so that ``view`` works.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def is_addressable(self) -> bool: ...
-    def view(self, start: int, stop: int) -> memoryview:
-        """Returns bytes ``[start, stop)`` in place, as unsigned bytes. Only if addressable."""
-        ...
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Copies bytes ``[start, start + len(out))`` into ``out``.
-
-        Blocks; for worker threads. Large copies release the GIL. Unless the source is
-        addressable, both ends are multiples of the item size.
-        """
-        ...
-
-
-class ByteSink(Protocol):
-    """Where the C-order bytes of a leaf are restored into. Keeps its memory alive.
-
-    Attributes:
-        nbytes: Their number.
-        is_addressable: Whether they lie contiguous in writable CPU memory.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def is_addressable(self) -> bool: ...
-    def view(self, start: int, stop: int) -> memoryview:
-        """Returns bytes ``[start, stop)`` in place, writable. Only if addressable."""
-        ...
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        """Copies ``data`` to bytes ``[start, start + len(data))``. As ``copy_into``."""
-        ...
-
-
-# Memory -------------------------------------------------------------------------------------
-
-# One ctypes array type per power of two: a type per size would take long to make. A slot for
-# the owner costs the garbage collector less than an instance dict.
-_WINDOWS: Final[list[Any]] = [
-    type(
-        "Window",
-        (ctypes.Array,),
-        {"_type_": ctypes.c_ubyte, "_length_": 1 << bits, "__slots__": ("owner",)},
-    )
-    for bits in range(63)
-]
-
-
-def _memory(address: int, nbytes: int, owner: object) -> memoryview:
-    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive.
-
-    One way for every dtype, without torch's dispatcher, in a fraction of its time.
-    """
-    if nbytes == 0:
-        return memoryview(bytearray())
-    window = _WINDOWS[nbytes.bit_length()].from_address(address)
-    window.owner = owner
-    return memoryview(window).cast("B")[:nbytes]
-
-
-def _copy(out: memoryview, data: memoryview) -> None:
-    if len(data) < 4096:
-        out[:] = data
-    else:  # unlike the assignment, this lets other threads run
-        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
-
-
-class MemorySource(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes that lie contiguous in CPU memory."""
-
-    address: int
-    nbytes: int
-    owner: object
-    is_addressable: ClassVar[bool] = True
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return _memory(self.address + start, stop - start, self.owner)
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        _copy(out, self.view(start, start + len(out)))
-
-
-class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes ``[start, start + nbytes)`` of another source."""
-
-    whole: ByteSource
-    start: int
-    nbytes: int
-
-    @property
-    def is_addressable(self) -> bool:
-        return self.whole.is_addressable
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return self.whole.view(self.start + start, self.start + stop)
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        self.whole.copy_into(self.start + start, out)
-
-
-class MemorySink(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Contiguous CPU memory to restore into."""
-
-    address: int
-    nbytes: int
-    owner: object
-    is_addressable: ClassVar[bool] = True
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return _memory(self.address + start, stop - start, self.owner)
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        _copy(self.view(start, start + len(data)), data)
 
 
 def empty_tensor(
@@ -263,7 +144,7 @@ def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
     if buffer.readonly:
         # torch.frombuffer warns about read-only memory. Nothing is written through this.
         raw = np.frombuffer(buffer, np.uint8)
-        buffer = _memory(raw.ctypes.data, raw.nbytes, raw)
+        buffer = memory_at(raw.ctypes.data, raw.nbytes, raw)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
     copied = flat.data_ptr() % itemsize != 0
     if copied:
@@ -306,6 +187,25 @@ class _Boxes:
         return pairs
 
 
+_TILE = 512
+"""Columns of a tile: 4,096 x 4,096 floats, transposed, took 400 ms as a whole and 60 like this."""
+
+
+def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
+    """``out.copy_(source)``, for an ``out`` that lies in order.
+
+    Where rows of ``out`` run across memory of the source, each element is in a page of its own: so
+    only as many at a time as the cache holds until the next row needs their neighbours.
+    """
+    columns = source.shape[-1] if source.ndim > 1 else 1
+    if columns <= _TILE or source.stride(-1) <= 1 or source.numel() // columns < _TILE // 16:
+        out.copy_(source)
+        return
+    for first in range(0, columns, _TILE):
+        tile = slice(first, first + _TILE)
+        out[..., tile].copy_(source[..., tile])
+
+
 class TensorSource(_Boxes):
     """A tensor whose bytes are copied out, box by box."""
 
@@ -316,22 +216,59 @@ class TensorSource(_Boxes):
             return
         flat, copied = _elements(out, self._dtype.itemsize)
         for part, elements in self._pairs(start, flat):
-            elements.copy_(part)
+            _copy_in_tiles(elements, part)
         if copied:
-            _copy(out, _memory(flat.data_ptr(), len(out), flat))
+            copy_bytes(out, memory_at(flat.data_ptr(), len(out), flat))
+
+
+class DeviceSource(_Boxes):
+    """A tensor on a device. Its bytes are copied along with others of its lane; see ``gather``."""
+
+    __slots__ = ("copier", "flat")
+
+    def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
+        super().__init__(tensor)
+        self.copier = lane
+        owner = self.owner
+        is_in_order = owner.is_contiguous() and not owner.is_conj() and not owner.is_neg()
+        self.flat = owner.view(-1).view(torch.uint8) if is_in_order else None
+
+    @property
+    def itemsize(self) -> int:
+        return self._dtype.itemsize
+
+    def pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See ``devices.Reached``."""
+        return self._pairs(start, flat.view(self._dtype))
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        if len(out):
+            self.copier.begin(out, [Cut(self, start, 0, len(out))])()
+
+
+def _in_order(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Where a tensor is written to: behind what the calling thread has begun on its device, and
+    before what it will begin there."""
+    calls = devices.calls
+    return calls.current(tensor.device) if calls.has(tensor) else nullcontext
 
 
 class TensorSink(_Boxes):
     """A tensor whose bytes are copied in, box by box. Its autograd state is left alone."""
 
-    __slots__ = ()
+    __slots__ = ("_in_order",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._in_order = _in_order(tensor)
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
             return
         flat, _ = _elements(data, self._dtype.itemsize)
-        for part, elements in self._pairs(start, flat):
-            part.copy_(elements)
+        with self._in_order():
+            for part, elements in self._pairs(start, flat):
+                part.copy_(elements)
 
 
 class StridedSink(TensorSink):
@@ -402,7 +339,7 @@ class BoxSink:
         self.nbytes = nbytes
         self._box = box
         self._start = start
-        self._targets = [(held, carried(tensor)) for held, tensor in targets]
+        self._targets = [(held, carried(tensor), _in_order(tensor)) for held, tensor in targets]
 
     def view(self, start: int, stop: int) -> memoryview:
         raise TypeError("these bytes do not lie in memory in order; use the copy")
@@ -419,11 +356,12 @@ class BoxSink:
             at += local.volume
             offsets = [a + b for a, b in zip(local.offsets, self._box.offsets, strict=True)]
             run = Box(tuple(offsets), local.sizes)
-            for held, tensor in self._targets:
+            for held, tensor, in_order in self._targets:
                 shared = run.intersect(held)
                 if shared is not None:
                     part = tensor[_index(shared.relative_to(held))]
-                    part.copy_(elements[_index(shared.relative_to(run))].view(part.dtype))
+                    with in_order():
+                        part.copy_(elements[_index(shared.relative_to(run))].view(part.dtype))
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

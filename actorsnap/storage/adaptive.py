@@ -11,7 +11,6 @@ It must not know backends, nor when or whether an operation is tried again (``Re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from dataclasses import dataclass
 import anyio
 
 from actorsnap.errors import Throttled, UsageError
+from actorsnap.lines import Lines
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrappers import TurnsStorage
 
 __all__ = ["AdaptiveStatistics", "AdaptiveStorage"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

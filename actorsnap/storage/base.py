@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import StorageError, UsageError
 from actorsnap.planning.packing import least_write_bytes
 
 __all__ = [
@@ -55,6 +55,8 @@ class StorageContext:
         run_waiting: The same for calls that wait for a network, and can be made to return: more
             of them run at a time than there are cores. None: ``run_blocking``.
         durable: False lets a backend skip fsync (scratch tiers).
+        on_retry: Called on the loop with the error and the wait in seconds, whenever something is
+            to be tried again; must not block.
         scratch: A folder for what a crash may leave of writing an object at the root: who
             collects the garbage of the folder's owner collects that, too. Empty for none.
     """
@@ -63,6 +65,7 @@ class StorageContext:
     run_waiting: RunBlocking | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = True
+    on_retry: Callable[[StorageError, float], None] | None = None
     scratch: str = ""
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import os
 import stat
 import weakref
@@ -39,11 +38,8 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from actorsnap.errors import (
-    ObjectNotFound,
-    StorageError,
-    UsageError,
-)
+from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
+from actorsnap.lines import Lines
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -71,7 +67,7 @@ from actorsnap.storage.vectored import num_bytes, pread_into, pwrite_from
 
 __all__ = ["FsStorage", "open_fs"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 # Objects per thread hop of list and delete: long enough to be cheap, short enough to cancel.
 _BATCH = 256
@@ -111,7 +107,7 @@ class FsStorage(Storage):
         # Absolute now: the process may change its working folder while a save is running.
         # (getcwd only looks into the kernel's memory; abspath counts as blocking for any path.)
         self.root = simplified(root if os.path.isabs(root) else f"{os.getcwd()}/{root}")
-        self.url = self.root
+        self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking
         self._durable = context.durable

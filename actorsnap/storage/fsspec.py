@@ -22,7 +22,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 import tempfile
@@ -52,6 +51,7 @@ from actorsnap.errors import (
     Throttled,
     UsageError,
 )
+from actorsnap.lines import Lines
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -67,7 +67,7 @@ from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["FsspecStorage", "knows", "open_fsspec"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 T = TypeVar("T")
 
@@ -104,7 +104,8 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
     # An import may raise anything at all.
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
-    return RetryStorage(FsspecStorage(place.rstrip("/"), implementation, context), policy=_POLICY)
+    storage = FsspecStorage(place.rstrip("/"), implementation, context)
+    return RetryStorage(storage, policy=_POLICY, on_retry=context.on_retry)
 
 
 class FsspecStorage(Storage):

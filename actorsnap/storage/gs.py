@@ -76,7 +76,8 @@ def open_gs(url: str, context: StorageContext) -> Storage:
         check_key(prefix)
     storage = GsStorage(bucket, prefix, options, context)
     adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    return RetryStorage(adaptive, policy=RetryPolicy(max_attempts=options.max_attempts))
+    policy = RetryPolicy(max_attempts=options.max_attempts)
+    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
 
 
 class GsStorage(Storage):

@@ -7,7 +7,6 @@ rules in words.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import msgspec
 
 from actorsnap.errors import ObjectExists, StorageError, UsageError
 from actorsnap.format.checksum import combine
+from actorsnap.lines import Lines
 from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.gs_client import GsClient, Resource
 from actorsnap.storage.many import try_each
@@ -26,7 +26,7 @@ from actorsnap.storage.vectored import num_bytes
 
 __all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "Upload", "find_sources"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 MIN_WRITE_BYTES = 1 << 20
 """Less is not worth a request, and more of them only make the tree of composing deeper."""

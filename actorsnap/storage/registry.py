@@ -30,6 +30,7 @@ __all__ = [
     "check_url",
     "find_opener",
     "is_ready",
+    "is_shared",
     "known_schemes",
     "open_storage",
     "register",
@@ -120,6 +121,13 @@ def is_ready(url: str | os.PathLike[str]) -> bool:
     module, _, name = _BUILT_IN.get(scheme, "").partition(":")
     # A module that another thread is still importing has it not yet.
     return hasattr(sys.modules.get(module), name)
+
+
+def is_shared(url: str) -> bool:
+    """Whether another process that opens the URL finds the same objects there."""
+    scheme = _split(url, url)[0]
+    with _lock:
+        return scheme != "memory" and scheme not in _registered
 
 
 def _split(url: object, text: str) -> tuple[str | None, str]:

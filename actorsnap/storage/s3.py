@@ -28,7 +28,6 @@ what servers cannot do (``s3_bucket``), sockets and signatures (``s3_client``, `
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +38,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, UsageError
+from actorsnap.lines import Lines
 from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
@@ -57,7 +57,7 @@ from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["S3Storage", "open_s3"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _ONE_PUT_BYTES = 1 << 20
 _MAX_PARTS = 10_000
@@ -74,7 +74,7 @@ def open_s3(url: str, context: StorageContext) -> Storage:
     storage = S3Storage(url, context, options)
     policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
     adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    return RetryStorage(adaptive, policy=policy)
+    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
 
 
 class S3Storage(Storage):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.format.checksum import crc32c_of
+from actorsnap.lines import Lines
 from actorsnap.storage.base import ObjectInfo, StorageContext, check_key
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
@@ -44,7 +44,7 @@ from actorsnap.storage.wire import WireError, WrongLength
 
 __all__ = ["S3Bucket", "Sent", "code", "etag", "info_of", "truncated"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+")
 """The name of a bucket, some of which are older than Amazon's rules; or of an access point."""

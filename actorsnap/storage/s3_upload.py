@@ -7,7 +7,6 @@ a storage, headers, checks that servers make (``s3_bucket``). ``s3`` has the rul
 from __future__ import annotations
 
 import base64
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import msgspec
 
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import combine, crc32c_of
+from actorsnap.lines import Lines
 from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, code, etag
 from actorsnap.storage.s3_client import crc32c_text
@@ -24,7 +24,7 @@ from actorsnap.storage.vectored import between, num_bytes
 
 __all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 
 class Source(NamedTuple):

@@ -29,6 +29,7 @@ from typing import TypeVar
 import anyio
 
 from actorsnap.errors import FormatError, ObjectExists, ObjectNotFound, StorageError, UsageError
+from actorsnap.lines import Lines
 from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Storage, check_key
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "WriterWrapper",
     "without_blocking_io",
 ]
+
+logger = Lines(__name__)
 
 T = TypeVar("T")
 
@@ -446,6 +449,11 @@ class RetryStorage(Wrapper):
 
     Blocking I/O is off: waits belong to the loop.
 
+    Args:
+        inner: What is wrapped.
+        policy: When to try again.
+        on_retry: See ``StorageContext``.
+        uniform, sleep, clock: Chance and time.
     Cancellation: ends a wait at once.
     """
 
@@ -454,6 +462,7 @@ class RetryStorage(Wrapper):
         inner: Storage,
         *,
         policy: RetryPolicy,
+        on_retry: Callable[[StorageError, float], None] | None = None,
         uniform: Callable[[], float] = random.random,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
         clock: Callable[[], float] = anyio.current_time,
@@ -461,6 +470,7 @@ class RetryStorage(Wrapper):
         super().__init__(inner)
         self.capabilities = without_blocking_io(inner.capabilities)
         self._policy = policy
+        self._on_retry = on_retry
         self._uniform = uniform
         self._sleep = sleep
         self._clock = clock
@@ -558,6 +568,10 @@ class RetryStorage(Wrapper):
             if failures.count > 1:
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
+        text = "%s; trying again in %.1f s"
+        logger.info(text, error, delay_s, extra={"stage": error.op, "key": error.key})
+        if self._on_retry is not None:
+            self._on_retry(error, delay_s)
         await self._sleep(delay_s)
 
 

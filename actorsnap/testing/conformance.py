@@ -144,7 +144,7 @@ def _write_bytes(storage: Storage, at_least: int) -> int:
 class StorageConformance:
     """Subclass it, name the class ``Test...`` and give the fixture ``make_storage``."""
 
-    limit_s: float = 60.0
+    limit_s: float = 300.0
     num_many: int = 1100
     num_examples: int = 40
 

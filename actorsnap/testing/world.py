@@ -21,13 +21,15 @@ from actorsnap.actors.errands import Errands
 from actorsnap.actors.session import ParticipantActor, Remembered, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
+from actorsnap.format.manifest import features_of
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.coordinator import CoordinatorMachine, Memory
+from actorsnap.protocol.coordinator import CoordinatorMachine
+from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.participant import ParticipantMachine, StartStoring
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
-from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.base import Capabilities, RunBlocking, Storage
 from actorsnap.testing.faults import FaultyStorage, Verb
 from actorsnap.testing.network import SimulatedNetwork
 
@@ -52,6 +54,7 @@ class SimulatedSave:
         release_of: Releases of ranks that run another one.
         copies: As in ``async_take``.
         resumed: Dead attempts whose objects are used.
+        compression: zstd's level; None: nothing is compressed.
         memory, remembered: What coordinator and ranks know from the save before.
 
     Attributes:
@@ -71,6 +74,7 @@ class SimulatedSave:
     overwrite: bool = False
     copies: bool = False
     resumed: tuple[str, ...] = ()
+    compression: int | None = None
     budget_bytes: int = 64 * _MIB
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
@@ -156,7 +160,7 @@ class SimulatedSave:
 
     def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
         world_size = len(self.states)
-        can = storage.capabilities
+        can = Capabilities() if self.compression is not None else storage.capabilities
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=self.attempt,
@@ -171,6 +175,7 @@ class SimulatedSave:
                     min_write_bytes=can.min_write_bytes,
                     max_writes=can.max_writes,
                     has_joined_writers=can.has_joined_writers,
+                    compression=self.compression,
                 ),
                 resumed=self.resumed,
                 memory=memory,
@@ -185,8 +190,10 @@ class SimulatedSave:
                 fsync=True,
                 metadata={},
                 overwrite=self.overwrite,
+                features=features_of(is_compressed=self.compression is not None),
             ),
             timeout_s=self.timeout_s,
+            deadline=anyio.current_time() + self.timeout_s,
             on_failure=self.causes.append,
         )
 

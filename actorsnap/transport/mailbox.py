@@ -11,7 +11,6 @@ It must not know torch: a store is whatever has the methods of ``QueueStore``.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -23,6 +22,8 @@ from enum import Enum, IntEnum, auto
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
+
+from actorsnap.lines import Lines
 
 __all__ = [
     "PIECE_BYTES",
@@ -38,7 +39,7 @@ __all__ = [
     "StoreStatistics",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 PIECE_BYTES = 4 << 20
 """A store's server closes the connection of whoever sends it more than 8 MiB at once."""
@@ -284,6 +285,7 @@ class Mailbox:
             store: QueueStore = store_for.pop(what).clone()
             store.set_timeout(_FOREVER)
             self._connected[what] = True
+            self.wake_up()  # a hello may wait for that
             work(store)
         except Exception as error:
             logger.debug("%s: cannot %s", self._keys[self._rank], what, exc_info=True)
@@ -343,7 +345,7 @@ class Mailbox:
         said: Beat | None = None
         encoded: tuple[object, bytes] = (None, b"")
         while True:
-            beat = self.beat
+            beat = self._sayable_beat()
             try:
                 wait_s = None if beat is None else max(0.0, beat_at - time.monotonic())
                 job = self._outbox.get(timeout=wait_s)
@@ -358,7 +360,7 @@ class Mailbox:
                         self._push(store, to, self._encoder.encode(what))
                     else:
                         encoded = self._push_message(store, to, what, encoded)
-                beat = self.beat
+                beat = self._sayable_beat()
             if beat is not said:
                 # A save has begun or ended, or the session has: the others hear at once.
                 said, beat_at, hello_s = beat, 0.0, 0.0
@@ -371,6 +373,13 @@ class Mailbox:
                     self._push(store, other, beat.frame)
                     self._sent[2] += 1
                 beat_at = time.monotonic() + every_s
+
+    def _sayable_beat(self) -> Beat | None:
+        """Who says hello must hear the welcome soon: it says so rarer and rarer, and would be
+        taken for lost if the connection it listens on takes long."""
+        beat = self.beat
+        is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
+        return None if is_mute else beat
 
     def _push_message(
         self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]

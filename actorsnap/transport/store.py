@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
-import logging
 import os
 import secrets
 import time
@@ -42,6 +42,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import UsageError
+from actorsnap.lines import Lines
 from actorsnap.transport.base import Broken, Lost
 from actorsnap.transport.mailbox import (
     Arrived,
@@ -65,7 +66,7 @@ __all__ = [
     "StoreStatistics",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Lines(__name__)
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")
@@ -113,6 +114,9 @@ class _End(Generic[In]):
     def heard(self, rank: int, now: float) -> None:
         if rank not in self._reported:
             self._heard[rank] = now
+
+    def has_heard(self, rank: int) -> bool:
+        return rank in self._heard
 
     def lose(self, rank: int, silent_s: float) -> None:
         self._heard.pop(rank, None)
@@ -272,6 +276,8 @@ class StorePort(Generic[Up, Down]):
         first_number: Of the first save; another than 0 if an earlier port of the same group in
             this process had begun so many.
         connect_s: So long the store may take to answer.
+        may_return: Who has gone may have a successor, who has to start up: a rank is lost only
+            if it was heard in the save itself. Somebody else has to know who never comes.
     """
 
     def __init__(
@@ -288,6 +294,7 @@ class StorePort(Generic[Up, Down]):
         clock: Callable[[], float] = time.monotonic,
         first_number: int = 0,
         connect_s: float = 60.0,
+        may_return: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -297,6 +304,7 @@ class StorePort(Generic[Up, Down]):
         self._beat_s = beat_s
         self._clock = clock
         self.connect_s = connect_s
+        self._may_return = may_return
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
@@ -347,18 +355,33 @@ class StorePort(Generic[Up, Down]):
         return self._fault is not None or self._is_closing
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a save is open. On the loop only."""
+        return bool(self._open)
+
+    @property
     def next_number(self) -> int:
         """The number that the next save gets."""
         return self._next_number
 
-    def begin(self, *, lost_after_s: float = 30.0) -> StoreSave[Up, Down]:
+    def begin(
+        self, *, lost_after_s: float = 30.0, number: int | None = None
+    ) -> StoreSave[Up, Down]:
         """Takes the next number. From any thread, in the same order on all ranks.
+
+        Args:
+            number: Instead, one that is agreed upon elsewhere. It must be larger than all
+                before; those left out are nobody's.
 
         Raises:
             UsageError: in a process forked from the port's.
         """
         self._check_process()
-        number = next(self._numbers)
+        if number is None:
+            number = next(self._numbers)
+        else:
+            assert number >= self._next_number
+            self._run_on_loop(functools.partial(self._leave_out, number))
         self._next_number = number + 1
         save = StoreSave(self, number, lost_after_s)
         self._run_on_loop(lambda: self._register(save))
@@ -477,8 +500,10 @@ class StorePort(Generic[Up, Down]):
             self._awaited.pop(sender, None)
             self._left.add(sender)
             for save in self._open.values():
-                if save.coordinator is not None:
-                    save.coordinator.lose(sender, 0.0)
+                end = save.coordinator
+                # What it leaves may be an earlier save only, which has just ended here.
+                if end is not None and (not self._may_return or end.has_heard(sender)):
+                    end.lose(sender, 0.0)
             return
         self._left.discard(sender)
         self._mailbox.present[sender] = None
@@ -604,7 +629,9 @@ class StorePort(Generic[Up, Down]):
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
-        if save.coordinator is not None:
+        if self._may_return:
+            pass
+        elif save.coordinator is not None:
             for rank in self._mailbox.present:
                 self._heard(number, rank)
             for rank in sorted(self._left):
@@ -612,6 +639,14 @@ class StorePort(Generic[Up, Down]):
         elif self._session is not None:
             self._heard(number, _COORDINATOR)
         self._set_beat()
+
+    def _leave_out(self, number: int) -> None:
+        """Numbers below this one that have not begun do not come any more."""
+        for gap in range(self._ended_below, number):
+            if gap not in self._open:
+                self._num_dropped += len(self._kept.pop(gap, ()))
+                self._ended.add(gap)
+        self._raise_ended_below()
 
     def _end(self, save: StoreSave[Up, Down]) -> None:
         number = save.number
@@ -625,10 +660,13 @@ class StorePort(Generic[Up, Down]):
         self._forgotten.discard(number)
         self._before_welcome = [held for held in self._before_welcome if held[0] != number]
         self._ended.add(number)
+        self._raise_ended_below()
+        self._set_beat()
+
+    def _raise_ended_below(self) -> None:
         while self._ended_below in self._ended:
             self._ended.remove(self._ended_below)
             self._ended_below += 1
-        self._set_beat()
 
     def _set_beat(self) -> None:
         """Tells the sending thread what to say of the saves, and how often."""

@@ -7,7 +7,7 @@ import random
 import anyio
 import pytest
 
-from actorsnap.actors.budget import Budget, Lease
+from actorsnap.actors.budget import Budget, Lease, Purpose
 
 
 async def test_leases_up_to_the_limit_and_waits_beyond() -> None:
@@ -172,10 +172,10 @@ async def test_reading_does_not_wait_for_saves_that_hold_everything() -> None:
         second: list[Lease] = []
 
         async def read() -> None:
-            second.append(await budget.lease(4, is_reading=True))
+            second.append(await budget.lease(4, Purpose.READING))
 
-        with anyio.fail_after(5):
-            first = await budget.lease(4, is_reading=True)
+        with anyio.fail_after(60):
+            first = await budget.lease(4, Purpose.READING)
         tasks.start_soon(read)
         await anyio.wait_all_tasks_blocked()
         # One at a time goes beyond the limit: the excess is a single read.
@@ -190,10 +190,28 @@ async def test_reading_does_not_wait_for_saves_that_hold_everything() -> None:
 
 async def test_reading_alone_stays_within_the_limit() -> None:
     budget = Budget(10)
-    leases = [await budget.lease(5, is_reading=True) for _ in range(2)]
+    leases = [await budget.lease(5, Purpose.READING) for _ in range(2)]
     with anyio.move_on_after(0.01) as scope:
-        await budget.lease(5, is_reading=True)
+        await budget.lease(5, Purpose.READING)
     assert scope.cancelled_caught
     for lease in leases:
+        lease.release()
+    assert budget.statistics().leased_bytes == 0
+
+
+async def test_compressing_does_not_wait_for_what_is_staged() -> None:
+    """It is what frees that. And reading waits for neither."""
+    budget = Budget(10)
+    staged = await budget.lease(10)
+    with anyio.fail_after(60):
+        compressing = await budget.lease(4, Purpose.COMPRESSING)
+        reading = await budget.lease(3, Purpose.READING)
+        decompressing = await budget.lease(2, Purpose.DECOMPRESSING)
+    for purpose in Purpose:
+        with anyio.move_on_after(0.01) as scope:
+            await budget.lease(1, purpose)
+        assert scope.cancelled_caught
+    assert budget.statistics().peak_bytes == 19
+    for lease in (staged, compressing, reading, decompressing):
         lease.release()
     assert budget.statistics().leased_bytes == 0

@@ -32,7 +32,7 @@ from actorsnap.planning.exchange import (
 from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
-from actorsnap.state.tensors import MemorySink
+from actorsnap.state.memory import MemorySink
 from actorsnap.transport.base import Lost
 from actorsnap.transport.inproc import InprocTransport
 

@@ -1,4 +1,4 @@
-"""Fetchers on threads: what a cancellation reaches."""
+"""Fetchers: what a cancellation reaches, and what lies between wanted bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.reader import FetcherPool, Request
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored
-from actorsnap.state.tensors import MemorySink
+from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, StoredChunk
+from actorsnap.planning.index import Index
+from actorsnap.state.memory import MemorySink
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrappers import Wrapper
@@ -37,7 +38,7 @@ class Held(Wrapper):
     ) -> None:
         self.num_reads += 1
         self.has_begun.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         super().read_into_blocking(key, offset, batches)
 
 
@@ -68,4 +69,36 @@ async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
             await anyio.sleep(0.05)
         storage.go.set()
     assert storage.num_reads <= 2
+    await storage.aclose()
+
+
+async def test_what_another_rank_compressed_may_be_a_gap(tmp_path: Path) -> None:
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    storage = open_storage(tmp_path, context)
+    key = "a/data/model/0-0.chunks"
+    records = []
+    for rank, start in enumerate((0, 10, 20)):
+        await storage.put(f"{key}/{start}", [memoryview(bytes([rank + 1]) * 10)])
+        chunks = (StoredChunk(start, start + 10, 0),)
+        records.append(
+            ObjectRecord(key=key, size=30, header_bytes=0, header_crc32c=0, chunks=chunks)
+        )
+    index = Index(attempt="a", world_size=3, objects=tuple(records), entries=(), elsewhere={})
+    target = np.zeros(20, np.uint8)
+    pool = FetcherPool(
+        storage,
+        run_blocking=run_blocking_in_thread,
+        budget=Budget(1 << 20),
+        verify=False,
+        chunk_bytes=2 * MAX_BLOCK_BYTES,
+        max_gap_bytes=10,
+        num_fetchers=2,
+    )
+    await pool.fetch(
+        [
+            Request(index, Stored(0, 0, 10, ()), MemorySink(target.ctypes.data, 10, target)),
+            Request(index, Stored(2, 20, 30, ()), MemorySink(target.ctypes.data + 10, 10, target)),
+        ]
+    )
+    assert target.tolist() == [1] * 10 + [3] * 10
     await storage.aclose()

@@ -81,8 +81,9 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]
 
 def tensor(rng: random.Random, shape: tuple[int, ...]) -> torch.Tensor:
     count = torch.Size(shape).numel()
-    start = rng.randrange(_noise.numel() - count)
-    return _noise[start : start + count].clone().reshape(shape)
+    noise = _noise.repeat(1 + count // _noise.numel())  # one that 64 ranks have may be larger
+    start = rng.randrange(noise.numel() - count)
+    return noise[start : start + count].clone().reshape(shape)
 
 
 def shared_leaves(rng: random.Random, name: str, num: int) -> dict[str, torch.Tensor]:

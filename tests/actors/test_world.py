@@ -15,10 +15,11 @@ import safetensors.torch
 import torch
 import trio.testing
 
-from actorsnap.actors import session
-from actorsnap.actors.uploader import checksums_of
+from actorsnap.actors import session, stock
+from actorsnap.actors.stock import checksums_of
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
+from actorsnap.format.frames import FRAME_BYTES, Unpacker
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -27,6 +28,7 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
+from actorsnap.planning.chunks import chunk_maps
 from actorsnap.protocol.messages import (
     AskInventory,
     AskItems,
@@ -36,8 +38,8 @@ from actorsnap.protocol.messages import (
     Failure,
     Stage,
 )
+from actorsnap.state.memory import ByteSource
 from actorsnap.state.stateful import StateDict
-from actorsnap.state.tensors import ByteSource
 from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
 from actorsnap.storage.memory import MemoryStorage, open_memory
 from actorsnap.storage.vectored import num_bytes
@@ -97,7 +99,8 @@ async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
     for record in commit.manifests:
         manifest = decode_rank_manifest(await storage.get(record.key), record, record.key)
         for held in manifest.objects:
-            assert (await storage.stat(held.key)).size == held.size
+            for key, size in held.stored:
+                assert (await storage.stat(key)).size == size
         manifests.append(manifest)
     return commit, manifests
 
@@ -142,6 +145,73 @@ async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
         loaded |= safetensors.torch.load(await storage.get(key))
     assert torch.equal(loaded["w"], expected)
     assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+async def test_many_ranks_compress_one_object(copies: bool) -> None:
+    """Each compresses its part, into chunks of its own; on a storage that joins no writers."""
+    storage = empty_storage()
+    world = world_of(4, storage, copies=copies, compression=1)
+    assert await world.run() == dict.fromkeys(range(4))
+    commit, manifests = await read_back(storage)
+    assert commit.features == ("block_sizes", "compression")
+    (key,) = {
+        m.objects[e.data.object].key
+        for m in manifests
+        for e in m.entries
+        if e.path == "model/w" and isinstance(e, TensorEntry)
+    }
+    records = [record for m in manifests for record in m.objects if record.key == key]
+    assert len(records) == 4
+    data = bytearray(records[0].size)
+    for extent in chunk_maps(records)[key].extents(0, len(data)):
+        stored = memoryview(await storage.get(extent.key, extent.offset))
+        assert len(stored) == extent.size < extent.stop - extent.start
+        at = 0
+        for number, size in enumerate(extent.frames):
+            start = extent.start + number * FRAME_BYTES
+            out = memoryview(data)[start : min(start + FRAME_BYTES, extent.stop)]
+            Unpacker(extent.key).unpack(stored[at : at + size], out)
+            at += size
+    loaded = safetensors.torch.load(bytes(data))
+    assert torch.equal(loaded["w"], torch.arange(3 * MIB, dtype=torch.uint8))
+    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+
+
+async def test_a_rank_that_cannot_compress_is_everybodys_outcome() -> None:
+    storage = empty_storage()
+    broken = FaultyStorage(storage, fail_at=2, fail_verbs=[Verb.PUT])
+    world = world_of(3, [storage, storage, broken], compression=1, chunk_bytes=MIB)
+    outcomes = await world.run()
+    assert broken.was_hit
+    assert len(set(outcomes.values())) == 1
+    failure = outcomes[0]
+    assert isinstance(failure, Failure)
+    assert (failure.rank, failure.stage) == (2, Stage.STORE)
+    assert [info.key async for info in storage.list("")] == []
+
+
+async def test_a_rank_without_the_library_is_everybodys_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has looked at its own installation only."""
+    ranks = iter(range(3))
+
+    def check_available() -> None:
+        if next(ranks) == 1:
+            raise UsageError("no zstd here")
+
+    monkeypatch.setattr(session, "check_available", check_available)
+    storage = empty_storage()
+    outcomes = await world_of(3, storage, compression=1).run()
+    assert len(set(outcomes.values())) == 1
+    failure = outcomes[0]
+    assert isinstance(failure, Failure)
+    assert failure.stage == Stage.PLAN
+    error = failure.to_error()
+    assert isinstance(error, UsageError)
+    assert "no zstd here" in str(error)
+    assert [info.key async for info in storage.list("")] == []
 
 
 async def test_one_ranks_storage_error_is_everybodys_outcome() -> None:
@@ -404,7 +474,7 @@ async def test_what_several_meshes_have_is_told_apart_once(monkeypatch: pytest.M
         looked_at.append(source.nbytes)
         return checksums_of(source)
 
-    monkeypatch.setattr(session, "checksums_of", look)
+    monkeypatch.setattr(stock, "checksums_of", look)
 
     async def save(
         states: list[dict[str, StateDict]], before: SimulatedSave | None = None, **more: Any

@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
@@ -57,17 +59,45 @@ def save(
 
 
 def save_and_die_at_operation(
-    url: str, number: int, *, how: str, overwrite: bool, at: int, when: str
+    url: str,
+    number: int,
+    *,
+    how: str,
+    overwrite: bool,
+    at: int,
+    when: str,
+    compression: str | None = None,
 ) -> str:
     """``save``, killed at the storage operation number ``at`` that writes."""
+    options = Options(fsync=False, compression=compression)
     with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
-        return save(faulty_url(url), number, how=how, overwrite=overwrite)
+        return save(faulty_url(url), number, how=how, overwrite=overwrite, options=options)
 
 
 def copy_and_die_at_operation(source: str, to: str, *, at: int, when: str) -> None:
     """A copy that replaces, killed at the writing operation number ``at`` of the destination."""
     with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
         sync.Snapshot(source).copy_to(faulty_url(to), overwrite=True)
+
+
+def write_and_die(root: str, *, k: int, when: str, how: str) -> None:
+    """One operation of each verb, killed at the ``k``-th that writes."""
+
+    async def write() -> None:
+        inner = open_storage(root, StorageContext(run_blocking=run_blocking_in_thread))
+        storage = FaultyStorage(inner, kill_after=k, kill_when=when)
+        await storage.put("1", [memoryview(b"x")])
+        await storage.get("1")
+        await storage.put_if_absent("2", b"x")
+        writer = await storage.writer("3", 1)
+        if how == "blocking":
+            await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"x")])
+        else:
+            await writer.write_at(0, [memoryview(b"x")])
+        await writer.complete()
+        await storage.delete(["1"])
+
+    anyio.run(write)
 
 
 _WRITING = ("open", "mkdir", "ftruncate", "pwritev", "fsync", "rename", "link", "unlink", "rmdir")
@@ -134,8 +164,17 @@ def look_and_save_again(url: str, number: int) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def race(url: str, number: int, *, overwrite: bool, fifos: list[str], num_rounds: int) -> list[str]:
+def race(
+    url: str,
+    number: int,
+    *,
+    overwrite: bool,
+    fifos: list[str],
+    num_rounds: int,
+    env: dict[str, str] | None = None,
+) -> list[str]:
     """Saves to ``<url>/<round>`` in step with a twin that has the same two FIFOs, swapped."""
+    os.environ |= env or {}
     Host.get()
     outcomes = []
     out, into = (os.open(path, os.O_RDWR) for path in fifos)
@@ -288,7 +327,7 @@ def interrupted_restore(url: str, at: int) -> dict[str, Any]:
             sync.Snapshot(faulty_url(url)).restore(state(-1))
         except KeyboardInterrupt:
             raised = True
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while Host.get()._calls and time.monotonic() < deadline:
         time.sleep(0.001)  # what has ended is taken off the list a moment later
     return {
@@ -354,6 +393,7 @@ def fork_with_pending(url: str) -> dict[str, Any]:
             return {
                 "wait": raised_by(pending.wait),
                 "staged": raised_by(pending.staged),
+                "guard": raised_by(pending.guard),
                 "done": raised_by(pending.done),
                 "cancel": raised_by(pending.cancel),
                 "events": raised_by(lambda: list(pending.events())),

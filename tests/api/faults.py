@@ -17,7 +17,7 @@ from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_
 
 __all__ = ["Barrier", "BarrierStorage", "faulty", "faulty_url"]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Bound of every wait for another thread; reached only by a failing test."""
 
 

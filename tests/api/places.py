@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from actorsnap import NotASnapshot, Snapshot, StateDict
-from actorsnap.format.layout import attempt_of
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import Storage, StorageContext
@@ -92,7 +91,7 @@ async def leftovers(url: object) -> list[str]:
     if COMMIT_KEY in keys:
         attempt = decode_commit(await storage.get(COMMIT_KEY)).attempt
     await storage.aclose()
-    return [key for key in keys if key != COMMIT_KEY and attempt_of(key) != attempt]
+    return [key for key in keys if key != COMMIT_KEY and key.partition("/")[0] != attempt]
 
 
 async def assert_whole(url: object, number: int | None, *, is_clean: bool = True) -> None:

@@ -50,6 +50,13 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
+@pytest.fixture(scope="module")
+def other() -> Iterator[Zygote]:
+    """A second one: each runs one call at a time."""
+    with Zygote() as other:
+        yield other
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The folder of a snapshot of state 1."""
@@ -554,23 +561,22 @@ def test_an_unfinished_attempt_says_what_is_in_it(zygote: Zygote, tmp_path: Path
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
 def test_two_processes_take_to_the_same_path(
-    zygote: Zygote, tmp_path: Path, overwrite: bool
+    zygote: Zygote, other: Zygote, tmp_path: Path, overwrite: bool
 ) -> None:
     num_rounds = 25
     for name in "ab":
         os.mkfifo(tmp_path / name)
-    with Zygote() as other:
-        fifos = [str(tmp_path / name) for name in "ab"]
-        for number, (one, pair) in enumerate([(zygote, fifos), (other, fifos[::-1])]):
-            one.start(
-                "race",
-                url=str(tmp_path),
-                number=number,
-                overwrite=overwrite,
-                fifos=pair,
-                num_rounds=num_rounds,
-            )
-        outcomes = list(zip(zygote.end().result(), other.end().result(), strict=True))
+    fifos = [str(tmp_path / name) for name in "ab"]
+    for number, (one, pair) in enumerate([(zygote, fifos), (other, fifos[::-1])]):
+        one.start(
+            "race",
+            url=str(tmp_path),
+            number=number,
+            overwrite=overwrite,
+            fifos=pair,
+            num_rounds=num_rounds,
+        )
+    outcomes = list(zip(zygote.end().result(), other.end().result(), strict=True))
     for round_, outcome in enumerate(outcomes):
         url = str(tmp_path / str(round_))
         found = asyncio.run(number_at(url))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,14 +26,15 @@ from actorsnap import (
     sync,
 )
 from actorsnap.actors import coordinator
-from actorsnap.runtime import host, saving
+from actorsnap.runtime import host, place, saving
 from actorsnap.storage.base import Storage
+from actorsnap.storage.wrappers import Wrapper
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, leftovers, number_at, number_of, state
 from tests.api.zygote import Zygote
 from tests.conftest import LeakCheck
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 FAST = Options(fsync=False)
 
 
@@ -135,6 +137,33 @@ async def test_cancelling_a_take(
         await take(url, 3, overwrite=number is not None)
         await assert_whole(url, 3)
     assert k > (3 if has_blocking_io else 9)
+
+
+class _Silent(Wrapper):
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        await anyio.sleep_forever()
+        return b""
+
+
+async def test_cancelling_a_take_while_its_storage_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of a storage then that may not answer."""
+    opening, open_place = threading.Event(), place.open_place
+
+    async def open_late(*args: Any, **more: Any) -> Storage:
+        opening.set()
+        await anyio.sleep(0.1)
+        return _Silent(await open_place(*args, **more))
+
+    monkeypatch.setattr(saving, "open_place", open_late)
+    options = Options(fsync=False, timeout_s=10.0)
+    task = asyncio.create_task(Snapshot.take(tmp_path / "s", state(1), options=options))
+    assert await asyncio.to_thread(opening.wait, LIMIT_S)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=5.0)
+    assert done
+    assert task.cancelled()
 
 
 async def test_cancelling_an_async_take_and_its_waiting(
@@ -370,9 +399,16 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
-@pytest.mark.parametrize("how", ["sync", "asyncio.run"])
-@pytest.mark.parametrize("stalls", [False, True], ids=["slow", "stalled"])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
+def _interrupts() -> Iterator[Any]:
+    """All of it; what is not slow has each pair of values."""
+    for overwrite, stalls, is_sync in itertools.product((False, True), repeat=3):
+        how = "sync" if is_sync else "asyncio.run"
+        names = ("replacing" if overwrite else "first", "stalled" if stalls else "slow", how)
+        marks = [pytest.mark.slow] if overwrite ^ stalls ^ is_sync else []
+        yield pytest.param(how, stalls, overwrite, id="-".join(names), marks=marks)
+
+
+@pytest.mark.parametrize(("how", "stalls", "overwrite"), [*_interrupts()])
 def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrite: bool) -> None:
     before = 1 if overwrite else None
     verbs = []

@@ -25,7 +25,9 @@ from actorsnap import ChecksumMismatch, FormatError, Options, StateDict
 from actorsnap.actors import staging, uploader
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.staging import StagingActor
+from actorsnap.actors.trace import Row
 from actorsnap.planning.packing import Chunk
+from actorsnap.state.memory import gather
 from actorsnap.storage.wrappers import WriterWrapper
 from actorsnap.sync import PendingSnapshot, Snapshot
 from tests.api.facades import Facade, each_facade
@@ -254,15 +256,14 @@ def test_two_snapshots_of_a_moving_state_at_once() -> None:
 def test_blocking_take_reads_the_memory_itself() -> None:
     """The other half of the promise: ``take`` copies nothing that lies in order."""
     copied: list[int] = []
-    original = staging._copy
 
-    def count(sources: Any, pieces: Any, memory: memoryview) -> None:
+    def count(sources: Any, pieces: Any, memory: memoryview, pin: Any) -> None:
         copied.append(len(memory))
-        original(sources, pieces, memory)
+        gather(sources, pieces, memory, pin)
 
     state = {"plain": dense(torch.float32, 1024, 1024), "small": dense(torch.int8, 7)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_copy", count)
+        patch.setattr(staging, "gather", count)
         Snapshot.take("memory://consistency/blocking", {"s": StateDict(state)}, overwrite=True)
         assert copied == []
         with gated() as (url, gate):
@@ -278,22 +279,21 @@ def test_blocking_take_reads_the_memory_itself() -> None:
 def staging_taken_out() -> Iterator[None]:
     """Chunks are copied when their turn to be stored comes, behind the gate, instead of before."""
     late: dict[int, Callable[[], Any]] = {}
-    copy_now = staging._copy
     store = uploader.UploaderActor._store
 
-    def copy_later(sources: Any, pieces: Any, memory: memoryview) -> None:
-        late[id(memory)] = lambda: copy_now(sources, pieces, memory)
+    def copy_later(sources: Any, pieces: Any, memory: memoryview, pin: Any) -> None:
+        late[id(memory)] = lambda: gather(sources, pieces, memory, pin)
 
-    async def store_late(self: Any, staged: StagedChunk) -> None:
+    async def store_late(self: Any, staged: StagedChunk, row: Row | None) -> None:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
             writer = await self._writer_of(staged.chunk.object)
             await writer.gate.pass_through(nbytes)
             late.pop(id(staged.lease.view))()
-        await store(self, staged)
+        await store(self, staged, row)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_copy", copy_later)
+        patch.setattr(staging, "gather", copy_later)
         patch.setattr(uploader.UploaderActor, "_store", store_late)
         # The gate stands before the copy now, and each byte passes it once.
         patch.setattr(GatedWriter, "write_at", WriterWrapper.write_at)
@@ -332,9 +332,9 @@ def test_live_memory_instead_of_copies_is_noticed(tmp_path: Path) -> None:
     """Staging that sends the trainer's own memory, as a blocking take does: read too late, and
     torn or not, whichever side is faster."""
 
-    async def send_live_memory(self: Any, chunk: Chunk) -> StagedChunk:
+    async def send_live_memory(self: Any, chunk: Chunk, row: Row | None) -> StagedChunk:
         self._copies = False
-        return await original(self, chunk)
+        return await original(self, chunk, row)
 
     original = StagingActor._stage
     with pytest.MonkeyPatch.context() as patch:

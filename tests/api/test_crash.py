@@ -21,7 +21,15 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
-each_save = pytest.mark.parametrize("how", ["take", "async_take"])
+each_save = pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("take", "before"),
+        ("async_take", "after"),
+        pytest.param("take", "after", marks=pytest.mark.slow),
+        pytest.param("async_take", "before", marks=pytest.mark.slow),
+    ],
+)
 
 
 def sweep(zygote: Zygote, folder: Path, function: str, **how: Any) -> tuple[int, list[Any]]:
@@ -54,7 +62,6 @@ def check(zygote: Zygote, url: str, ending: Ending, *, overwrite: bool) -> dict[
 
 
 @each_save
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_a_storage_operation_of_a_first_save(
     zygote: Zygote, tmp_path: Path, how: str, when: str
 ) -> None:
@@ -70,7 +77,6 @@ def test_killed_at_a_storage_operation_of_a_first_save(
 
 
 @each_save
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_a_storage_operation_of_a_save_that_replaces(
     zygote: Zygote, tmp_path: Path, how: str, when: str
 ) -> None:
@@ -79,6 +85,25 @@ def test_killed_at_a_storage_operation_of_a_save_that_replaces(
     )
     # After the commit there is one more: what was replaced is deleted.
     assert num_killed >= 7
+    commit = 1 if when == "before" else 2
+    assert [one["found"] for one in found] == [1] * (num_killed - 2) + [commit, 2, 2]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_a_storage_operation_of_a_compressed_save(
+    zygote: Zygote, tmp_path: Path, when: str
+) -> None:
+    num_killed, found = sweep(
+        zygote,
+        tmp_path,
+        "save_and_die_at_operation",
+        how="async_take",
+        overwrite=True,
+        when=when,
+        compression="zstd",
+    )
+    # Two chunks, the manifest, the commit, and what was replaced is deleted.
+    assert num_killed >= 5
     commit = 1 if when == "before" else 2
     assert [one["found"] for one in found] == [1] * (num_killed - 2) + [commit, 2, 2]
 

@@ -20,7 +20,7 @@ from actorsnap.errors import StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from actorsnap.runtime import inputs, upkeep
-from actorsnap.runtime.host import run_sync, shutdown
+from actorsnap.runtime.host import Host, run_sync, shutdown
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.process import host_id
 from actorsnap.storage import posix
@@ -53,13 +53,13 @@ def test_a_live_attempts_temporary_is_not_garbage(
     def held(source: str, target: str) -> None:
         if target.endswith(COMMIT_KEY) and not is_held.is_set():
             is_held.set()
-            assert may_go.wait(20)
+            assert may_go.wait(60)
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", held)
     slow = threading.Thread(target=take, args=(url, 1))
     slow.start()
-    assert is_held.wait(20)
+    assert is_held.wait(60)
     take(url, 2)
     may_go.set()
     slow.join()
@@ -221,9 +221,8 @@ async def test_a_stalled_collection_does_not_hold_up_the_caller(
     url = str(tmp_path / "s")
     monkeypatch.setattr(errands, "_CLEANUP_S", 3.0)
     with faulty(lambda inner: FaultyStorage(inner, stall=["list_folders"])):
-        began = time.monotonic()
         await Snapshot.take(faulty_url(url), state(1), options=Options(fsync=False, timeout_s=0.5))
-        assert time.monotonic() - began < 2.5
+        assert Host.get()._calls, "the caller has waited for it"
         pending = await Snapshot.async_take(
             faulty_url(url), state(2), overwrite=True, options=Options(fsync=False, timeout_s=0.5)
         )

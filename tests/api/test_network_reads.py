@@ -138,7 +138,7 @@ def test_a_chunk_is_verified_while_the_next_one_comes(
     storages: list[Counting] = []
 
     def verify_late(targets: Sequence[reader._Target]) -> None:
-        assert storages[0].has_two.wait(20), "no read has begun meanwhile"
+        assert storages[0].has_two.wait(60), "no read has begun meanwhile"
         verify(targets)
 
     def wrap(inner: Storage) -> Storage:

@@ -46,7 +46,7 @@ class OneAtLast(Wrapper):
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         self._num_asked += 1
         if self._num_asked == 1:
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 await self._all_asked.wait()
                 await self.has_written.wait()
         elif self._num_asked == NUM_OBJECTS:

@@ -50,7 +50,7 @@ def own_budget() -> Iterator[None]:
 
 def test_a_fork_while_a_snapshot_is_pending(zygote: Zygote, tmp_path: Path) -> None:
     found = zygote.call("fork_with_pending", url=str(tmp_path)).result()
-    for name in ("wait", "staged", "done", "cancel", "events"):
+    for name in ("wait", "staged", "guard", "done", "cancel", "events"):
         assert found["child"][name].startswith("UsageError: this object belongs to process"), name
     assert "open the snapshot anew in the child" in found["child"]["wait"]
     # The child has a runtime of its own, and works.
@@ -88,7 +88,7 @@ def run_script(body: str, *arguments: object) -> subprocess.CompletedProcess[str
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -111,6 +111,34 @@ def test_the_interpreter_exits_with_pending_snapshots(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     for number in (1, 2):
         asyncio.run(assert_whole(tmp_path / str(number), number))
+
+
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_the_interpreter_exits_and_aborts_what_is_pending(tmp_path: Path, offload: str) -> None:
+    """What is in the storage before stays what it is, and nothing of the aborted one is left."""
+    asyncio.run(Snapshot.take(str(tmp_path / "s"), state(1)))
+    before = sorted(tmp_path.rglob("*"))
+    done = run_script(
+        f"""
+        sys.path.insert(0, {str(ROOT / "tests" / "held")!r})
+        open(sys.argv[1] + "/hold-manifest", "x").close()
+        options = actorsnap.Options(at_exit="abort", offload={offload!r}, fsync=False)
+        actorsnap.sync.Snapshot.async_take(
+            f"held://{{sys.argv[1]}}/s", state(2), overwrite=True, options=options
+        )
+        print("last line")
+        """,
+        tmp_path,
+    )
+    (tmp_path / "hold-manifest").unlink()
+    (tmp_path / "held-manifest").unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "last line\n"
+    assert "aborting the pending snapshot before exit" in done.stderr
+    assert "waiting for the pending" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    asyncio.run(assert_whole(tmp_path / "s", 1))
 
 
 def test_the_interpreter_exits_with_a_snapshot_that_fails(tmp_path: Path) -> None:
@@ -221,7 +249,7 @@ async def test_many_snapshots_and_a_small_budget(
         order.append(number)
         await pending[number].wait()
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             for number in range(20):
                 tasks.start_soon(save, number)
@@ -235,7 +263,7 @@ async def test_many_snapshots_and_a_small_budget(
 async def test_snapshots_of_one_task_are_staged_in_order(tmp_path: Path, own_budget: None) -> None:
     options = Options(fsync=False, memory_budget_bytes=2 * MIB, chunk_bytes=2 * MIB)
     pending = []
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         for number in range(20):
             taken = await Snapshot.async_take(
                 tmp_path / str(number), state(number), options=options
@@ -263,11 +291,11 @@ async def test_a_state_larger_than_the_budget(
     tensors = {str(n): torch.full((2 * MIB,), float(n)) for n in range(8)}  # 64 MiB
     budget = Host.get().budget
     budget._peak = 0
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         pending = await Snapshot.async_take(url, {"model": StateDict(tensors)}, options=options)
     for tensor in tensors.values():
         tensor.zero_()
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         await pending.wait()
     assert 0 < budget.statistics().peak_bytes <= max(limit, chunk_mib * MIB)
     assert_idle()
@@ -275,7 +303,7 @@ async def test_a_state_larger_than_the_budget(
     budget._peak = 0
     # Every other element of a wider tensor: what cannot be read into in place.
     target: dict[str, Any] = {name: torch.zeros(2 * MIB, 2)[:, 0] for name in tensors}
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         await Snapshot(url, options=options).restore({"model": StateDict(target)})
     for name, tensor in target.items():
         assert torch.equal(tensor, torch.full((2 * MIB,), float(name)))

@@ -34,7 +34,7 @@ async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None
     url = str(tmp_path / "s")
     await Snapshot.take(url, state(1), options=Options(fsync=False))
     verb, run = CALLS[call]
-    with faulty(lambda inner: FaultyStorage(inner, stall=[verb])), anyio.fail_after(20):
+    with faulty(lambda inner: FaultyStorage(inner, stall=[verb])), anyio.fail_after(60):
         snapshot = Snapshot(faulty_url(url), options=Options(timeout_s=0.3))
         with pytest.raises(StorageError, match=r"timeout_s=0\.3 is over") as caught:
             await run(snapshot)
@@ -69,7 +69,7 @@ def test_a_system_call_that_hangs(
     def hanging(path: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread().name.startswith("actorsnap"):
             hung.set()
-            assert recovered.wait(20)
+            assert recovered.wait(120)
         return system_call(path, *args, **kwargs)
 
     began = time.monotonic()
@@ -79,10 +79,10 @@ def test_a_system_call_that_hangs(
             with pytest.raises(StorageError, match=r"timeout_s=0\.5 is over"):
                 run(sync.Snapshot(url, options=Options(timeout_s=0.5)))
             assert hung.is_set()
-            assert time.monotonic() - began < 10  # it was: never
+            assert time.monotonic() - began < 60  # it was: never
     finally:
         recovered.set()
         while Host.get()._calls:
-            assert time.monotonic() - began < 40, "what hung has not ended"
+            assert time.monotonic() - began < 120, "what hung has not ended"
             time.sleep(0.01)
     assert Host.get().budget.statistics().leased_bytes == 0

@@ -80,7 +80,7 @@ def test_the_app_state_is_let_go(tmp_path: Path, save: Callable[[str, State], No
     ]
     save(str(tmp_path / "s"), state)
     del state, tensor, sparse
-    until = time.monotonic() + 5  # threads may still be on their way out of the last call
+    until = time.monotonic() + 30  # threads may still be on their way out of the last call
     while any(ref() is not None for ref in alive) and time.monotonic() < until:
         time.sleep(0.01)
     assert [ref() for ref in alive] == [None] * 3

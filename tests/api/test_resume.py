@@ -262,7 +262,7 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
-@pytest.fixture(params=["moto", "ceph"])
+@pytest.fixture(params=[pytest.param("moto", marks=pytest.mark.slow), "ceph"])
 def server(request: pytest.FixtureRequest) -> S3Server:
     server = request.getfixturevalue(request.param)
     assert isinstance(server, MotoServer | CephServer)

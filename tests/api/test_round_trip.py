@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 import os
 import random
 import string
@@ -820,10 +821,14 @@ def test_random_states(state: dict[str, Any], is_async: bool) -> None:
     forget_space(name)
 
 
+@pytest.mark.parametrize("offload", ["thread", "process"])
 @each_facade
-def test_names_that_utf8_cannot_say(api: Facade, tmp_path: Path) -> None:
-    """A path of any bytes, a key and a glob with lone surrogates; errors name them, too."""
+def test_names_that_utf8_cannot_say(
+    api: Facade, tmp_path: Path, offload: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Paths of any bytes, a key and a glob with lone surrogates; errors and logs name them, too."""
     url = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    options = Options(offload=offload, trace=f"{url}.json")
     state = {"\ud800": StateDict(x=torch.arange(3.0))}
     target = {"\ud800": StateDict(x=torch.zeros(3))}
     globs = ["\ud800/**", "%ud800/**"]
@@ -832,3 +837,15 @@ def test_names_that_utf8_cannot_say(api: Facade, tmp_path: Path) -> None:
     assert_same(target["\ud800"].state_dict(), state["\ud800"].state_dict())
     with pytest.raises(ObjectExists):
         api.run(api.Snapshot.take(url, state))
+    with caplog.at_level(logging.INFO, "actorsnap"):
+        pending = api.run(
+            api.Snapshot.async_take(url, state, replicated=globs, overwrite=True, options=options)
+        )
+        assert api.run(pending.wait()).path == url
+    assert ": committed, " in caplog.text
+    assert "given up" not in caplog.text
+    assert "is lost" not in caplog.text
+    assert caplog.text.isascii()
+    assert json.loads(Path(f"{url}.json").read_bytes())["otherData"]
+    with pytest.raises(ObjectExists):
+        api.run(api.run(api.Snapshot.async_take(url, state, options=options)).wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ NUM_FLOATS = 100 << 18
 """Of one object, which is large enough for two writers."""
 
 
-def take(me: Rank, url: str) -> list[bool]:
+def take(me: Rank, url: str, env: dict[str, str]) -> list[bool]:
     """Saves what all hold; says, per object that it wrote to, whether that was a part of it."""
+    os.environ |= env
     me.join_gloo()
     written: dict[str, int] = {}
     sizes: dict[str, int] = {}
@@ -42,8 +44,8 @@ def take(me: Rank, url: str) -> list[bool]:
     return [nbytes < sizes[key] for key, nbytes in written.items()]
 
 
-def direct_take(num_ranks: int, url: str) -> list[Any]:
-    world = World(num_ranks, take, url=url)
+def direct_take(num_ranks: int, url: str, env: dict[str, str]) -> list[Any]:
+    world = World(num_ranks, take, url=url, env=env)
     try:
         return world.results()
     finally:

@@ -183,7 +183,7 @@ def test_a_server_that_stalls_for_ever(store: Store, store_proxy: FaultProxy) ->
         refused(None, SnapshotAborted),
     ):
         take(url, 1, options, options=Options(timeout_s=4.0))
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     assert keys_of(store, bucket) == []
     assert uploads_of(store, bucket) == []
 

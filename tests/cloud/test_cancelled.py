@@ -17,7 +17,7 @@ from tests.api.places import assert_idle
 from tests.cloud.places import Store, is_state, keys_of, requests_of, state, uploads_of
 from tests.conftest import LeakCheck
 
-SOON_S = 10.0
+SOON_S = 20.0
 MIB = 1 << 20
 
 

@@ -22,7 +22,7 @@ from tests.servers.fake_gcs import FakeGcsServer
 from tests.storage.peers import serving
 
 SMALL = 1000
-SOON_S = 10.0
+SOON_S = 20.0
 """Much less than retries would take, which go on for a minute or two."""
 
 
@@ -162,7 +162,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_an_endpoint_that_cannot_be_reached(scheme: str, how: str) -> None:
     options = OPTIONS[scheme].copy()
-    deadline = Options(timeout_s=2.0)
+    deadline = Options(timeout_s=1.0)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = listener.getsockname()
@@ -194,7 +194,14 @@ NAMES = ["ünï-コード", "with space", "per%20cent%", "plus+and#hash", "q?a=b
 NAME = "/".join(NAMES)
 
 
-@pytest.fixture(params=["ceph", "moto", "rclone", "fake_gcs"])
+@pytest.fixture(
+    params=[
+        "ceph",
+        pytest.param("moto", marks=pytest.mark.slow),
+        pytest.param("rclone", marks=pytest.mark.slow),
+        "fake_gcs",
+    ]
+)
 def server(request: pytest.FixtureRequest) -> S3Server | GcsServer:
     found = request.getfixturevalue(request.param)
     assert isinstance(found, S3Server | GcsServer)

@@ -72,7 +72,7 @@ class OpenedTogether(Wrapper):
         self._num_missing -= 1
         if not self._num_missing:
             self._has_all.set()
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             await self._has_all.wait()
         return await self.inner.writer(key, size, older=older)
 

@@ -14,6 +14,20 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box, covers_exactly
+from actorsnap.planning.inventory import (
+    Inventory,
+    Scope,
+    Sharded,
+    check_sharded,
+    classes_of,
+    copies_digest,
+    divide,
+    inventory_digest,
+    item_digest,
+    on_several_meshes,
+    ranks_digest,
+    take_stock,
+)
 from actorsnap.planning.packing import (
     Item,
     ObjectPlan,
@@ -23,24 +37,7 @@ from actorsnap.planning.packing import (
     check_memory,
     pack,
 )
-from actorsnap.planning.save import (
-    Inventory,
-    SavePlan,
-    Scope,
-    Sharded,
-    check_sharded,
-    classes_of,
-    copies_digest,
-    divide,
-    inventory_digest,
-    item_digest,
-    lists_for_copies,
-    on_several_meshes,
-    plan_digest,
-    plan_save,
-    ranks_digest,
-    take_stock,
-)
+from actorsnap.planning.save import SavePlan, lists_for_copies, plan_digest, plan_save
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 MIB = 1 << 20

@@ -24,6 +24,7 @@ EXAMPLES: list[ActorSnapError] = [
     errors.IncompatibleState(missing=["a"], mismatched=["b: c"], is_untouched=False),
     errors.SnapshotReplaced(url="u", is_deleted=True),
     errors.SnapshotAborted(reason="r", rank=3, stage="store", key="k", may_be_committed=True),
+    errors.StateChanged(path="model/weight", rank=3),
     errors.RestoreAborted(reason="r", rank=3, stage="read", key="k"),
 ]
 

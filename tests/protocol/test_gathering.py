@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, UsageError
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.coordinator import DeadlinePassed, ProtocolViolation, RankLost, SendToRank
+from actorsnap.protocol.calls import (
+    CoordinatorLost,
+    DeadlinePassed,
+    Finish,
+    RankLost,
+    Send,
+    SendToRank,
+    StepFailed,
+)
 from actorsnap.protocol.gathering import (
     Decide,
     Decision,
@@ -25,6 +33,7 @@ from actorsnap.protocol.gathering import (
     Pass,
     Reached,
 )
+from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -39,7 +48,6 @@ from actorsnap.protocol.messages import (
     ToCoordinator,
     Tokens,
 )
-from actorsnap.protocol.participant import CoordinatorLost, Finish, Send, StepFailed
 
 
 def failure(rank: int = 0) -> Failure:

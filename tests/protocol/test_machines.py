@@ -14,28 +14,35 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import UsageError
 from actorsnap.format.manifest import ManifestRecord
-from actorsnap.planning.packing import Item, PackingRules, pack
-from actorsnap.planning.save import (
+from actorsnap.planning.inventory import (
     Inventory,
-    RankPlan,
     Scope,
     Sharded,
     item_digest,
     sharded_digest,
+)
+from actorsnap.planning.packing import Item, PackingRules, RankPlan, pack
+from actorsnap.protocol.calls import (
+    CoordinatorLost,
+    DeadlinePassed,
+    Finish,
+    Looked,
+    LookForCommit,
+    RankLost,
+    Send,
+    SendToRank,
+    StepFailed,
 )
 from actorsnap.protocol.coordinator import (
     CommitFailed,
     CommitWritten,
     CoordinatorMachine,
     CoordinatorState,
-    DeadlinePassed,
-    Memory,
-    ProtocolViolation,
-    RankLost,
-    SendToRank,
     StopCommit,
     WriteCommit,
 )
+from actorsnap.protocol.machine import ProtocolViolation
+from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,
@@ -52,7 +59,6 @@ from actorsnap.protocol.messages import (
     Offer,
     ShardedTensors,
     Stage,
-    Staged,
     Stored,
     Token,
     Tokens,
@@ -63,12 +69,8 @@ from actorsnap.protocol.participant import (
     CancelRequested,
     ChunkStored,
     CompleteObject,
-    CoordinatorLost,
     DiscardObjects,
-    Finish,
     JoinObjects,
-    Looked,
-    LookForCommit,
     ManifestStored,
     ObjectCompleted,
     ObjectReleased,
@@ -78,10 +80,8 @@ from actorsnap.protocol.participant import (
     ParticipantState,
     Planned,
     ReleaseObject,
-    Send,
     StagingEnded,
     StartStoring,
-    StepFailed,
     StopWork,
     StoreManifest,
     TakeStock,
@@ -520,7 +520,6 @@ def test_a_lost_rank_is_named_and_does_not_matter_once_all_have_stored() -> None
 def test_a_failure_during_the_commit_only_ends_the_waiting_for_it() -> None:
     machine = coordinator(1)
     joined(machine)
-    machine.handle(Staged(0))
     record = ManifestRecord(key=f"{ATTEMPT}/manifest/0.json", size=1, crc32c=1)
     assert machine.handle(Stored(0, 1, 1)) == [WriteCommit((record,))]
     cancelled = Failed(0, failure(Stage.CANCEL))

@@ -32,7 +32,7 @@ from tests.worlds import LIMIT_S, Rank, World
 __all__ = ["LOST_AFTER_S", "STEPS", "TIMEOUT_S", "Step", "direct_falls"]
 
 LOST_AFTER_S = 3.0
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 OPTIONS = Options(timeout_s=TIMEOUT_S, lost_after_s=LOST_AFTER_S, fsync=False, read_mode="shared")
 _MIB = 1 << 20
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from actorsnap.actors import staging
+from actorsnap.errors import SnapshotAborted
+from actorsnap.options import Options
+from actorsnap.state.memory import gather
 from actorsnap.sync import Snapshot
-from tests.ranks.models import STATES, full
+from tests.ranks.models import STATES, full, step
 from tests.worlds import Rank, World
 
-__all__ = ["direct_take"]
+__all__ = ["direct_lose", "direct_take", "direct_train_on"]
 
 
 def take(me: Rank, kind: str, path: str, folder: str) -> dict[str, Any]:
@@ -39,5 +46,77 @@ def direct_take(num_ranks: int, kind: str, path: str, folder: str) -> list[Any]:
     world = World(num_ranks, take, kind=kind, path=path, folder=folder)
     try:
         return world.results()
+    finally:
+        world.end()
+
+
+def train_on(
+    me: Rank, kind: str, path: str, folder: str, is_guarded: bool, offload: str
+) -> dict[str, Any]:
+    """Saves lazily, and steps while the copies dawdle."""
+    me.join_gloo()
+    state = STATES[kind]()
+    module, optimizer = state["model"], state["optim"]
+    expected = {key: full(value.state_dict()) for key, value in state.items()}
+    torch.save(expected, Path(folder) / f"expected{me.rank}.pt")
+
+    def copy_later(*arguments: Any) -> None:
+        time.sleep(0.3)
+        gather(*arguments)
+
+    vars(staging)["gather"] = copy_later
+    options = Options(offload=offload)
+    pending = Snapshot.async_take(path, state, stage="lazy", options=options)
+    if is_guarded:
+        pending.guard(optimizer)
+    for seed in (2, 3):
+        step(module, optimizer, seed)
+    said: dict[str, Any] = {"hooks": len(optimizer._optimizer_step_pre_hooks)}
+    try:
+        pending.wait()
+    except SnapshotAborted as error:
+        said["error"] = [type(error).__name__, error.fields]
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def direct_train_on(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, train_on, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def lose(me: Rank, path: str) -> dict[str, Any]:
+    """The last rank is gone before the second save; the others train on without it."""
+    me.join_gloo()
+    module = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": module, "optim": optimizer}
+    Snapshot.async_take(path, state).wait()
+    if me.rank == me.world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    options = Options(timeout_s=60, lost_after_s=1)
+    pending = Snapshot.async_take(path + "-2", state, stage="lazy", options=options)
+    pending.guard(optimizer)
+    module(torch.ones(8)).sum().backward()
+    began = time.monotonic()
+    optimizer.step()
+    said: dict[str, Any] = {"waited_s": time.monotonic() - began}
+    try:
+        pending.wait()
+    except SnapshotAborted as error:
+        said["error"] = str(error)
+    optimizer.step()
+    said["hooks"] = len(optimizer._optimizer_step_pre_hooks)
+    return said
+
+
+def direct_lose(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, lose, path=path)
+    try:
+        return [rank.result() for rank in world.ranks[:-1]]
     finally:
         world.end()

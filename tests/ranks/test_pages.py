@@ -8,6 +8,7 @@ import pytest
 
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, all_blocks
+from tests.ranks.models import MODULES
 from tests.worlds import Director
 
 PAGE = "docs/distributed.md"
@@ -26,7 +27,7 @@ def expected() -> list[str]:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_of_the_page(tmp_path: Path, num_ranks: int) -> None:
     folder = tmp_path / "page"
-    with Director("tests.ranks.pages") as director:
+    with Director("tests.ranks.pages", *MODULES) as director:
         printed = director.play("direct_page", num_ranks=num_ranks, name=PAGE, folder=str(folder))
     assert printed == [expected()] * num_ranks
     for path in (folder / "ckpt").iterdir():

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from actorsnap.runtime import tracefile
+from actorsnap.sync import Snapshot
 from tests.ranks.models import MODULES
 from tests.ranks.restores import TIMEOUT_S
 from tests.worlds import Director
@@ -62,6 +65,73 @@ def test_what_was_saved_is_restored(
         assert plan["bytes_read"] / plan["bytes_needed"] == pytest.approx(0.5, abs=0.02)
     else:
         assert plan["bytes_read"] / plan["bytes_needed"] == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "mode"),
+    [(2, "ddp", "shared"), (2, "fsdp2", "auto"), (4, "hsdp", "shared")],
+)
+def test_what_was_compressed_is_restored(
+    director: Director, tmp_path: Path, num_ranks: int, kind: str, mode: str
+) -> None:
+    found = director.play(
+        "direct_restore",
+        num_ranks=num_ranks,
+        kind=kind,
+        path=str(tmp_path / "s"),
+        mode=mode,
+        compression="zstd",
+    )
+    for said in found:
+        assert all(said["equal"].values()), said["equal"]
+        assert said["is_complete"]
+    plan = found[0]["plan"]
+    assert [said["bytes_read"] for said in found] == list(plan["bytes_read_by_rank"])
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("*.chunks/*"))
+
+
+def test_what_was_compressed_is_cut_otherwise(director: Director, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    found = director.play("direct_cut_otherwise", num_ranks=2, path=str(path), compression="zstd")
+    assert found == [{"columns": True, "all": True, "rows": True}] * 2
+    assert list(path.rglob("*.chunks/*"))
+    # One process gets what both have.
+    snapshot = Snapshot(path)
+    assert snapshot.verify("full").ok
+    whole = torch.randn(6001, 300, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(snapshot.get_state_dict_for_key("m")["w"], whole)
+    few = snapshot.read_object("m/w", memory_budget_bytes=1 << 20)
+    assert torch.equal(few, whole)
+
+
+def test_each_rank_writes_a_trace_of_its_own(director: Director, tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    said = director.play(
+        "direct_restore",
+        num_ranks=2,
+        kind="ddp",
+        path=str(tmp_path / "s"),
+        mode="shared",
+        trace=str(traces / "{op}.json"),
+    )
+    found = {path.name: tracefile.read(str(path)) for path in traces.iterdir()}
+    assert found.keys() == {"save-0.json", "save-1.json", "restore-0.json", "restore-1.json"}
+    abouts = {name: trace.abouts[0] for name, trace in found.items()}
+    assert len({about.attempt for about in abouts.values()}) == 1
+    for name, trace in found.items():
+        rank = int(name[-6])
+        assert (abouts[name].rank, abouts[name].world_size) == (rank, 2)
+        assert {event.pid for event in trace.trace_events} == {rank}
+
+    def moved(op: str, kind: str) -> list[int]:
+        rows = [abouts[f"{op}-{rank}.json"].actors for rank in (0, 1)]
+        return [sum(row.nbytes for row in own if row.kind == kind) for own in rows]
+
+    assert moved("restore", "read") == [own["bytes_read"] for own in said]
+    one, other = moved("save", "store")
+    assert one == pytest.approx(other, rel=0.1)  # each stores half of it
+    assert one > 0
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -80,6 +80,60 @@ def test_what_ranks_hold_is_what_is_stored(
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("kind", "offload"), [("ddp", "thread"), ("fsdp2", "thread"), ("fsdp2", "process")]
+)
+def test_ranks_train_on_while_they_are_staged_lazily(
+    director: Director, tmp_path: Path, kind: str, offload: str
+) -> None:
+    path = str(tmp_path / "s")
+    said = director.play(
+        "direct_train_on",
+        num_ranks=2,
+        kind=kind,
+        path=path,
+        folder=str(tmp_path),
+        is_guarded=True,
+        offload=offload,
+    )
+    assert said == [{"hooks": 0}] * 2
+    found = assemble(Path(path))
+    for rank in range(2):
+        for leaf, value in _flat(torch.load(tmp_path / f"expected{rank}.pt"), "").items():
+            if isinstance(value, torch.Tensor):
+                stored = found.private.get((rank, leaf[1:]))
+                stored = found.tensors[leaf[1:]] if stored is None else stored
+                torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=leaf)
+
+
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_a_step_without_a_guard_ends_the_save_on_all_ranks(
+    director: Director, tmp_path: Path, offload: str
+) -> None:
+    """Parameters of FSDP have no versions that move: the step's counters have."""
+    said = director.play(
+        "direct_train_on",
+        num_ranks=2,
+        kind="fsdp2",
+        path=str(tmp_path / "s"),
+        folder=str(tmp_path),
+        is_guarded=False,
+        offload=offload,
+    )
+    assert said[0] == said[1]
+    kind, fields = said[0]["error"]
+    assert kind == "StateChanged"
+    assert fields["path"].partition("/")[0] in ("model", "optim")
+    assert fields["rank"] in (0, 1)
+
+
+def test_a_lost_rank_lets_the_others_step(director: Director, tmp_path: Path) -> None:
+    (said,) = director.play("direct_lose", num_ranks=2, path=str(tmp_path / "s"))
+    assert "snapshot aborted" in said["error"]
+    assert 0 < said["waited_s"] < 30
+    assert said["hooks"] == 0
+
+
 def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -95,7 +149,7 @@ def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) ->
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=60)[1] for process in ranks]
+    said = [process.communicate(timeout=300)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert not any("aborted" in each for each in said), said
     assert sorted(assemble(path).private) == [(0, "own/x"), (1, "own/x")]

@@ -22,7 +22,7 @@ from tests.api.faults import faulty, faulty_url
 from tests.worlds import Rank, World
 
 LOST_AFTER_S = 3.0
-OPTIONS = Options(timeout_s=15.0, lost_after_s=LOST_AFTER_S, fsync=False)
+OPTIONS = Options(timeout_s=60.0, lost_after_s=LOST_AFTER_S, fsync=False)
 _MIB = 1 << 20
 
 
@@ -161,6 +161,8 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
         return {"first": first}
     found = {}
     if what == "keys":
+        assert first is not None
+        assert first["error"] == "", first
         snapshot = Snapshot(path)
         names = [name for name in snapshot.get_manifest() if name.startswith(f"{me.rank}/only")]
         found = {name: snapshot.read_object(name).tolist() for name in names if name.endswith("/x")}

@@ -1,4 +1,4 @@
-"""What a cgroup leaves to its processes, from fake trees of files."""
+"""What a cgroup leaves to its processes, from fake trees of files; and cores for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from actorsnap.runtime import limits
 from actorsnap.runtime.limits import cgroup_free_bytes
 
 GIB = 1 << 30
@@ -68,3 +69,29 @@ def test_no_limit(tmp_path: Path, membership: str) -> None:
     group(tmp_path / "fs/a", "max", GIB)
     assert free_bytes(tmp_path, membership) is None
     assert cgroup_free_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "environ", "has"),
+    [
+        (2, 1, {}, True),
+        (1, 1, {}, False),
+        (4, 2, {}, True),
+        (3, 2, {}, False),
+        (16, 1024, {}, False),  # all of them may be here
+        (16, 1024, {"LOCAL_WORLD_SIZE": "8"}, True),
+        (15, 1024, {"LOCAL_WORLD_SIZE": "8"}, False),
+        (16, 1024, {"SLURM_NTASKS_PER_NODE": "8"}, True),
+        (16, 1024, {"SLURM_NTASKS_PER_NODE": "8(x2)"}, False),
+        (2, 1, {"LOCAL_WORLD_SIZE": "0"}, True),
+    ],
+)
+def test_each_rank_here_has_a_core_for_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    num_ranks: int,
+    environ: dict[str, str],
+    has: bool,
+) -> None:
+    monkeypatch.setattr(limits, "usable_cores", lambda: num_cores)
+    assert limits.has_cores(num_ranks, environ) == has

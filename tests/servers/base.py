@@ -41,6 +41,8 @@ __all__ = [
 HOST = "127.0.0.1"
 
 _bucket_numbers = itertools.count(1)
+_session = botocore.session.get_session()
+"""Of all clients: it reads botocore's large files once."""
 
 
 class ServerFailed(Exception):
@@ -233,7 +235,7 @@ class S3Server(Server):
             "verify": through and through.ca_file,
             "config": config,
         }
-        return botocore.session.get_session().create_client("s3", **(defaults | options))
+        return _session.create_client("s3", **(defaults | options))
 
     def storage_options(self, through: FaultProxy | None = None) -> dict[str, Any]:
         options = {

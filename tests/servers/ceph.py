@@ -112,6 +112,9 @@ pid file =
 # a second apart.
 paxos propose interval = 0.02
 paxos min wait = 0.01
+# A monitor ends by default where 5 % of the file system are free, and its store is tiny.
+mon data avail warn = 0
+mon data avail crit = 0
 
 osd objectstore = memstore
 memstore device bytes = {self.max_bytes}

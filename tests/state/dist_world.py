@@ -1,61 +1,47 @@
 """Real processes over gloo for the tests of distributed tensors.
 
-``python -m tests.state.dist_world FOLDER RANK WORLD`` is one rank: it runs every case of
-``dist_cases`` for that world size in order and writes ``{case: error or None}``.
+Each rank runs every case of ``dist_cases`` for its world's size in order, and writes
+``{case: error or None}``.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
-import os
-import subprocess
-import sys
-import time
+import signal
 import traceback
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 120.0
+import torch
+import torch.distributed as dist
+
+from tests.ranks.models import MODULES
+from tests.state.dist_cases import CASES
+from tests.worlds import Child, Director, Rank, World
+
+LIMIT_S = 300
 
 
-def run_world(folder: Path, world: int) -> dict[str, str]:
-    """Runs all cases on ``world`` ranks; returns what failed where, by case, empty if nothing."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "ignore",
-    }
-    logs = [(folder / f"log{rank}").open("wb") for rank in range(world)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.state.dist_world", str(folder), str(rank), str(world)],
-            cwd=ROOT,
-            env=environment,
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        while time.monotonic() < deadline:
-            codes = [child.poll() for child in children]
-            if None not in codes or any(code not in (None, 0) for code in codes):
-                break
-            time.sleep(0.05)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-        for log in logs:
-            log.close()
+def run_worlds(folder: Path, sizes: Iterable[int]) -> dict[int, dict[str, str]]:
+    """Runs all cases of each size; returns what failed where, by case, empty if nothing."""
+    failures: dict[int, dict[str, str]] = {}
+    with Director("tests.state.dist_world", *MODULES) as director:
+        for size in sizes:
+            of_size = folder / str(size)
+            of_size.mkdir()
+            ended = director.play("direct_cases", folder=str(of_size), num_ranks=size)
+            failures[size] = _failures(of_size, ended)
+    return failures
+
+
+def _failures(folder: Path, ended: list[str]) -> dict[str, str]:
     failures: dict[str, str] = {}
-    for rank in range(world):
+    for rank, ending in enumerate(ended):
         report = folder / f"rank{rank}.json"
         if not report.exists():
-            failures["*"] = f"rank {rank} ended early:\n" + (folder / f"log{rank}").read_text()
+            failures["*"] = f"rank {rank} ended early: {ending}"
             continue
         for case, error in json.loads(report.read_text()).items():
             text = failures.get(case, "")
@@ -63,21 +49,34 @@ def run_world(folder: Path, world: int) -> dict[str, str]:
     return failures
 
 
-def main(folder: Path, rank: int, world: int) -> None:
-    import datetime
+def direct_cases(folder: str, num_ranks: int) -> list[str]:
+    """How each rank ended: nothing, or its error."""
+    signal.alarm(LIMIT_S + 10)  # behind those of the ranks
+    world = World(num_ranks, _run_cases, folder=folder)
+    try:
+        return [_ending(rank) for rank in world.ranks]
+    finally:
+        world.end()
 
-    import torch
-    import torch.distributed as dist
 
-    from tests.state.dist_cases import CASES
+def _ending(rank: Child) -> str:
+    try:
+        rank.result()
+    except AssertionError as error:
+        return str(error)
+    return ""
 
-    torch.set_num_threads(1)
+
+def _run_cases(place: Rank, folder: str) -> None:
+    signal.alarm(LIMIT_S)
+    warnings.simplefilter("ignore")
+    rank, world = place.rank, place.world
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=LIMIT_S),
     )
     report: dict[str, str | None] = {}
     for name, (size, case) in CASES.items():
@@ -90,16 +89,12 @@ def main(folder: Path, rank: int, world: int) -> None:
         except Exception:
             report[name] = traceback.format_exc()
         # Written first: a rank that fails alone makes the others fail in what follows.
-        partial = folder / f"rank{rank}.part"
+        partial = Path(folder) / f"rank{rank}.part"
         partial.write_text(json.dumps(report))
-        partial.rename(folder / f"rank{rank}.json")
+        partial.rename(Path(folder) / f"rank{rank}.json")
         failed: list[bool] = [False] * world
         dist.all_gather_object(failed, report[name] is not None)
         if any(failed) and not all(failed):
             break  # ranks may be out of step; what follows would say nothing
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

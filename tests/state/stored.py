@@ -19,7 +19,8 @@ from actorsnap.format.manifest import (
     encode_rank_manifest,
 )
 from actorsnap.planning.index import AnyEntry
-from actorsnap.state.capture import Captured, Leaf, capture
+from actorsnap.state.capture import capture
+from actorsnap.state.leaves import Captured, Leaf
 from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
 from actorsnap.state.stateful import StateDict
 

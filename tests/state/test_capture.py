@@ -16,7 +16,8 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.state.capture import Leaf, capture
+from actorsnap.state.capture import capture
+from actorsnap.state.leaves import Leaf
 from actorsnap.state.restore import KeyRestore
 from actorsnap.state.stateful import StateDict
 from tests.state.stored import Memory
@@ -26,9 +27,8 @@ def paths(app_state: dict[str, Any], **options: Any) -> list[str]:
     return [e.path for e in Memory(capture(app_state, **options)).entries]
 
 
-def test_keys_stand_in_sorted_order_and_are_reported_in_the_callers() -> None:
+def test_keys_stand_in_sorted_order() -> None:
     captured = capture({"b": StateDict(y=1, x=2), "a/%": StateDict(v=3)})
-    assert captured.keys == ("b", "a/%")
     assert [e.path for e in Memory(captured).entries] == ["a%2F%25/v", "b/y", "b/x"]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.state.dist_world import run_world
+from tests.state.dist_world import run_worlds
 
 NAMES = {
     2: ["ddp", "refusals", "tensor_parallel"],
@@ -28,11 +26,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    def run(world: int) -> dict[str, str]:
-        folder: Path = tmp_path_factory.mktemp(f"world{world}")
-        return run_world(folder, world)
-
-    return {world: run(world) for world in NAMES}
+    return run_worlds(tmp_path_factory.mktemp("worlds"), NAMES)
 
 
 @pytest.mark.parametrize(

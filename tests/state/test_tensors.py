@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import CompositeEntry, TensorEntry
+from actorsnap.planning.packing import Piece
+from actorsnap.state import memory
+from actorsnap.state.memory import ByteSource, PartSource, gather
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
@@ -182,6 +185,52 @@ def test_contiguous_tensors_by_copies() -> None:
     TensorSink(target).copy_from(16, memoryview(out))
     assert torch.equal(target.view(-1)[4:7], tensor.view(-1)[4:7])
     assert target.count_nonzero() == 3
+
+
+@pytest.mark.parametrize("shape", [(1300, 40), (600, 700, 3), (1300, 2), (511, 40)])
+def test_tiles_of_transposed_tensors(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.int32).view(shape).transpose(0, -1)
+    expected = raw(tensor)
+    for start, stop in ((0, len(expected)), (4, len(expected) - 12), (40, 100_000)):
+        out = bytearray(len(expected[start:stop]))
+        TensorSource(tensor).copy_into(start, memoryview(out))
+        assert bytes(out) == expected[start:stop]
+
+
+def test_pieces_of_many_kinds_are_gathered() -> None:
+    base = torch.arange(3000, dtype=torch.int32)
+    array = np.arange(600, dtype=np.int16)[::-2]
+    whole = source_of_tensor(base)
+    sources: list[ByteSource] = [
+        whole,
+        source_of_tensor(base.view(50, 60).t()),
+        PartSource(whole, 400, 1200),
+        source_of_array(array),
+        source_of_tensor(base[:7].to(torch.int8)),
+    ]
+    order = [(4, 0, 7), (0, 0, 12000), (1, 40, 8000), (2, 8, 1000), (3, 10, 600), (0, 3, 5)]
+    expected = b""
+    for item, start, stop in order:
+        part = bytearray(stop - start)
+        sources[item].copy_into(start, memoryview(part))
+        expected += part
+    out = bytearray(len(expected) + 2)
+    pieces = [Piece(*piece) for piece in order]
+    gather(sources, pieces, memoryview(out)[1:-1], lambda pinner: None)
+    assert bytes(out) == b"\0" + expected + b"\0"
+
+
+def test_small_pieces_cost_no_view_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((9,), float(i)) for i in range(500)]
+    sources = [source_of_tensor(tensor) for tensor in tensors]
+    out = bytearray(36 * 500)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a view")
+
+    monkeypatch.setattr(memory, "memory_at", refuse)
+    gather(sources, [Piece(i, 0, 36) for i in range(500)], memoryview(out), lambda pinner: None)
+    assert bytes(out) == raw(torch.stack(tensors))
 
 
 def test_views_keep_memory_alive_without_the_source() -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +23,9 @@ from actorsnap.testing import (
 )
 from actorsnap.testing.conformance import MakeStorage, keys_in
 from actorsnap.testing.faults import Verb
+from tests.api.zygote import Zygote
 
 _numbers = itertools.count()
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -266,53 +261,31 @@ def test_scripts_that_make_no_sense(name: str) -> None:
 
 # --- kill ------------------------------------------------------------------------------------
 
-KILLED = """
-import sys
-import anyio
-from actorsnap.storage import StorageContext, open_storage
-from actorsnap.testing import FaultyStorage, run_blocking_in_thread
-
-async def main():
-    inner = open_storage(sys.argv[1], StorageContext(run_blocking=run_blocking_in_thread))
-    storage = FaultyStorage(inner, kill_after=int(sys.argv[2]), kill_when=sys.argv[3])
-    await storage.put("1", [memoryview(b"x")])
-    await storage.get("1")
-    await storage.put_if_absent("2", b"x")
-    writer = await storage.writer("3", 1)
-    if sys.argv[4] == "blocking":
-        await anyio.to_thread.run_sync(writer.write_at_blocking, 0, [memoryview(b"x")])
-    else:
-        await writer.write_at(0, [memoryview(b"x")])
-    await writer.complete()
-    await storage.delete(["1"])
-
-anyio.run(main)
-"""
-
 # What lies there after the k-th write, k = 0 to 5; the writer's file appears before its bytes.
 STATES = [{}, {"1": b"x"}, {"1": b"x", "2": b"x"}, {"1": b"x", "2": b"x", "3": b"x"}]
 STATES += [STATES[3], {"2": b"x", "3": b"x"}]
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
 @pytest.mark.parametrize("how", ["blocking", "async"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("k", range(1, 7))
-def test_the_process_dies_at_the_kth_write(k: int, when: str, how: str, tmp_path: Path) -> None:
+def test_the_process_dies_at_the_kth_write(
+    zygote: Zygote, k: int, when: str, how: str, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root), str(k), when, how],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ending = zygote.call("write_and_die", root=str(root), k=k, when=when, how=how)
     found = {path.name: path.read_bytes() for path in root.glob("*")}
     if k == 6:
-        assert done.returncode == 0, done.stderr
+        assert ending.result() is None
         assert found == STATES[-1]
         return
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert ending.was_killed, ending
     expected = dict(STATES[k - 1] if when == "before" else STATES[k])
     if (k, when) == (3, "before"):
         expected["3"] = b"\0"

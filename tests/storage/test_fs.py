@@ -843,7 +843,7 @@ def run_child(code: str, *args: object) -> subprocess.CompletedProcess[str]:
             *map(str, args),
         ],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
+        timeout=300,
         capture_output=True,
         text=True,
         check=False,
@@ -1026,7 +1026,7 @@ def test_two_processes_race_for_each_key(root: Path) -> None:
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
-        outputs = [child.communicate(timeout=60)[0] for child in children]
+        outputs = [child.communicate(timeout=300)[0] for child in children]
     finally:
         for child in children:
             child.kill()

@@ -189,7 +189,7 @@ def test_one_space_from_many_threads_and_loops(name: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert sorted(n for _, n in won) == list(range(50))
 

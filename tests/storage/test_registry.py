@@ -178,7 +178,7 @@ def test_backends_are_imported_only_when_asked_for() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     ).stdout
     assert "registry" in shown
     assert "fs'" not in shown

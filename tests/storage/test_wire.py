@@ -262,16 +262,16 @@ async def test_the_deadline_ends_an_exchange(script: Callable[[Peer], None]) -> 
 async def test_a_slow_server_that_keeps_sending_is_no_silent_one() -> None:
     def script(peer: Peer) -> None:
         peer.request()
-        peer.say(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
-        for _ in range(10):
-            time.sleep(0.1)
+        peer.say(b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n")
+        for _ in range(30):
+            time.sleep(0.05)
             peer.say(b"x")
 
-    target = bytearray(10)
+    target = bytearray(30)
     with serving(script) as server:
-        async with wired(stall_s=0.5) as wire:
+        async with wired(stall_s=1.0) as wire:
             await wire.receive(get(server), [memoryview(target)])
-    assert target == b"x" * 10
+    assert target == b"x" * 30
 
 
 @pytest.mark.parametrize("script", _SILENT)

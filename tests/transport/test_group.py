@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from actorsnap import UsageError
-from actorsnap.state.group import find_group
+from actorsnap.state.group import StoreAddress, find_group, likely_ranks
 
 # Their stubs are not exported.
 _dist: Any = dist
@@ -56,6 +56,10 @@ def test_the_environment_connects_to_nothing() -> None:
     found = find_group(environ=TORCHRUN)
     assert found is not None
     assert (found.rank, found.world_size, found.ranks) == (1, 4, (0, 1, 2, 3))
+    port = int(TORCHRUN["MASTER_PORT"])
+    assert found.address == StoreAddress(TORCHRUN["MASTER_ADDR"], port)
+    assert likely_ranks(TORCHRUN) == int(TORCHRUN["WORLD_SIZE"])
+    assert likely_ranks({}) == likely_ranks({"WORLD_SIZE": ""}) == 1
     assert find_group(environ=TORCHRUN) == found
 
 
@@ -81,6 +85,7 @@ def test_a_given_store() -> None:
     assert found is not None
     assert (found.rank, found.ranks) == (2, (0, 1, 2))
     assert found.store is store
+    assert found.address == StoreAddress("127.0.0.1", server.port)
     assert find_group(store=store, rank=2, world_size=3, environ={}) == found
 
 

@@ -54,7 +54,7 @@ def test_a_rank_is_killed(director: Director) -> None:
     found = director.play("direct_trouble", num_ranks=3, whom="2", how="kill")
     coordinator, other = found["ranks"]
     assert coordinator["lost"] == 2
-    assert 1.2 < coordinator["at"] - found["began"] < 20
+    assert 1.2 < coordinator["at"] - found["began"] < 60
     assert coordinator["silent_s"] > 2.4
     assert other["done"]
     assert coordinator["threads"] == other["threads"] == []
@@ -80,7 +80,7 @@ def test_the_store_is_killed(director: Director) -> None:
     for rank in found["ranks"]:
         assert "the job's store does not work any more" in rank["broken"]
         assert "frame #" not in rank["broken"]
-        assert rank["at"] - found["began"] < 10
+        assert rank["at"] - found["began"] < 60
         assert rank["threads"] == []
 
 
@@ -112,7 +112,7 @@ while not port.is_connected:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
     assert done.returncode == (-signal.SIGINT if ending else 0)

@@ -1,0 +1,279 @@
+"""Compresses staged chunks, and stores each as an object of its own.
+
+Implements the writer's side of ``docs/format.md`` ("Compressed data object"). A chunk is compressed
+on a worker thread, frame by frame, in short turns, into leased memory. Where it does not shrink it
+is stored from where it lies. It must not know which chunks there are, nor why they are compressed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import anyio
+import anyio.lowlevel
+
+from actorsnap.actors.budget import Budget, Lease, Purpose
+from actorsnap.actors.trace import Row, Wait, Work
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.frames import FRAME_BYTES, pack_frame, width_for
+from actorsnap.format.layout import chunk_key
+from actorsnap.format.manifest import StoredChunk
+from actorsnap.planning.compression import NUM_SAMPLES, Sampled, shrinks
+from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
+
+__all__ = ["CompressedObject", "CompressedStore", "Sampler"]
+
+_TURN_S = 0.05
+"""So long a thread compresses before others have their turn on it."""
+
+
+class CompressedObject(ObjectWriter):
+    """Stands for a compressed object among writers: there is nothing to open, nor to complete.
+
+    What was stored of it goes with ``Storage.delete``.
+    """
+
+    def __init__(self, key: str, size: int) -> None:
+        self.key = key
+        self.size = size
+        self.token = key.encode()
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        raise AssertionError("each chunk is an object of its own")
+
+    async def complete(self) -> None:
+        """Each chunk was, when it was stored."""
+
+    async def release(self) -> None:
+        """Nothing is held."""
+
+    async def abort(self) -> None:
+        """Nothing is open."""
+
+
+class CompressedStore:
+    """Stores chunks.
+
+    Args:
+        level: zstd's.
+        num_threads: So many chunks are compressed at once. Of more, in turns, none would be ready
+            before all are, and the link would wait.
+        at_once: So many are compressed or sent at most; None: as the budget has memory.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        level: int,
+        budget: Budget,
+        run_blocking: RunBlocking,
+        num_threads: int,
+        at_once: int | None = None,
+    ) -> None:
+        self._threads = anyio.CapacityLimiter(num_threads)
+        self._room = anyio.CapacityLimiter(at_once or math.inf)
+        self._storage = storage
+        self._level = level
+        self._budget = budget
+        self._run_blocking = run_blocking
+
+    async def store(
+        self,
+        key: str,
+        start: int,
+        views: Sequence[memoryview],
+        itemsizes: Sequence[int],
+        checksum: int,
+        row: Row | None,
+    ) -> StoredChunk:
+        """Stores the chunk of the object ``key`` that begins at its byte ``start``.
+
+        Args:
+            views: Its bytes.
+            itemsizes: Of what lies in each of them.
+            checksum: CRC32C of them all.
+
+        Raises:
+            StorageError: it failed.
+        Cancellation: a turn that a thread has begun ends first.
+        """
+        nbytes = sum(map(len, views))
+        async with self._room:
+            if row is not None:
+                row.note(Wait.MEMORY)
+            lease, packing = await self._compress(key, start, views, itemsizes, row)
+            with lease:
+                if packing.frames:
+                    stored = [lease.view[: packing.size]]
+                    await self._storage.put(chunk_key(key, start), stored)
+                    checksum = packing.checksum
+        if not packing.frames:
+            await self._storage.put(chunk_key(key, start), views)
+        if row is not None:
+            row.note(Work.STORE, key, start, packing.size or nbytes)
+        return StoredChunk(start, start + nbytes, checksum, tuple(packing.frames))
+
+    async def _compress(
+        self,
+        key: str,
+        start: int,
+        views: Sequence[memoryview],
+        itemsizes: Sequence[int],
+        row: Row | None,
+    ) -> tuple[Lease, _Packing]:
+        """Returns memory that holds the frames, and which these are."""
+        async with self._threads:
+            if row is not None:
+                row.note(Wait.THREAD)
+            lease = await self._budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
+            if row is not None:
+                row.note(Wait.MEMORY)
+            try:
+                packing = _Packing(views, itemsizes, self._level, lease.view)
+                while await self._run_blocking(_take_turn, packing, key, start, row):
+                    await anyio.lowlevel.checkpoint_if_cancelled()
+            except BaseException:
+                lease.release()
+                raise
+        return lease, packing
+
+
+def _take_turn(packing: _Packing, key: str, start: int, row: Row | None) -> bool:
+    if row is None:
+        return packing.turn()
+    row.note(Wait.THREAD)
+    done = packing.done
+    is_left = packing.turn()
+    row.note(Work.COMPRESS, key, start + done, packing.done - done)
+    return is_left
+
+
+class _Packing:
+    """A chunk that is being compressed.
+
+    Attributes:
+        done: So many of its bytes were looked at.
+        frames: Their sizes, in order; empty in the end where the chunk does not shrink.
+        size: Their sum.
+        checksum: CRC32C of them.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[memoryview],
+        itemsizes: Sequence[int],
+        level: int,
+        memory: memoryview,
+    ) -> None:
+        self._sources = _cut(views, itemsizes)
+        self._level = level
+        self._memory = memory
+        self.done = 0
+        self.frames: list[int] = []
+        self.size = 0
+        self.checksum = 0
+
+    def turn(self) -> bool:
+        """Compresses for a while; True if there is more. For worker threads."""
+        end_s = time.monotonic() + _TURN_S
+        for source, width in self._sources:
+            head, body = pack_frame(source, width=width, level=self._level)
+            stop = self.size + len(head) + len(body)
+            self.done += len(source)
+            if not shrinks(self.done, stop, len(self.frames) + 1, of_bytes=len(self._memory)):
+                self.frames.clear()
+                self.size = 0
+                return False
+            self._memory[self.size : self.size + len(head)] = head
+            self._memory[self.size + len(head) : stop] = body
+            self.checksum = crc32c(self._memory[self.size : stop], self.checksum)
+            self.frames.append(stop - self.size)
+            self.size = stop
+            if time.monotonic() >= end_s:
+                return True
+        return False
+
+
+def _cut(views: Sequence[memoryview], itemsizes: Sequence[int]) -> Iterator[tuple[memoryview, int]]:
+    """Yields the bytes of each frame, and by how many they are to be shuffled.
+
+    Bytes that lie in several views are joined; of items of several sizes the most bytes count.
+    """
+    parts: list[memoryview] = []
+    num_bytes: dict[int, int] = {}
+    room = FRAME_BYTES
+    for view, itemsize in zip(views, itemsizes, strict=True):
+        at = 0
+        while at < len(view):
+            part = view[at : at + room]
+            parts.append(part)
+            num_bytes[itemsize] = num_bytes.get(itemsize, 0) + len(part)
+            at += len(part)
+            room -= len(part)
+            if not room:
+                yield _joined(parts), width_for(max(num_bytes, key=num_bytes.__getitem__))
+                parts, num_bytes, room = [], {}, FRAME_BYTES
+    if parts:
+        yield _joined(parts), width_for(max(num_bytes, key=num_bytes.__getitem__))
+
+
+def _joined(parts: Sequence[memoryview]) -> memoryview:
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+class Sampler:
+    """Compresses samples of what a plain save stores, to learn what compression would bring.
+
+    Args:
+        num_chunks: Of the save.
+        nbytes: Of a sample.
+        num_threads: So many would compress at once.
+    """
+
+    def __init__(self, *, num_chunks: int, nbytes: int, level: int, num_threads: int) -> None:
+        self._wanted = {number * num_chunks // NUM_SAMPLES for number in range(NUM_SAMPLES)}
+        self._num_seen = 0
+        self._nbytes = nbytes
+        self._level = level
+        self._num_threads = num_threads
+        self._found: list[tuple[int, int, float]] = []
+
+    @property
+    def result(self) -> Sampled | None:
+        """What was found; None if there was nothing to compress."""
+        if not self._found:
+            return None
+        nbytes, compressed_bytes, seconds = map(sum, zip(*self._found, strict=True))
+        return Sampled(
+            nbytes=int(nbytes),
+            compressed_bytes=int(compressed_bytes),
+            seconds=seconds,
+            num_threads=self._num_threads,
+        )
+
+    def is_next(self) -> bool:
+        """Whether the next chunk is one to take a sample of."""
+        self._num_seen += 1
+        return self._num_seen - 1 in self._wanted
+
+    def sample(self, views: Iterable[memoryview], itemsizes: Iterable[int]) -> None:
+        """Takes a sample of a chunk, in the middle of its largest view. For worker threads."""
+        view, itemsize = max(
+            zip(views, itemsizes, strict=True), key=lambda each: len(each[0]), default=(_NOTHING, 1)
+        )
+        middle = len(view) // 2
+        low = max(0, middle - middle % itemsize - self._nbytes // 2)
+        part = view[low - low % itemsize :][: self._nbytes]
+        if part:
+            begin_s = time.thread_time()
+            head, body = pack_frame(part, width=width_for(itemsize), level=self._level)
+            seconds = time.thread_time() - begin_s
+            self._found.append((len(part), len(head) + len(body), seconds))
+
+
+_NOTHING = memoryview(b"")

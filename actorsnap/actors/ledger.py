@@ -1,0 +1,135 @@
+"""What a rank has stored: checksums as they come, and what the rank manifest says at the end.
+
+It must not know when a chunk is stored, nor how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actorsnap.actors.items import StagedChunk
+from actorsnap.format.checksum import choose_block_bytes, crc32c
+from actorsnap.format.manifest import (
+    CompositeEntry,
+    Entry,
+    ObjectRecord,
+    Stored,
+    StoredChunk,
+    ViewEntry,
+)
+from actorsnap.planning.packing import Item, ObjectPlan
+from actorsnap.state.leaves import Leaf, Part
+from actorsnap.state.tree import part_path
+
+__all__ = ["ChecksumLedger", "entries_of"]
+
+
+class ChecksumLedger:
+    """Collects the block checksums of one object's items, in any order.
+
+    Args:
+        items: Those of the plan.
+
+    The blocks of an object are numbered through, item by item. A chunk's blocks are
+    neighbours, because chunks are cut between blocks.
+    """
+
+    def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
+        self._plan = plan
+        self._items = items
+        self._chunks: dict[int, StoredChunk] = {}
+        self._first = [0]
+        self._block_bytes: list[int] = []
+        for start, end, item in zip(plan.starts, plan.ends, items, strict=True):
+            block_bytes = choose_block_bytes(end - start, is_shard=item.is_shard)
+            self._block_bytes.append(block_bytes)
+            self._first.append(self._first[-1] - (start - end) // block_bytes)
+        self._values: list[int | None] = [None] * self._first[-1]
+
+    @property
+    def key(self) -> str:
+        """The object's key."""
+        return self._plan.key
+
+    def block_bytes(self, item: int) -> int:
+        """The size of the blocks of item ``item``."""
+        return self._block_bytes[item]
+
+    def itemsizes(self, staged: StagedChunk) -> list[int]:
+        """The item size of each piece of a chunk."""
+        return [self._items[piece.item].itemsize for piece in staged.pieces]
+
+    def record_chunk(self, chunk: StoredChunk) -> None:
+        """Notes how a chunk of a compressed object was stored."""
+        self._chunks[chunk.start] = chunk
+
+    def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
+        """Notes the checksums of a chunk's blocks."""
+        if checksums:
+            piece = staged.pieces[0]
+            first = self._first[piece.item] + piece.start // self._block_bytes[piece.item]
+            self._values[first : first + len(checksums)] = checksums
+
+    def stored(self, item: int, number: int) -> Stored:
+        """Where item ``item`` lies, in object number ``number`` of the rank manifest.
+
+        Raises:
+            AssertionError: a block was never recorded.
+        """
+        values = tuple(self._values[self._first[item] : self._first[item + 1]])
+        assert None not in values, "a block was never hashed"
+        return Stored(number, self._plan.starts[item], self._plan.ends[item], values)  # type: ignore[arg-type]
+
+    def to_record(self) -> ObjectRecord:
+        """What the rank manifest says of the object."""
+        return ObjectRecord(
+            key=self._plan.key,
+            size=self._plan.size,
+            header_bytes=len(self._plan.header),
+            header_crc32c=crc32c(self._plan.header),
+            chunks=tuple([self._chunks[start] for start in sorted(self._chunks)]),
+        )
+
+
+def entries_of(
+    parts: Sequence[Part], plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
+) -> tuple[Entry, ...]:
+    """The entries of the rank manifest, in traversal order.
+
+    Args:
+        parts: See ``Captured``.
+        plans: Of the rank's objects; what other ranks store of ``parts`` is in none.
+        ledgers: One per plan, complete.
+    """
+    num_leaves = sum(isinstance(part, Leaf) for part in parts)
+    places: list[list[tuple[int, int]]] = [[] for _ in range(num_leaves)]
+    for number, plan in enumerate(plans):
+        for position, item in enumerate(plan.items):
+            places[item].append((number, position))
+    entries: list[Entry] = []
+    absent: set[str] = set()
+    waiting = iter(places)
+    for part in parts:
+        if not isinstance(part, Leaf):
+            entries.append(part)
+            continue
+        found = next(waiting)
+        if not found:
+            absent.add(part.item.path)
+        for number, position in found:
+            stored = ledgers[number].stored(position, number)
+            entries.append(part.entry(stored, plans[number].boxes[position]))
+    if absent:
+        entries = [entry for entry in entries if not _refers_to(entry, absent)]
+    return tuple(entries)
+
+
+def _refers_to(entry: Entry, absent: set[str]) -> bool:
+    """Whether an entry is worth nothing here, because another rank stores what it refers to."""
+    match entry:
+        case ViewEntry():
+            return entry.of in absent
+        case CompositeEntry():
+            # Its parts may be with several ranks: it stands with the first one.
+            return part_path(entry.path, entry.parts[0]) in absent
+    return False

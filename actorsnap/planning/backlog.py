@@ -1,0 +1,109 @@
+"""Which chunk a lazy staging copies next, and what has not been copied yet.
+
+Leaves, chunks and optimizers are numbers here. Rules:
+
+1. A chunk that holds bytes of an eager leaf is eager, and is copied before all others: the
+   caller of the save waits for it.
+2. Then comes what a step waits for,
+3. then the rest, in the order in which optimizers will touch it,
+4. and else in the order in which chunks are to be stored.
+
+It must not know where bytes come from, or who waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from actorsnap.planning.packing import Chunk, ObjectPlan
+
+__all__ = ["Backlog", "leaves_in", "set_aside"]
+
+
+def leaves_in(objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> list[frozenset[int]]:
+    """Of each chunk, the leaves of which it holds bytes."""
+    return [
+        frozenset(
+            [objects[chunk.object].items[p.item] for p in objects[chunk.object].pieces(chunk)]
+        )
+        for chunk in chunks
+    ]
+
+
+def set_aside(sizes: Sequence[int], limit_bytes: int) -> list[int]:
+    """The positions of as many as possible that together have no more than ``limit_bytes``."""
+    taken: list[int] = []
+    for position in sorted(range(len(sizes)), key=sizes.__getitem__):
+        limit_bytes -= sizes[position]
+        if limit_bytes < 0:
+            break
+        taken.append(position)
+    return sorted(taken)
+
+
+class Backlog:
+    """The chunks of one rank's plan, until they are copied.
+
+    Args:
+        leaves_of: The leaves in each chunk, in the order in which chunks are to be stored.
+        eager: The leaves that the caller waits for.
+    """
+
+    def __init__(self, leaves_of: Sequence[Collection[int]], *, eager: Collection[int]) -> None:
+        self._leaves_of = leaves_of
+        self._chunks_of: dict[int, list[int]] = {}
+        for chunk, leaves in enumerate(leaves_of):
+            for leaf in leaves:
+                self._chunks_of.setdefault(leaf, []).append(chunk)
+        self._eager = self.left_of(eager, set(range(len(leaves_of))))
+        self._eager_left = set(self._eager)
+        self._awaited: set[int] = set()
+        self._turns: dict[int, int] = {}
+        self._left = set(range(len(leaves_of)))
+        self._queue = list(reversed(range(len(leaves_of))))
+        self._sort()
+
+    @property
+    def has_eager_left(self) -> bool:
+        """Whether an eager chunk is not copied yet."""
+        return bool(self._eager_left)
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether each chunk is copied, or being copied."""
+        return not self._queue
+
+    def take(self) -> int | None:
+        """The number of the chunk to copy next; None if there is no more."""
+        return self._queue.pop() if self._queue else None
+
+    def finish(self, chunk: int) -> None:
+        """Notes that the chunk is copied."""
+        self._left.remove(chunk)
+        self._eager_left.discard(chunk)
+
+    def left_of(self, leaves: Iterable[int], among: Collection[int] | None = None) -> set[int]:
+        """The chunks with bytes of these leaves that are not copied yet."""
+        left = self._left if among is None else among
+        return {
+            chunk for leaf in leaves for chunk in self._chunks_of.get(leaf, ()) if chunk in left
+        }
+
+    def will_touch(self, leaves: Iterable[int]) -> None:
+        """Notes that an optimizer will touch these leaves, in this order, behind those known."""
+        for leaf in leaves:
+            for chunk in self._chunks_of.get(leaf, ()):
+                self._turns.setdefault(chunk, len(self._turns))
+        self._sort()
+
+    def promote(self, chunks: Iterable[int]) -> None:
+        """Notes that a step waits for these chunks."""
+        self._awaited.update(chunks)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._queue.sort(key=self._key, reverse=True)
+
+    def _key(self, chunk: int) -> tuple[bool, bool, int, int]:
+        turn = self._turns.get(chunk, len(self._leaves_of))
+        return chunk not in self._eager, chunk not in self._awaited, turn, chunk

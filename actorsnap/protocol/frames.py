@@ -1,0 +1,421 @@
+"""What a trainer and its uploader process say to each other, on the connection between them.
+
+The trainer captures and stages; the process does all else of a save, as a process of its own would
+do it: it runs the participant, on rank 0 the coordinator, and the storage. See
+``docs/decisions/0011-uploader-process.md``. Bytes of tensors travel through the arena, never here.
+
+Both ends are of the same release. What a state is like is said once, as a ``Structure`` with a
+digest; a save then names the digest, and the small values that differ from those that came with
+it. Chunks are not described at all: each end packs the same items by the same plan and rules, and
+counts the chunks in ``packing.write_order``.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import msgspec
+
+from actorsnap.errors import ActorSnapError, printable, rebuild
+from actorsnap.planning.inventory import Division, Sharded
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.protocol.messages import Failure, sendable
+
+__all__ = [
+    "Alive",
+    "AttemptsEnded",
+    "Begun",
+    "CancelSave",
+    "ChangeEnvironment",
+    "ChangePace",
+    "ChunksReleased",
+    "ChunksStaged",
+    "CopiesHashed",
+    "CopiesWanted",
+    "EndSave",
+    "ExpectRanks",
+    "Fault",
+    "Finished",
+    "FromProcess",
+    "LeaveTeam",
+    "Loaded",
+    "Logged",
+    "Progressed",
+    "Ready",
+    "Recorded",
+    "Remember",
+    "Save",
+    "StagingEnded",
+    "StagingFailed",
+    "StagingWaits",
+    "StagingWanted",
+    "Structure",
+    "TeamPlace",
+    "ToProcess",
+]
+
+_MAX_CAUSES = 8
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An exception of another process.
+
+    Attributes:
+        kind: Name of its class.
+        fields: Of an ``ActorSnapError``; of an ``OSError`` its number, text and file name.
+    """
+
+    kind: str
+    text: str
+    fields: dict[str, Any] = {}
+
+    @classmethod
+    def chain(cls, error: BaseException) -> list[Fault]:
+        """The error, its cause, the cause of that, and so on."""
+        faults: list[Fault] = []
+        seen: BaseException | None = error
+        while seen is not None and len(faults) < _MAX_CAUSES:
+            faults.append(cls._of(seen))
+            seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        return faults
+
+    @classmethod
+    def _of(cls, error: BaseException) -> Fault:
+        kind, text = type(error).__name__, printable(str(error))
+        if isinstance(error, ActorSnapError):
+            return cls(kind, text, sendable(error.fields))
+        if isinstance(error, OSError) and error.errno is not None:
+            fields = {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+            return cls(kind, text, sendable(fields))
+        return cls(kind, text)
+
+    @staticmethod
+    def to_error(faults: Sequence[Fault]) -> Exception:
+        """The first of a chain, with the others as its causes."""
+        first: Exception | None = None
+        for fault in reversed(faults):
+            error = fault._rebuilt()
+            error.__cause__ = first
+            first = error
+        assert first is not None
+        return first
+
+    def _rebuilt(self) -> Exception:
+        with suppress(LookupError, TypeError):
+            return rebuild(self.kind, self.fields)
+        if "errno" in self.fields:
+            return OSError(*[self.fields[name] for name in ("errno", "strerror", "filename")])
+        kind = getattr(builtins, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with suppress(TypeError):  # one that is made of more than a text
+                return kind(self.text)
+        return RuntimeError(f"{self.kind}: {self.text}")
+
+
+class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An app state without its values: the leaves with bytes, as columns, and the other entries.
+
+    Attributes:
+        items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
+        requires_grad: Indices of those leaves that do.
+        holders: Ranks that hold the same, and the indices of what they hold.
+        led, copied: Indices of the leaves that are.
+        entries: The finished entries but for values, with their positions among all parts, as JSON.
+        values: Positions of the values.
+    """
+
+    globs: tuple[str, ...]
+    sharded: tuple[Sharded, ...]
+    items: list[Item]
+    kinds: list[str]
+    dtypes: list[str]
+    requires_grad: list[int]
+    holders: list[tuple[tuple[int, ...], list[int]]]
+    led: list[int]
+    copied: list[int]
+    entries: bytes
+    values: list[int]
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Alive(_Frame, frozen=True, tag="a"):
+    """Nothing is new, in either direction."""
+
+
+class AttemptsEnded(_Frame, frozen=True, tag="A"):
+    """Attempts of this end's own have committed, or cannot any more, in either direction: what they
+    have left is the other's to collect as well."""
+
+    attempts: list[str]
+
+
+# Frames to the process ----------------------------------------------------------------------
+
+
+class Remember(_Frame, frozen=True, tag="r"):
+    """A structure that saves will name, and its values as they are now.
+
+    Attributes:
+        values: An entry each, as JSON.
+        forgotten: Digest of the one that no save will name any more, or empty.
+    """
+
+    digest: bytes
+    structure: Structure
+    values: list[bytes]
+    forgotten: bytes = b""
+
+
+class TeamPlace(_Frame, frozen=True):
+    """The process' place in a team, and a call of it.
+
+    Attributes:
+        team: Number of the trainer's team.
+        name: The processes' own: no other team at the store has it.
+        rank, world_size: As in the trainers' team.
+        host, port: Of the TCPStore below all prefixes.
+        call: Number of the call, in the trainers' team.
+    """
+
+    team: int
+    name: str
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    call: int
+
+
+class Save(_Frame, frozen=True, tag="s"):
+    """Begin a save.
+
+    Attributes:
+        number: Of the save, in all frames about it.
+        values: Those that differ from what ``Remember`` said: number among the values, entry.
+        url, at, storage_options: See ``runtime.place.Place``.
+        options, metadata: As msgpack, and as JSON.
+        budget_bytes: Of the trainer's process.
+        after: The attempt of a process that died in this save, or empty.
+        records: Say at the end what was done.
+        team: None where this is the only rank.
+    """
+
+    number: int
+    structure: bytes
+    values: list[tuple[int, bytes]]
+    url: str
+    at: bytes
+    storage_options: dict[str, Any]
+    options: bytes
+    budget_bytes: int
+    overwrite: bool
+    resume: bool
+    metadata: bytes
+    after: str = ""
+    records: bool = False
+    team: TeamPlace | None = None
+
+
+class ChunksStaged(_Frame, frozen=True, tag="c"):
+    """Chunks lie in the arena: number of each, and its offset there, or None if it has no bytes
+    but the object's header."""
+
+    number: int
+    chunks: list[tuple[int, int | None]]
+
+
+class CopiesHashed(_Frame, frozen=True, tag="h"):
+    """The answer to ``CopiesWanted``: see ``messages.Join.copies``."""
+
+    number: int
+    copies: tuple[bytes, ...]
+
+
+class StagingWaits(_Frame, frozen=True, tag="w"):
+    """The trainer waits for memory: store what there is."""
+
+    number: int
+
+
+class StagingEnded(_Frame, frozen=True, tag="e"):
+    """All chunks were staged."""
+
+    number: int
+
+
+class StagingFailed(_Frame, frozen=True, tag="f"):
+    """No more chunks come: the error, and what caused it."""
+
+    number: int
+    faults: list[Fault]
+
+
+class CancelSave(_Frame, frozen=True, tag="x"):
+    """Abort the save, if it is not too late."""
+
+    number: int
+    reason: str
+
+
+class ChangeEnvironment(_Frame, frozen=True, tag="v"):
+    """Variables that the trainer has set since, or deleted: a storage may find its credentials
+    there."""
+
+    variables: list[tuple[bytes, bytes | None]]
+
+
+class ChangePace(_Frame, frozen=True, tag="p"):
+    """Uploaders work for this share of the time from now on; see ``pacing``."""
+
+    duty: float
+
+
+class EndSave(_Frame, frozen=True, tag="E"):
+    """The team's trainers have ended the save, and this is why: on rank 0 tell all, elsewhere wait
+    for nobody."""
+
+    number: int
+    failure: Failure
+
+
+class ExpectRanks(_Frame, frozen=True, tag="R"):
+    """There will be saves of several ranks: get ready to connect to their store."""
+
+
+class LeaveTeam(_Frame, frozen=True, tag="L"):
+    """The trainer's team makes no more calls: see ``TeamPlace.team``."""
+
+    team: int
+
+
+ToProcess: TypeAlias = (
+    Remember
+    | ExpectRanks
+    | LeaveTeam
+    | Save
+    | CopiesHashed
+    | ChunksStaged
+    | StagingWaits
+    | StagingEnded
+    | StagingFailed
+    | CancelSave
+    | ChangeEnvironment
+    | ChangePace
+    | EndSave
+    | AttemptsEnded
+    | Alive
+)
+
+
+# Frames from the process --------------------------------------------------------------------
+
+
+class Ready(_Frame, frozen=True, tag="r"):
+    """The process listens."""
+
+    release: str
+
+
+class Loaded(_Frame, frozen=True, tag="L"):
+    """``ExpectRanks`` is done. Before, the process may have been silent: an import stops it."""
+
+
+class Begun(_Frame, frozen=True, tag="b"):
+    """The save has begun: from now on it may leave something behind. On rank 0 it has a name."""
+
+    number: int
+    attempt: str
+
+
+class CopiesWanted(_Frame, frozen=True, tag="h"):
+    """Hash what other ranks may hold as well, told apart so."""
+
+    number: int
+    division: Division
+
+
+class StagingWanted(_Frame, frozen=True, tag="w"):
+    """How the state is cut into chunks. All ranks have joined.
+
+    Attributes:
+        attempt, at: What is saved, and where: rank 0's.
+        division: By which the scopes of what the rank holds were made.
+    """
+
+    number: int
+    rules: PackingRules
+    plan: RankPlan
+    attempt: str = ""
+    at: bytes = b""
+    division: Division = None
+
+
+class ChunksReleased(_Frame, frozen=True, tag="c"):
+    """These chunks' memory is not looked at any more."""
+
+    number: int
+    chunks: list[int]
+
+
+class Progressed(_Frame, frozen=True, tag="p"):
+    """Bytes done since the last frame."""
+
+    number: int
+    hashed: int
+    stored: int
+
+
+class Finished(_Frame, frozen=True, tag="f"):
+    """The outcome.
+
+    Attributes:
+        faults: None if it is committed; else the error, and what caused it.
+    """
+
+    number: int
+    faults: list[Fault] | None
+
+
+class Recorded(_Frame, frozen=True, tag="t"):
+    """What the process did, for the trainer's trace; before ``Finished``.
+
+    Attributes:
+        retries: How often the storage was asked again.
+        record: See ``actors.trace.Record``, as msgpack.
+    """
+
+    number: int
+    attempt: str
+    retries: int
+    record: bytes
+
+
+class Logged(_Frame, frozen=True, tag="l"):
+    """A line for the trainer's log, with its fields."""
+
+    level: int
+    logger: str
+    text: str
+    fields: dict[str, str | int | float | None] = {}
+
+
+FromProcess: TypeAlias = (
+    Ready
+    | Loaded
+    | Begun
+    | CopiesWanted
+    | StagingWanted
+    | ChunksReleased
+    | Progressed
+    | Recorded
+    | Finished
+    | Logged
+    | AttemptsEnded
+    | Alive
+)

@@ -1,0 +1,214 @@
+"""A save in flight, as its caller sees it, whoever makes it.
+
+Here is what a ``SaveJob`` and an ``OffloadedSave`` have in common: what was asked for, the futures
+that callers wait for, the way in from other threads, and the end that is told once.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from actorsnap.actors.fence import Fence
+from actorsnap.actors.trace import Phase, ProgressBoard
+from actorsnap.errors import printable
+from actorsnap.options import Options
+from actorsnap.runtime.host import Host, PendingSave
+from actorsnap.runtime.observing import Observation, error_text
+from actorsnap.runtime.place import Place, Source
+from actorsnap.runtime.ranks import Membership
+from actorsnap.storage.registry import without_secrets
+
+__all__ = ["Job", "SaveRequest"]
+
+_HEAD_START_S = 0.005
+"""A switch interval: a lazily staged save begins so much behind the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a save is asked to do.
+
+    Attributes:
+        place: Where this rank was asked to save; rank 0's holds.
+        overwrite: Replace a snapshot that is committed there.
+        resume: Use what dead attempts at the place have left; rank 0's holds.
+        metadata: The user's own.
+    """
+
+    place: Place
+    overwrite: bool
+    resume: bool
+    metadata: dict[str, Any]
+    options: Options
+
+
+class Job(abc.ABC):
+    """A save in flight.
+
+    Args:
+        membership: None where this is the only rank.
+        fence: See ``ParticipantActor``.
+        observation: Gets what is done when, if anybody wants to know.
+
+    Attributes:
+        rank: Of this process, in the save.
+        eager_staged: Settled when the call that began the save may return; with the save's error if
+            it ends before. As ``staged``, unless there is a fence.
+        staged: Settled when the trainer may overwrite its tensors; with the save's error if
+            it ends before.
+        finished: Settled with the outcome; the error is the one that users see.
+        board: Progress.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        request: SaveRequest,
+        *,
+        membership: Membership | None,
+        fence: Fence | None,
+        observation: Observation | None,
+    ) -> None:
+        self._host = host
+        self._request = request
+        self._membership = membership
+        self._observation = observation
+        self._has_begun = False
+        self._cancel_reason: str | None = None
+        self.fence = fence
+        self.rank = 0 if membership is None else membership.team.rank
+        self._world_size = 1 if membership is None else membership.team.world_size
+        self.board = ProgressBoard(printable(f"snapshot {self.url} rank {self.rank}"))
+        self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.eager_staged = self.staged
+        if fence is not None:
+            self.eager_staged = concurrent.futures.Future()
+            if not fence.has_eager:
+                self.eager_staged.set_result(None)
+
+    @property
+    def url(self) -> str:
+        """Where it is saved to: rank 0's, as soon as that is known."""
+        return self._request.place.url
+
+    @property
+    def options(self) -> Options:
+        return self._request.options
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks take part."""
+        return self._membership is not None
+
+    @property
+    def label(self) -> str:
+        """Its name in the log."""
+        return self.board.label
+
+    # From any thread
+
+    def start(self) -> None:
+        """Begins; returns at once."""
+        self._host.set_budget(self.options.memory_budget_bytes)
+        abort = self.cancel if self.options.at_exit == "abort" else None
+        future = self._awaited_at_exit()
+        self._host.track_save(PendingSave(future=future, label=self.label, abort=abort))
+        self._host.submit(self._begin())
+
+    def cancel(self, reason: str) -> None:
+        """Asks for an abort, also if ``start`` was interrupted. The commit may win nevertheless."""
+        self.check_process()
+        if self.finished.done():
+            return  # the runtime may be gone
+
+        def request() -> None:
+            self._cancel_reason = self._cancel_reason or reason
+            self._on_cancel(reason)
+
+        self._host.call_soon(request)
+
+    def is_done(self) -> bool:
+        self.check_process()
+        return self.finished.done()
+
+    def watched(self) -> ProgressBoard:
+        self.check_process()
+        return self.board
+
+    def check_process(self) -> None:
+        """Raises ``UsageError`` in a forked child."""
+        self._host.check_process()
+
+    def source(self) -> Source:
+        """The committed snapshot; only after ``finished`` succeeded."""
+        self.finished.result()
+        return Source(self._request.place, self.options)
+
+    # On the runtime's loop
+
+    @abc.abstractmethod
+    def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
+        """Done when nothing of the save needs this process any more."""
+
+    @abc.abstractmethod
+    async def _run(self) -> None:
+        """Saves, and tells the outcome."""
+
+    @abc.abstractmethod
+    def _on_cancel(self, reason: str) -> None:
+        """An abort is asked for, maybe not for the first time."""
+
+    async def _begin(self) -> None:
+        """Runs the save, once, if it has not ended before."""
+        if not self._has_begun and not self.finished.done():
+            self._has_begun = True
+            await self._run()
+
+    async def _leave_gil_to_caller(self) -> None:
+        """Where nobody waits for the save, who began it goes on first."""
+        if self.fence is not None and not self.fence.has_eager:
+            await anyio.sleep(_HEAD_START_S)
+
+    def _go_to(self, at: str) -> None:
+        """Saves where rank 0 does."""
+        place = replace(self._request.place, url=without_secrets(at), at=at)
+        self._request = replace(self._request, place=place)
+
+    def _on_eager_staged(self) -> None:
+        if not self.eager_staged.done():
+            self.eager_staged.set_result(None)
+
+    def _leave(self) -> None:
+        """The other ranks hear no more that this one takes part."""
+        if self._membership is not None:
+            self._membership.save.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells that there will be no snapshot."""
+        self.board.enter(Phase.ABORTED)
+        if self.fence is not None:
+            self.fence.open()
+        for future in (self.eager_staged, self.staged):
+            if not future.done():
+                future.set_exception(error)
+        self.finished.set_exception(error)
+
+    async def _end_observation(self, error: BaseException | None) -> None:
+        """Hands over what was recorded; before the outcome is told."""
+        observation, self._observation = self._observation, None
+        if observation is None:
+            return
+        await observation.end(
+            self._host,
+            url=self.url,
+            rank=self.rank,
+            world_size=self._world_size,
+            outcome="committed" if error is None else "aborted",
+            error="" if error is None else error_text(error),
+        )

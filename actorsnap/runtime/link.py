@@ -1,0 +1,113 @@
+"""Frames over a socket pair: one end in the trainer, the other in its uploader process.
+
+A frame is its length, four bytes, and msgpack. It must not know what frames mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any, Generic, TypeVar
+
+import anyio
+import msgspec
+
+__all__ = ["Link", "LinkStatistics"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+_PREFIX_BYTES = 4
+_READ_BYTES = 1 << 18
+
+
+class LinkStatistics(msgspec.Struct):
+    """Bytes and frames that have passed, prefixes included."""
+
+    sent_bytes: int = 0
+    sent_frames: int = 0
+    received_bytes: int = 0
+    received_frames: int = 0
+
+
+class Link(Generic[In, Out]):
+    """One end. Used on one event loop only.
+
+    Args:
+        connection: Becomes the link's own.
+        incoming: Type of the frames that come.
+    """
+
+    def __init__(self, connection: socket.socket, incoming: Any) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._received = bytearray()
+        self._outgoing = bytearray()
+        self._has_outgoing = anyio.Event()
+        self.statistics = LinkStatistics()
+
+    def send(self, frame: Out) -> None:
+        """Queues a frame; ``flush_forever`` sends it. Never waits: frames are few and small."""
+        data = self._encoder.encode(frame)
+        self._outgoing += len(data).to_bytes(_PREFIX_BYTES, "big")
+        self._outgoing += data
+        self.statistics.sent_bytes += _PREFIX_BYTES + len(data)
+        self.statistics.sent_frames += 1
+        self._has_outgoing.set()
+
+    async def flush_forever(self) -> None:
+        """Sends what is queued, until cancelled or the other end is gone."""
+        while True:
+            await self._has_outgoing.wait()
+            if not await self.flush():
+                return
+            self._has_outgoing = anyio.Event()
+
+    async def flush(self) -> bool:
+        """Sends what is queued. False if the other end is gone."""
+        while self._outgoing:
+            try:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
+            except OSError:
+                return False
+        return True
+
+    async def receive(self) -> In | None:
+        """The next frame; None if the other end is gone.
+
+        Raises:
+            ValueError: what came is no frame.
+        """
+        while True:
+            have = len(self._received) - _PREFIX_BYTES
+            wanted = int.from_bytes(self._received[:_PREFIX_BYTES], "big")
+            if have >= 0 and have >= wanted:
+                end = _PREFIX_BYTES + wanted
+                frame: In = self._decoder.decode(self._received[_PREFIX_BYTES:end])
+                del self._received[:end]
+                self.statistics.received_frames += 1
+                self.statistics.received_bytes += end
+                return frame
+            await anyio.wait_readable(self._socket)
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._received += data
+
+    def shut(self) -> None:
+        """Ends both directions: who waits at either end hears it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """The other end hears it. Only when nobody waits at this one."""
+        self._socket.close()

@@ -1,0 +1,157 @@
+"""A call that is watched: its recorder, and where what it has recorded goes at its end.
+
+Those are a file (``Options.trace``) and OpenTelemetry (``Options.otel``); in the uploader process,
+the trainer. Whatever goes wrong with them is logged, and never the call's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import anyio
+
+from actorsnap.actors.trace import Record, Recorder
+from actorsnap.errors import StorageError, printable
+from actorsnap.lines import Lines
+from actorsnap.options import Options
+from actorsnap.runtime import telemetry, tracefile
+from actorsnap.runtime.host import Host, wait_done
+from actorsnap.runtime.tracefile import About
+
+__all__ = ["Observation", "Sink", "error_text", "observe"]
+
+logger = Lines(__name__)
+
+Sink: TypeAlias = Callable[[Recorder, About, int], None]
+"""Takes what was recorded, what of, and what to add to its clock for the time since the epoch; on
+a worker thread."""
+
+_PATIENCE_S = 5.0
+
+
+def observe(op: str, options: Options) -> Observation | None:
+    """Begins to watch a call; None if nobody wants to know. In the caller's thread.
+
+    Raises:
+        UsageError: ``Options.otel`` is ``"on"``, and OpenTelemetry is not installed.
+    """
+    sinks: list[Sink] = []
+    if options.trace is not None:
+        sinks.append(functools.partial(_write_trace, _working_folder(), options.trace))
+    found = telemetry.find(op, options.otel)
+    if found is not None:
+        sinks.append(found.export)
+    return Observation(op, sinks) if sinks else None
+
+
+class Observation:
+    """One watched call on one rank.
+
+    Args:
+        op: ``save`` or ``restore``.
+        sinks: Where what was recorded goes.
+
+    Attributes:
+        recorder: For the call's actors.
+        caller: What the caller's thread does.
+        attempt: Whose objects are written or read, as soon as that is known.
+    """
+
+    def __init__(self, op: str, sinks: Sequence[Sink]) -> None:
+        self.recorder = Recorder(time.monotonic_ns)
+        self.caller = self.recorder.add_row("caller")
+        self.attempt = ""
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._num_retries = 0
+        self._op = op
+        self._sinks = sinks
+
+    def on_retry(self, error: StorageError, delay_s: float) -> None:
+        """See ``StorageContext``."""
+        self._num_retries += 1
+        self.recorder.mark(
+            "retry",
+            op=error.op,
+            key=error.key,
+            error=type(error).__name__,
+            delay_s=round(delay_s, 6),
+        )
+
+    def adopt(self, record: Record, num_retries: int) -> None:
+        """Adds what another process has recorded of the call."""
+        self.recorder.adopt(record)
+        self._num_retries += num_retries
+
+    async def end(
+        self,
+        host: Host,
+        *,
+        url: str,
+        rank: int,
+        world_size: int,
+        outcome: str,
+        error: str = "",
+    ) -> None:
+        """Hands over what was recorded, before the outcome is told: who waits for that finds the
+        file. Never raises; a disk or an exporter that hangs is waited for a while only.
+
+        Args:
+            url, rank, world_size, outcome, error: See ``About``.
+        Cancellation: as without.
+        """
+        about = About(
+            op=self._op,
+            url=printable(url),
+            attempt=self.attempt,
+            rank=rank,
+            world_size=world_size,
+            outcome=outcome,
+            error=printable(error),
+            begin_us=(self.recorder.begin_ns + self._epoch_ns) // 1000,
+            end_us=(time.monotonic_ns() + self._epoch_ns) // 1000,
+            retries=self._num_retries,
+        )
+        call = host.submit(host.run_blocking(self._hand_over, about))
+        with anyio.move_on_after(_PATIENCE_S, shield=True):
+            await wait_done(call.future)
+
+    def _hand_over(self, about: About) -> None:
+        for sink in self._sinks:
+            try:
+                sink(self.recorder, about, self._epoch_ns)
+            except Exception:  # whatever an exporter raises
+                logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
+        # Handles of the call, and its storage, may be kept for long.
+        self.recorder.clear()
+
+
+def error_text(error: BaseException) -> str:
+    """What ``About.error`` says of an error; the error itself would keep the app state."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _working_folder() -> str:
+    with suppress(OSError):  # it may be deleted
+        return os.getcwd()
+    return ""
+
+
+def _write_trace(
+    folder: str, template: str, recorder: Recorder, about: About, epoch_ns: int
+) -> None:
+    """``folder`` is where the process was at the call, as for the snapshot's path."""
+    trace = tracefile.trace_of(recorder, about, epoch_ns=epoch_ns)
+    tracefile.write(os.path.join(folder, _path(template, about)), trace)
+
+
+def _path(template: str, about: About) -> str:
+    name = about.url.rstrip("/").rpartition("/")[2]
+    if about.world_size > 1 and "{rank" not in template:
+        stem, suffix = os.path.splitext(template)
+        template = f"{stem}-{{rank}}{suffix}"
+    return template.format_map({"rank": about.rank, "op": about.op, "name": name})

@@ -1,0 +1,94 @@
+"""A captured app state without its bytes, as the uploader process gets to know it, and back."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from actorsnap.format.manifest import Entry, ValueEntry
+from actorsnap.protocol.frames import Structure
+from actorsnap.state.leaves import Captured, Leaf, Part
+from actorsnap.state.memory import MemorySource
+
+__all__ = ["Described", "describe", "rebuild"]
+
+_ELSEWHERE = MemorySource(0, 0, None)
+"""Of a leaf whose bytes come through the arena."""
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A state as it is sent.
+
+    Attributes:
+        digest: Of the structure; tells structures apart.
+        values: An entry each, as JSON.
+    """
+
+    digest: bytes
+    structure: Structure
+    values: list[bytes]
+
+
+_entries = msgspec.json.Decoder(list[tuple[int, Entry]])
+_value = msgspec.json.Decoder(ValueEntry)
+
+
+def describe(captured: Captured) -> Described:
+    """Takes a state apart. Blocks; for worker threads."""
+    leaves = captured.leaves
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.holders:
+            holders.setdefault(leaf.holders, []).append(number)
+    entries: list[tuple[int, Entry]] = []
+    values: list[int] = []
+    encoded: list[bytes] = []
+    encode = msgspec.json.encode
+    for number, part in enumerate(captured.parts):
+        kind = type(part)
+        if kind is ValueEntry:
+            values.append(number)
+            encoded.append(encode(part))
+        elif kind is not Leaf:
+            entries.append((number, part))  # type: ignore[arg-type]
+    structure = Structure(
+        globs=captured.globs,
+        sharded=captured.sharded,
+        items=[leaf.item for leaf in leaves],
+        kinds=[leaf.kind for leaf in leaves],
+        dtypes=[leaf.dtype for leaf in leaves],
+        requires_grad=[number for number, leaf in enumerate(leaves) if leaf.requires_grad],
+        holders=list(holders.items()),
+        led=[number for number, leaf in enumerate(leaves) if leaf.is_led],
+        copied=[number for number, leaf in enumerate(leaves) if leaf.is_copied],
+        entries=encode(entries),
+        values=values,
+    )
+    digest = blake2b(msgspec.msgpack.encode(structure), digest_size=16).digest()
+    return Described(digest, structure, encoded)
+
+
+def rebuild(structure: Structure, values: list[bytes]) -> Captured:
+    """What ``describe`` was given, but that no leaf has its bytes."""
+    size = len(structure.items) + len(structure.values)
+    entries = _entries.decode(structure.entries)
+    parts: list[Part | None] = [None] * (size + len(entries))
+    for number, entry in entries:
+        parts[number] = entry
+    for number, value in zip(structure.values, values, strict=True):
+        parts[number] = _value.decode(value)
+    columns = zip(structure.items, structure.kinds, structure.dtypes, strict=True)
+    leaves = [Leaf(item, _ELSEWHERE, kind, dtype) for item, kind, dtype in columns]
+    for number in structure.requires_grad:
+        leaves[number].requires_grad = True
+    for ranks, numbers in structure.holders:
+        for number in numbers:
+            leaves[number].holders = ranks
+    for number in structure.led:
+        leaves[number].is_led = True
+    for number in structure.copied:
+        leaves[number].is_copied = True
+    remaining = iter(leaves)
+    whole = [next(remaining) if part is None else part for part in parts]
+    return Captured(whole, structure.globs, structure.sharded)

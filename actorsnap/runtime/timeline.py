@@ -1,0 +1,179 @@
+"""What a trace says: where the time of a call went, as numbers and as a page.
+
+The page is one file without anything from elsewhere: the events, a style and a script that
+draws them are in it.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import msgspec
+
+from actorsnap.runtime.tracefile import About, Event, TraceFile
+
+__all__ = ["Longest", "Stage", "Summary", "page", "summaries"]
+
+_NUM_LONGEST = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One kind of work or wait, over all actors of a call.
+
+    Attributes:
+        nbytes: Bytes that went through.
+        spent_s: The sum over all actors: more than ``busy_s`` where several did it at once.
+        busy_s: Seconds in which at least one did it.
+        is_wait: Whether it is waiting for something.
+    """
+
+    kind: str
+    nbytes: int
+    spent_s: float
+    busy_s: float
+    is_wait: bool
+
+    @property
+    def bytes_per_s(self) -> float:
+        """While at least one actor did it; 0 where no bytes are counted."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Longest:
+    """A long wait of one actor, ``at_s`` after the call began."""
+
+    actor: str
+    kind: str
+    seconds: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Where the time of one call on one rank went.
+
+    Attributes:
+        stages: Work in the order in which it began, then waits by the time spent.
+        moving_s: Seconds in which at least one actor worked on bytes.
+        overlapping_s: Those in which different kinds of such work were done at once.
+        longest: The longest waits.
+    """
+
+    about: About
+    stages: tuple[Stage, ...]
+    moving_s: float
+    overlapping_s: float
+    longest: tuple[Longest, ...]
+
+
+def summaries(trace: TraceFile) -> list[Summary]:
+    """One per call in the file."""
+    return [_summary(trace, about) for about in trace.abouts]
+
+
+def _summary(trace: TraceFile, about: About) -> Summary:
+    events = [event for event in trace.trace_events if event.pid == about.rank]
+    actors = {e.tid: str(e.args.get("name")) for e in events if e.name == "thread_name"}
+    spans = [event for event in events if event.ph == "X" and _is_of(event, about)]
+    waits = [event for event in spans if event.cat == "wait"]
+    waits.sort(key=lambda event: -(event.dur or 0))
+    moving = [event for event in spans if event.cat == "work" and event.args.get("bytes")]
+    by_kind: dict[str, list[Event]] = {}
+    for event in moving:
+        by_kind.setdefault(event.name, []).append(event)
+    layers = [interval for of_kind in by_kind.values() for interval in _union(of_kind)]
+    return Summary(
+        about=about,
+        stages=tuple(_stages(about, spans)),
+        moving_s=_covered_us(layers, 1) / 1e6,
+        overlapping_s=_covered_us(layers, 2) / 1e6,
+        longest=tuple(
+            Longest(
+                actor=actors.get(event.tid, str(event.tid)),
+                kind=event.name,
+                seconds=(event.dur or 0) / 1e6,
+                at_s=((event.ts or 0) - about.begin_us) / 1e6,
+            )
+            for event in waits[:_NUM_LONGEST]
+        ),
+    )
+
+
+def _is_of(event: Event, about: About) -> bool:
+    return event.ts is not None and about.begin_us <= event.ts <= about.end_us
+
+
+def _stages(about: About, spans: Sequence[Event]) -> Iterator[Stage]:
+    nbytes: dict[str, int] = {}
+    spent_s: dict[str, float] = {}
+    for row in about.actors:
+        nbytes[row.kind] = nbytes.get(row.kind, 0) + row.nbytes
+        spent_s[row.kind] = spent_s.get(row.kind, 0.0) + row.seconds
+    first: dict[str, int] = {}
+    of_kind: dict[str, list[Event]] = {}
+    for event in spans:
+        of_kind.setdefault(event.name, []).append(event)
+        first[event.name] = min(first.get(event.name, event.ts or 0), event.ts or 0)
+    work = sorted((kind for kind in spent_s if not _is_wait(kind)), key=lambda k: first.get(k, 0))
+    waits = sorted((kind for kind in spent_s if _is_wait(kind)), key=lambda k: -spent_s[k])
+    for kind in [*work, *waits]:
+        yield Stage(
+            kind=kind,
+            nbytes=nbytes[kind],
+            spent_s=spent_s[kind],
+            busy_s=sum(end - begin for begin, end in _union(of_kind.get(kind, ()))) / 1e6,
+            is_wait=_is_wait(kind),
+        )
+
+
+def _is_wait(kind: str) -> bool:
+    return kind.startswith("wait ")
+
+
+def _union(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """The times in which at least one of the events lasts, in order."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(((e.ts or 0), (e.ts or 0) + (e.dur or 0)) for e in events):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _covered_us(intervals: Iterable[tuple[int, int]], depth: int) -> int:
+    """How long at least ``depth`` of the intervals last at once."""
+    steps = sorted(step for begin, end in intervals for step in ((begin, 1), (end, -1)))
+    total, now, since = 0, 0, 0
+    for at, change in steps:
+        if now >= depth:
+            total += at - since
+        now, since = now + change, at
+    return total
+
+
+def page(trace: TraceFile, tables: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> str:
+    """A page that shows the trace.
+
+    Args:
+        tables: What to show above it: a title, and rows, of which the first one is the head.
+    """
+    template = files("actorsnap.runtime").joinpath("timeline.html").read_text("utf-8")
+    # "</script" would end the script, whatever it stands in.
+    events = msgspec.json.encode(trace.trace_events).decode().replace("<", "\\u003c")
+    # Tables come last, as the events have no "<" in which they could be put.
+    filled = template.replace("/*events*/[]", events)
+    return filled.replace("<!--tables-->", "".join(_table(*table) for table in tables))
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "th" if number == 0 else "td"
+        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
+    return f"<h2>{html.escape(title)}</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n"

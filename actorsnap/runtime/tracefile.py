@@ -1,0 +1,213 @@
+"""A trace on disk: what a recorder holds, as JSON in Chrome's trace event format.
+
+``chrome://tracing``, https://ui.perfetto.dev and ``actorsnap trace`` open it. A process of the
+format is a rank, a thread of it a row. Times are microseconds since the epoch, so that files of
+several ranks can be laid on top of each other: their events are put into one list.
+
+Reference: "Trace Event Format", Google.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from actorsnap.actors.trace import Recorder, Wait
+from actorsnap.errors import UsageError
+
+__all__ = ["About", "ActorTotals", "Event", "TraceFile", "merge", "read", "trace_of", "write"]
+
+_VERSION = 1
+
+
+class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an actor did, or waited for, of one kind."""
+
+    actor: str
+    kind: str
+    count: int
+    nbytes: int
+    seconds: float
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace is of.
+
+    Attributes:
+        op: ``save`` or ``restore``.
+        outcome: Of a save ``committed`` or ``aborted``; of a restore ``restored``, ``failed`` or
+            ``cancelled``.
+        error: Class and text of what was raised.
+        begin_us, end_us: Microseconds since the epoch.
+        retries: How often the storage was asked again.
+        dropped: Spans that are counted in ``actors`` only, because there were too many.
+        actors: In the order of the rows.
+    """
+
+    version: int = _VERSION
+    op: str
+    url: str
+    attempt: str
+    rank: int
+    world_size: int
+    outcome: str
+    error: str = ""
+    begin_us: int
+    end_us: int
+    retries: int = 0
+    dropped: int = 0
+    actors: tuple[ActorTotals, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_us - self.begin_us) / 1e6
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the format: a span (``X``), a mark (``i``), a sample (``C``), a name (``M``)."""
+
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    ts: int | None = None
+    dur: int | None = None
+    cat: str | None = None
+    s: str | None = None
+    args: dict[str, Any] = {}
+
+
+class TraceFile(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A file: events, and what they are of. One that was merged is of several."""
+
+    trace_events: list[Event]
+    display_time_unit: str = "ms"
+    other_data: dict[str, list[About]] = {}
+
+    @property
+    def abouts(self) -> list[About]:
+        return self.other_data.get("actorsnap", [])
+
+
+def trace_of(recorder: Recorder, about: About, *, epoch_ns: int) -> TraceFile:
+    """The trace of one call.
+
+    Args:
+        epoch_ns: What is added to the recorder's clock.
+    """
+    about = msgspec.structs.replace(
+        about,
+        dropped=sum(row.num_dropped for row in recorder.rows),
+        actors=tuple(_totals(recorder)),
+    )
+    events = [*_names(recorder, about), *_events(recorder, about.rank, epoch_ns)]
+    return TraceFile(trace_events=events, other_data={"actorsnap": [about]})
+
+
+def _totals(recorder: Recorder) -> Iterator[ActorTotals]:
+    for row in recorder.rows:
+        for kind, totals in tuple(row.totals.items()):
+            yield ActorTotals(
+                actor=row.name,
+                kind=str(kind),
+                count=totals.count,
+                nbytes=totals.nbytes,
+                seconds=totals.spent_ns / 1e9,
+            )
+
+
+def _names(recorder: Recorder, about: About) -> Iterator[Event]:
+    pid = about.rank
+    title = f"rank {about.rank}: {about.op} {about.url}"
+    yield Event(ph="M", name="process_name", pid=pid, tid=0, args={"name": title})
+    yield Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid})
+    for number, row in enumerate(recorder.rows, 1):
+        yield Event(ph="M", name="thread_name", pid=pid, tid=number, args={"name": row.name})
+        order = {"sort_index": number}
+        yield Event(ph="M", name="thread_sort_index", pid=pid, tid=number, args=order)
+
+
+def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[Event]:
+    for number, row in enumerate(recorder.rows, 1):
+        for span in tuple(row.spans):
+            # Both ends are rounded alike: spans of a row that touch must not overlap.
+            ts = (span.begin_ns + epoch_ns) // 1000
+            dur = (span.end_ns + epoch_ns) // 1000 - ts
+            args: dict[str, Any] = {}
+            if span.key:
+                args = {"key": span.key, "offset": span.offset, "bytes": span.nbytes}
+            cat = "wait" if isinstance(span.kind, Wait) else "work"
+            yield Event(
+                ph="X", name=str(span.kind), cat=cat, pid=pid, tid=number, ts=ts, dur=dur, args=args
+            )
+    for mark in tuple(recorder.marks):
+        ts = (mark.at_ns + epoch_ns) // 1000
+        yield Event(
+            ph="i", name=mark.name, cat="mark", s="p", pid=pid, tid=0, ts=ts, args=mark.details
+        )
+    for sample in tuple(recorder.samples):
+        ts = (sample.at_ns + epoch_ns) // 1000
+        value = {sample.name: sample.value}
+        yield Event(ph="C", name=sample.name, pid=pid, tid=0, ts=ts, args=value)
+
+
+def write(path: str, trace: TraceFile) -> None:
+    """Writes a trace, whole or not at all; makes its folder. Blocks.
+
+    Raises:
+        OSError: that fails.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    unfinished = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(msgspec.json.encode(trace))
+        os.replace(unfinished, path)
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
+
+
+def read(path: str) -> TraceFile:
+    """Reads what ``write`` has written. Blocks.
+
+    Raises:
+        UsageError: it is not there, or no trace of actorsnap.
+    """
+    try:
+        with open(path, "rb") as file:
+            trace = msgspec.json.decode(file.read(), type=TraceFile)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no trace of actorsnap: {error}") from error
+    if not trace.abouts:
+        raise UsageError(f"{path} is no trace of actorsnap: it does not say what it is of")
+    return trace
+
+
+def merge(traces: Sequence[TraceFile]) -> TraceFile:
+    """One trace with the events of all; each call has rows of its own, also if they are of one
+    rank."""
+    events: list[Event] = []
+    num_rows: dict[int, int] = {}
+    for trace in traces:
+        before = dict(num_rows)
+        for event in trace.trace_events:
+            if event.tid and before.get(event.pid):
+                event = msgspec.structs.replace(event, tid=event.tid + before[event.pid])
+            num_rows[event.pid] = max(num_rows.get(event.pid, 0), event.tid)
+            events.append(event)
+    return TraceFile(
+        trace_events=events,
+        other_data={"actorsnap": list(_all_abouts(traces))},
+    )
+
+
+def _all_abouts(traces: Iterable[TraceFile]) -> Iterator[About]:
+    for trace in traces:
+        yield from trace.abouts

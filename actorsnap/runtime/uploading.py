@@ -1,0 +1,328 @@
+"""The uploader process: what runs in it.
+
+It serves the trainer at the other end of the link, with an ``UploadedSave`` for each save. It has a
+process group of its own, so that a terminal's Ctrl-C does not reach it, and its workers leave the
+CPU to the trainer. When that is gone it finishes what is detached and staged, and aborts the rest.
+
+A save of several ranks goes to this process' place in a team of such processes, at the job's store:
+connecting to that imports torch. Nothing else here does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+from typing import TypeAlias
+
+import anyio
+
+from actorsnap.errors import printable
+from actorsnap.protocol.frames import (
+    Alive,
+    AttemptsEnded,
+    CancelSave,
+    ChangeEnvironment,
+    ChangePace,
+    EndSave,
+    ExpectRanks,
+    Fault,
+    Finished,
+    FromProcess,
+    LeaveTeam,
+    Loaded,
+    Logged,
+    Ready,
+    Remember,
+    Save,
+    StagingWaits,
+    Structure,
+    TeamPlace,
+    ToProcess,
+)
+from actorsnap.protocol.messages import sendable
+from actorsnap.release import RELEASE
+from actorsnap.runtime.arena import ArenaView
+from actorsnap.runtime.host import Host, shutdown
+from actorsnap.runtime.link import Link
+from actorsnap.runtime.ranks import Team
+from actorsnap.runtime.uploaded import UploadedSave
+from actorsnap.state.group import StoreAt, load
+from actorsnap.storage.registry import find_opener
+
+__all__ = ["main"]
+
+_TICK_S = 0.5
+"""So often progress is told."""
+
+_ALIVE_S = 5.0
+"""So often at least something is said."""
+
+Fields: TypeAlias = dict[str, str | int | float | None]
+
+_USUAL = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
+"""What every line has; the rest are its fields."""
+
+_GRACE_S = 20.0
+"""Behind the trainer's end the process takes no longer."""
+
+
+def main(connection: int, arena: int, log_level: int) -> None:
+    """Serves the trainer until it closes its end; then the process ends.
+
+    Args:
+        connection: Descriptor of this process' end of the link.
+        arena: Descriptor of the trainer's arena.
+        log_level: From which on lines go to the trainer's log.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # That a job's store is gone is no news at the job's end; else it is said by errors.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    faulthandler.enable()
+    host = Host.get()
+    # Not the loop, nor what is short: a trainer may be waiting for the answer.
+    host.lower_bulk()
+    find_opener(os.sep)  # or the first save would wait for the import
+    service = _Service(host, connection, ArenaView(arena))
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        host.call_soon(service.terminate)
+
+    signal.signal(signal.SIGTERM, terminate)
+    logging.getLogger().addHandler(_Forwarder(service, log_level))
+    logging.getLogger("actorsnap").setLevel(log_level)
+    host.submit(service.run()).future.result()
+    shutdown()
+
+
+class _Teams:
+    """This process' places among those that save together: one per team of the trainer."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._teams: dict[int, tuple[Team, StoreAt]] = {}
+        self._left: set[int] = set()
+
+    def find(self, place: TeamPlace) -> Team:
+        """The place among those that meet there."""
+        found = self._teams.get(place.team)
+        if found is not None and (found[0].port.namespace != place.name or found[0].is_stale):
+            self._close(place.team)
+            found = None
+        if found is None:
+            found = self._teams[place.team] = Team.of_processes(place)
+        return found[0]
+
+    def leave(self, number: int) -> None:
+        """The trainer's team makes no more calls."""
+        self._left.add(number)
+
+    def close_left(self) -> None:
+        """Gives up those that are not needed any more."""
+        for number, (team, _) in list(self._teams.items()):
+            if team.is_stale or (number in self._left and not team.port.is_busy):
+                self._close(number)
+        self._left &= self._teams.keys()
+
+    def _close(self, number: int) -> None:
+        team, _ = self._teams.pop(number)
+        self._host.serve(self._host.run_blocking(team.port.close))
+
+
+class _Service:
+    """Lives on the loop of the process' runtime. See ``Trainer``."""
+
+    def __init__(self, host: Host, connection: int, arena: ArenaView) -> None:
+        self._host = host
+        self._arena = arena
+        self._connection = connection
+        self._link: Link[ToProcess, FromProcess]
+        self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
+        self._saves: dict[int, UploadedSave] = {}
+        self._teams = _Teams(host)
+        self._loaded: anyio.Event | None = None
+        self._heard_s = 0.0
+        self._idle: anyio.Event | None = None
+        self._is_terminated = False
+        self.is_in_a_hurry = False
+        self._trainer = os.getppid()
+
+    async def run(self) -> None:
+        """Serves until the link ends, then waits for what is left."""
+        self._link = Link(socket.socket(fileno=self._connection), ToProcess)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._link.flush_forever)
+            tasks.start_soon(self._tick)
+            self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
+            self._link.send(Ready(RELEASE))
+            while (frame := await self._link.receive()) is not None:
+                self._heard_s = time.monotonic()
+                if isinstance(frame, Save) and frame.team is not None:
+                    # Which stops all threads for long: the others must not take it for dead.
+                    await self._load().wait()
+                self._take(frame)
+            await self._outlive_trainer()
+            tasks.cancel_scope.cancel()
+        if self._saves:
+            os._exit(1)
+
+    async def _outlive_trainer(self) -> None:
+        self._idle = anyio.Event()
+        left = [save for save in self._saves.values() if not save.is_detached]
+        for save in left:
+            save.cancel("the trainer has ended")
+        if self._saves:
+            # Detached saves have deadlines of their own.
+            with anyio.move_on_after(_GRACE_S if len(left) == len(self._saves) else None):
+                await self._idle.wait()
+
+    def terminate(self) -> None:
+        """What SIGTERM asks for: aborts what is under way, tells that, and leaves."""
+        if not self._is_terminated:
+            self._is_terminated = True
+            self._cancel_all("the uploader process was asked to end (SIGTERM)")
+
+    def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
+        """Passes a line on, from any thread."""
+        if self._idle is not None:
+            print(f"actorsnap uploader: {text}", file=sys.stderr)
+            return
+        self._host.call_soon(lambda: self._link.send(Logged(level, logger, text, fields)))
+
+    def send(self, frame: FromProcess) -> None:
+        """See ``Trainer``."""
+        self._link.send(frame)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """See ``Trainer``."""
+        return self._arena.view(offset, nbytes)
+
+    def ended(self, number: int, faults: list[Fault] | None) -> None:
+        """See ``Trainer``."""
+        del self._saves[number]
+        self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
+        self._link.send(Finished(number, faults))
+        if self._idle is not None and not self._saves:
+            self._idle.set()
+
+    def _take(self, frame: ToProcess) -> None:
+        match frame:
+            case Remember():
+                self._known.pop(frame.forgotten, None)
+                self._known[frame.digest] = (frame.structure, frame.values)
+            case Save() if self._is_terminated:
+                pass  # the next process gets it
+            case Save():
+                team = None if frame.team is None else self._teams.find(frame.team)
+                structure, values = self._known[frame.structure]
+                self._saves[frame.number] = UploadedSave(
+                    self._host, self, frame, structure, values, team
+                )
+            case ChangeEnvironment():
+                for name, value in frame.variables:
+                    if value is None:
+                        os.environb.pop(name, None)
+                    else:
+                        os.environb[name] = value
+            case ChangePace():
+                self._host.set_duty(frame.duty)
+            case CancelSave():
+                if frame.number in self._saves:
+                    self._saves[frame.number].cancel(frame.reason)
+            case EndSave():
+                if frame.number in self._saves:
+                    self._saves[frame.number].end(frame.failure)
+            case ExpectRanks():
+                self._load()
+            case AttemptsEnded():
+                self._host.note_ended(frame.attempts)
+            case LeaveTeam():
+                self._teams.leave(frame.team)
+            case Alive():
+                pass
+            case _:
+                # Of a save that has ended here, the trainer may not know that yet.
+                if frame.number in self._saves:
+                    if isinstance(frame, StagingWaits):
+                        self._hurry()
+                    self._saves[frame.number].deliver(frame)
+
+    def _load(self) -> anyio.Event:
+        """Begins to import what connects to a store; set when that is there, or has failed: then
+        connecting will say why."""
+        if self._loaded is None:
+            self._loaded = loaded = anyio.Event()
+
+            def run() -> None:
+                with contextlib.suppress(Exception):
+                    load()
+                self._host.call_soon(done)
+
+            def done() -> None:
+                loaded.set()
+                self._link.send(Loaded())
+
+            # Not on a worker: those leave the CPU to the trainer, which waits for this.
+            threading.Thread(target=run, name="actorsnap-load", daemon=True).start()
+        return self._loaded
+
+    def _hurry(self) -> None:
+        """The trainer is told at once what is free, until all saves end."""
+        self.is_in_a_hurry = True
+        for save in self._saves.values():
+            save.tell_released()
+
+    def _cancel_all(self, reason: str) -> None:
+        for save in self._saves.values():
+            save.cancel(reason)
+
+    async def _tick(self) -> None:
+        looked_s = said_s = time.monotonic()
+        said_frames = 0
+        while True:
+            await anyio.sleep(_TICK_S)
+            now = time.monotonic()
+            if now - looked_s > 2 * _TICK_S:
+                # This process was stopped itself: what has come meanwhile is read first.
+                self._heard_s += now - looked_s
+            looked_s = now
+            self._teams.close_left()
+            for save in self._saves.values():
+                save.tell_progress()
+                save.watch_trainer(now - self._heard_s)
+            if self._link.statistics.sent_frames == said_frames and now - said_s >= _ALIVE_S:
+                self._link.send(Alive())
+            if self._link.statistics.sent_frames != said_frames:
+                said_s, said_frames = now, self._link.statistics.sent_frames
+            is_orphan = os.getppid() != self._trainer
+            if is_orphan or (self._is_terminated and not self._saves):
+                # A forked child of the trainer may hold its end of the link open.
+                await self._link.flush()
+                self._link.shut()
+
+
+class _Forwarder(logging.Handler):
+    """Passes lines on to the trainer's log."""
+
+    def __init__(self, service: _Service, level: int) -> None:
+        super().__init__(level)
+        self._service = service
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            fields: Fields = {
+                name: value
+                for name, value in vars(record).items()
+                if name not in _USUAL and isinstance(value, str | int | float | None)
+            }
+            text = printable(self.format(record))
+            self._service.log(record.levelno, record.name, text, sendable(fields))
+        except Exception:
+            self.handleError(record)

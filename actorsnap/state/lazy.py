@@ -1,0 +1,379 @@
+"""Which leaves may be copied behind the caller's back, and whether they stayed as they were.
+
+Only what is known to change in nothing but an optimizer's step may wait: parameters that require
+gradients of the modules in the app state, and the state tensors of its optimizers. A leaf belongs
+to them by its memory, whatever view of it a state dict holds. Everything else is *eager*.
+
+That a leaf stayed as it was is told by version counters: each in-place operation of torch moves
+that of its tensor, and views share it. Fused optimizers, and DTensors, move none for the parameter;
+most of them move one for a step counter. So a parameter is watched together with its state.
+
+No counter tells that a storage was given other memory (``share_memory_()``, also by sending a
+tensor to another process; ``resize_()``), and what it had is gone then. So addresses are compared,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from actorsnap.planning.backlog import set_aside
+from actorsnap.planning.packing import Piece
+from actorsnap.state.leaves import Leaf
+from actorsnap.state.memory import MemorySource, gather
+from actorsnap.state.optim import ModelState
+from actorsnap.state.sharing import Extents, Region, touched_without_gaps
+from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
+
+__all__ = ["LazyState", "find_lazy", "tensors_of"]
+
+_MAX_ASIDE_BYTES = 8 << 20
+"""So much of what is eager is copied in the caller's thread: nobody waits for whole chunks because
+of a normalisation's statistics, counters and random generators."""
+
+
+_WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
+
+
+class LazyState:
+    """The leaves of an app state that only optimizers' steps change.
+
+    Keeps tensors alive until ``release``.
+
+    Attributes:
+        eager: Numbers of the leaves that the caller waits for.
+    """
+
+    def __init__(
+        self,
+        eager: frozenset[int],
+        extents: _ByDevice,
+        watched: Mapping[int, Sequence[int]],
+        tensors: Sequence[torch.Tensor],
+        leaves_of: Mapping[int, Sequence[int]],
+        places: Mapping[int, Sequence[_Place]],
+    ) -> None:
+        self.eager = eager
+        self._extents = extents
+        self._leaves_of = {id(tensors[number]): leaves for number, leaves in leaves_of.items()}
+        self._places = places
+        # By leaf, what else moves when it changes; and all of that, with its versions.
+        self._watched = dict(watched)
+        self._tensors = tensors
+        self._versions = [_version(tensor) for tensor in tensors]
+
+    def touched_by(self, optimizer: Any) -> list[int]:
+        """The leaves whose memory a step of the optimizer changes, in its order."""
+        found: dict[int, Sequence[int]] = {}
+        others: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(tensors_of(optimizer)):
+            leaves = self._leaves_of.get(id(tensor))
+            if leaves is None:
+                others[number] = tensor
+            else:
+                found[number] = leaves
+        if others:  # of no module or optimizer in the app state, but perhaps their memory
+            found.update(_Memory(self._extents).meeting(_extents_of(others.items())))
+        return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
+
+    def changed(self, leaves: Iterable[int]) -> int | None:
+        """A leaf among these that has changed since the capture, as far as can be told, or whose
+        memory must not be read any more."""
+        for leaf in leaves:
+            if any([_address(owner) != start for owner, start in self._places.get(leaf, ())]):
+                return leaf
+            for number in self._watched.get(leaf, ()):
+                if _version(self._tensors[number]) != self._versions[number]:
+                    return leaf
+        return None
+
+    def release(self) -> None:
+        """Refers to no memory any more; from now on nothing is touched, and nothing changes."""
+        self._tensors, self._watched, self._places = (), {}, {}
+        self._leaves_of, self._extents = {}, {}
+
+
+def find_lazy(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> LazyState:
+    """Tells apart what may be copied later, and copies what little of the rest there is.
+
+    Args:
+        app_state: As it was captured.
+        leaves: Of the capture, in its order. Some get a copy as their source.
+    """
+    tensors, watched_with, others = _steady_tensors(app_state)
+    extents = _extents_of_leaves(leaves)
+    steady = _Memory(_extents_of(enumerate(tensors))).meeting(extents)
+    unsteady = _Memory(_extents_of(enumerate(others))).meeting(extents)
+    watched: dict[int, Sequence[int]] = {}
+    places: dict[int, Sequence[_Place]] = {}
+    eager: list[int] = []
+    for number, leaf in enumerate(leaves):
+        found = steady.get(number)
+        if found and number not in unsteady and _covers(tensors, found, leaf):
+            watched[number] = (
+                watched_with[found[0]]
+                if len(found) == 1
+                else list(dict.fromkeys([n for each in found for n in watched_with[each]]))
+            )
+            places[number] = _places_of(leaf.source)
+        elif leaf.item.nbytes:
+            eager.append(number)
+    aside = {eager[i] for i in set_aside([leaves[n].item.nbytes for n in eager], _MAX_ASIDE_BYTES)}
+    _copy_aside([leaves[number] for number in sorted(aside)])
+    leaves_of: dict[int, list[int]] = {}
+    for number, members in steady.items():
+        for member in members:
+            leaves_of.setdefault(member, []).append(number)
+    return LazyState(frozenset(eager) - aside, extents, watched, tensors, leaves_of, places)
+
+
+def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a step changes: parameters, each with its state, by parameter groups."""
+    state = getattr(optimizer, "state", {})
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            seen.add(id(parameter))
+            if isinstance(value := state.get(parameter), _WITH_TENSORS):
+                yield from _tensors_in(value)
+    for key, value in list(state.items()):
+        if id(key) not in seen and isinstance(value, _WITH_TENSORS):
+            yield from _tensors_in(value)
+    inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
+    if hasattr(inner, "param_groups"):
+        yield from tensors_of(inner)
+
+
+def _steady_tensors(
+    app_state: Mapping[str, Any],
+) -> tuple[list[torch.Tensor], list[tuple[int, ...]], list[torch.Tensor]]:
+    """What only steps change; of each, the numbers of those that move when it changes; and what
+    something else may change."""
+    modules: list[torch.nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    for value in app_state.values():
+        if isinstance(value, ModelState):
+            modules.append(value.model)
+            optimizers += value.optimizers
+        elif isinstance(value, torch.nn.Module):
+            modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.append(value)
+    parameters: dict[int, torch.Tensor] = {}
+    others: list[torch.Tensor] = []
+    averaged = torch.optim.swa_utils.AveragedModel
+    for part in [part for module in modules for part in module.modules()]:
+        if isinstance(part, averaged):
+            others += part.parameters()  # changed between steps
+        if part._buffers:
+            others += [buffer for buffer in part._buffers.values() if buffer is not None]
+        for parameter in part._parameters.values():
+            if parameter is None:
+                continue
+            if parameter.requires_grad:
+                parameters[id(parameter)] = parameter
+            else:
+                others.append(parameter)  # whoever changes it, it is no step
+    tensors = list(parameters.values())
+    number_of = {key: number for number, key in enumerate(parameters)}
+    watched_with: list[tuple[int, ...]] = [(number,) for number in range(len(tensors))]
+    for optimizer in optimizers:
+        for key, value in optimizer.state.items():
+            if not isinstance(value, _WITH_TENSORS):
+                continue
+            first = len(tensors)
+            tensors += _tensors_in(value)
+            together = tuple(range(first, len(tensors)))
+            watched_with += [together] * len(together)
+            if id(key) in number_of:
+                watched_with[number_of[id(key)]] += together
+    return tensors, watched_with, others
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, _WITH_TENSORS):
+            yield from _tensors_in(item)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Moves when the tensor is changed, or the local one in a DTensor."""
+    try:
+        if type(tensor) in _PLAIN:
+            return tensor._version
+        return tensor._version + _local(tensor)._version
+    except RuntimeError:  # inference tensors have none
+        return 0
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+_ByDevice: TypeAlias = dict[torch.device, Extents]
+_Place: TypeAlias = tuple[torch.Tensor, int | None]
+
+
+def _places_of(source: Any) -> Sequence[_Place]:
+    """Where the tensors lie whose memory a leaf's bytes are."""
+    if isinstance(source, MemorySource) and isinstance(source.owner, torch.Tensor):
+        return ((source.owner, source.address),)  # nearly all
+    return [(owner, _address(owner)) for owner in _owners(source)]
+
+
+def _owners(source: Any) -> Iterator[torch.Tensor]:
+    """The tensors whose memory a leaf's bytes are; of a group of views, those of all."""
+    if isinstance(source.owner, torch.Tensor):
+        yield source.owner
+    elif isinstance(source.owner, list):
+        for member in source.owner:
+            yield from _owners(member)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # the storage was emptied
+        return None
+
+
+def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
+    """Where tensors lie in this process, by their numbers; those with memory."""
+    found: _ByDevice = {}
+    for number, tensor in tensors:
+        tensor = _local(tensor)
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            _add(found, number, tensor)
+    return found
+
+
+def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
+    """The same of leaves, but for arrays, and for what other ranks compare with theirs."""
+    found: _ByDevice = {}
+    cpu = found[torch.device("cpu")] = Extents()
+    for number, leaf in enumerate(leaves):
+        source = leaf.source
+        if leaf.is_copied:
+            continue
+        if isinstance(source, DeviceSource | TensorSource):
+            _add(found, number, source.owner)
+        elif isinstance(source, MemorySource) and not isinstance(source.owner, np.ndarray):
+            if source.nbytes:
+                cpu.add(number, source.address, source.address + source.nbytes)
+    return found
+
+
+def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return
+    nbytes = tensor.nbytes
+    if nbytes and start and tensor.dtype not in QUANTIZED:
+        stop = start + nbytes if tensor.is_contiguous() else _region(tensor).stop
+        extents = found.get(device := tensor.device)
+        if extents is None:
+            extents = found[device] = Extents()
+        extents.add(number, start, stop)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of it, if it is a DTensor."""
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    tensor = _local(tensor)
+    return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+
+
+def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -> bool:
+    """Whether each byte of the leaf is surely one of those tensors'."""
+    source = leaf.source
+    if isinstance(source, MemorySource):
+        first = _local(tensors[found[0]])
+        if first.data_ptr() == source.address and first.nbytes == source.nbytes:
+            if first.is_contiguous():  # nearly all
+                return True
+        held = Region(source.address, 1, (source.nbytes,), (1,))
+    else:
+        assert isinstance(source, DeviceSource | TensorSource)
+        held = _region(source.owner)
+    regions = [_region(tensors[number]) for number in found]
+    return any([held.same_layout(region) for region in regions]) or touched_without_gaps(
+        regions, held.start, held.stop
+    )
+
+
+class _Memory:
+    """Finds members, which have numbers, by the memory that they lie in."""
+
+    def __init__(self, extents: _ByDevice) -> None:
+        self._devices: dict[torch.device, tuple[Any, Any, list[int], list[int]]] = {}
+        for device, found in extents.items():
+            low, high = np.array(found.starts, np.uint64), np.array(found.stops, np.uint64)
+            order = np.argsort(low, kind="stable")
+            low, high = low[order], high[order]
+            numbers = np.array(found.numbers, np.int64)[order].tolist()
+            # Up to where anything reaches that begins no later than each.
+            reach = np.maximum.accumulate(high)
+            self._devices[device] = low, reach, high.tolist(), numbers
+
+    def meeting(self, extents: _ByDevice) -> dict[int, list[int]]:
+        """Of each of these extents that meets any, the members, in the order of memory."""
+        result: dict[int, list[int]] = {}
+        for device, asked in extents.items():
+            if device not in self._devices:
+                continue
+            low, reach, stops, numbers = self._devices[device]
+            first = np.searchsorted(reach, np.array(asked.starts, np.uint64), "right").tolist()
+            last = np.searchsorted(low, np.array(asked.stops, np.uint64), "left").tolist()
+            for number, start, at, end in zip(
+                asked.numbers, asked.starts, first, last, strict=True
+            ):
+                found = [numbers[at]] if end - at == 1 else []
+                if end - at > 1:
+                    found = [numbers[i] for i in range(at, end) if stops[i] > start]
+                if found:
+                    result[number] = found
+        return result
+
+
+def _copy_aside(leaves: Sequence[Leaf]) -> None:
+    """Gives leaves a copy as their source. On a device it is made there, and not waited for."""
+    _copy_here([leaf for leaf in leaves if not _is_kept_there(leaf)])
+    for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
+        lane.mark()
+
+
+def _is_kept_there(leaf: Leaf) -> bool:
+    source = leaf.source
+    if not isinstance(source, DeviceSource):
+        return False
+    try:
+        leaf.source = DeviceSource(source.copier.twin(source.owner), source.copier)
+    except torch.OutOfMemoryError:
+        return False  # the model fills the device
+    return True
+
+
+def _copy_here(leaves: Sequence[Leaf]) -> None:
+    sizes = [leaf.item.nbytes for leaf in leaves]
+    memory: Any = np.empty(sum(sizes), np.uint8)
+    pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
+    gather([leaf.source for leaf in leaves], pieces, memoryview(memory), lambda pinner: None)
+    starts = accumulate(sizes, initial=int(memory.ctypes.data))
+    for leaf, start, nbytes in zip(leaves, starts, sizes, strict=False):
+        leaf.source = MemorySource(start, nbytes, memory)

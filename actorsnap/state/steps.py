@@ -1,0 +1,67 @@
+"""Hooks before an optimizer's step, which take themselves out again.
+
+It must not know why anybody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actorsnap.errors import UsageError
+
+__all__ = ["StepHook"]
+
+
+class StepHook:
+    """Calls ``before`` before each step of an optimizer, until that says that it is done.
+
+    No hook can be taken out while torch walks over them: it is taken out behind that step, by a
+    hook of the other kind, which takes itself out as soon as none stands behind it.
+
+    Args:
+        optimizer: Any ``torch.optim.Optimizer``.
+        before: Runs in the thread of the step; True when it need not be called any more. What it
+            raises, the step raises, before it has changed anything.
+
+    Raises:
+        UsageError: it takes no hooks.
+    """
+
+    def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
+        if not callable(getattr(optimizer, "register_step_pre_hook", None)) or not hasattr(
+            optimizer, "param_groups"
+        ):
+            raise UsageError(
+                f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
+                "the optimizer inside of it, or wait for staged() before its step"
+            )
+        self._before: Callable[[], bool] | None = before
+        self._behind: Any = None
+        # Compiled steps call it as it is.
+        hook = torch.compiler.disable(self._before_step)
+        self._handle = optimizer.register_step_pre_hook(hook)
+
+    def remove(self) -> None:
+        """Takes the hook out. Not while the optimizer steps in another thread."""
+        self._before = None
+        self._handle.remove()
+        if self._behind is not None:
+            self._behind.remove()
+
+    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        before = self._before
+        if before is not None and before():
+            self._before = before = None
+        if before is None and self._behind is None:
+            self._behind = optimizer.register_step_post_hook(
+                torch.compiler.disable(self._behind_step)
+            )
+
+    def _behind_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self._handle.remove()
+        hooks = optimizer._optimizer_step_post_hooks
+        if next(reversed(hooks), None) == self._behind.id:
+            self._behind.remove()

@@ -1,0 +1,105 @@
+"""Frames between a trainer and its uploader process come back as they were sent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.protocol.frames import (
+    Alive,
+    AttemptsEnded,
+    Begun,
+    CancelSave,
+    ChunksReleased,
+    ChunksStaged,
+    CopiesHashed,
+    CopiesWanted,
+    EndSave,
+    ExpectRanks,
+    Fault,
+    Finished,
+    FromProcess,
+    LeaveTeam,
+    Loaded,
+    Logged,
+    Progressed,
+    Ready,
+    Remember,
+    Save,
+    StagingEnded,
+    StagingFailed,
+    StagingWaits,
+    StagingWanted,
+    Structure,
+    TeamPlace,
+    ToProcess,
+)
+from actorsnap.protocol.messages import Failure, Stage
+
+
+def test_frames_come_back_as_they_were() -> None:
+    rules = PackingRules(chunk_bytes=1 << 22, max_objects=4, min_object_bytes=1)
+    structure = Structure(
+        globs=(),
+        sharded=(),
+        items=[Item("model/w", "float32", (2, 3), 24, 4)],
+        kinds=["parameter"],
+        dtypes=["float32"],
+        requires_grad=[0],
+        holders=[((0, 2), [0])],
+        led=[],
+        copied=[0],
+        entries=b"[]",
+        values=[1],
+    )
+    save = Save(
+        number=7,
+        structure=b"d",
+        values=[(0, b"{}")],
+        url="s3://b/x",
+        at=b"s3://b/x",
+        storage_options={"key": 1},
+        options=b"o",
+        budget_bytes=1 << 30,
+        overwrite=True,
+        resume=False,
+        metadata=b"{}",
+        after="a",
+        team=TeamPlace(
+            team=0, name="job/saves/ab", rank=1, world_size=2, host="h", port=29500, call=3
+        ),
+    )
+    to_process: list[ToProcess] = [
+        Remember(b"d", structure, [b"{}"], b"e"),
+        save,
+        ChunksStaged(7, [(0, 4096), (1, None)]),
+        StagingWaits(7),
+        StagingEnded(7),
+        StagingFailed(7, [Fault("MemoryError", "no memory")]),
+        CancelSave(7, "enough"),
+        CopiesHashed(7, (b"c",)),
+        EndSave(7, Failure(reason="rank 1 has failed", stage=Stage.CAPTURE, rank=1)),
+        ExpectRanks(),
+        LeaveTeam(3),
+        AttemptsEnded(["a"]),
+        Alive(),
+    ]
+    from_process: list[FromProcess] = [
+        Ready("0.1.0"),
+        Loaded(),
+        Begun(7, "a"),
+        StagingWanted(7, rules, RankPlan()),
+        StagingWanted(7, rules, RankPlan(), "a", b"/s", (((0, 2),),)),
+        CopiesWanted(7, None),
+        CopiesWanted(7, (((0, 2), (3, 4)),)),
+        ChunksReleased(7, [0, 1]),
+        Progressed(7, 5, 3),
+        Finished(7, [Fault("StorageFull", "full", {"op": "put"})]),
+        Finished(7, None),
+        Logged(30, "actorsnap", "text"),
+        AttemptsEnded(["a"]),
+        Alive(),
+    ]
+    for frames, union in ((to_process, ToProcess), (from_process, FromProcess)):
+        encoded = [msgspec.msgpack.encode(frame) for frame in frames]
+        assert [msgspec.msgpack.decode(data, type=union) for data in encoded] == frames

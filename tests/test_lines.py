@@ -1,0 +1,135 @@
+"""Log lines and applications that have made logging their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from actorsnap import Options, SnapshotAborted, StateDict
+from actorsnap.lines import Lines
+from actorsnap.sync import Snapshot
+
+
+class BrokenHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("this handler is broken")
+
+
+@pytest.fixture
+def own_fields() -> Iterator[None]:
+    """Each record of the application says its rank, as many trainers have it."""
+    before = logging.getLogRecordFactory()
+
+    def make(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        record.rank = "seven"
+        return record
+
+    logging.setLogRecordFactory(make)
+    yield
+    logging.setLogRecordFactory(before)
+
+
+@pytest.fixture
+def broken_handler() -> Iterator[None]:
+    """Sees each of our lines."""
+    logger, handler = logging.getLogger("actorsnap"), BrokenHandler()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+@pytest.mark.usefixtures("own_fields")
+def test_fields_of_the_application_stay_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Lines("some").info("of %d", 3, extra={"rank": 3, "message": "no", "key": "k"})
+    (record,) = caplog.records
+    assert record.getMessage() == "of 3"
+    assert (vars(record)["rank"], vars(record)["key"]) == ("seven", "k")
+    assert (record.filename, record.funcName) == (
+        "test_lines.py",
+        "test_fields_of_the_application_stay_its_own",
+    )
+
+
+def test_what_nobody_wants_is_no_record(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Lines("some").info("of %d", 3)
+    assert not caplog.records
+
+
+def test_a_failure_is_shown_below_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("of the day before")
+    except RuntimeError as error:
+        kept = error
+        Lines("some").warning("now", exc_info=True)
+        Lines("some").exception("still")
+    Lines("some").warning("later", exc_info=kept)
+    for record in caplog.records:
+        assert record.exc_info is not None
+        assert record.exc_info[1] is kept
+        assert record.funcName == "test_a_failure_is_shown_below_its_line"
+    assert [record.message for record in caplog.records] == ["now", "still", "later"]
+
+
+@pytest.mark.usefixtures("broken_handler")
+def test_a_handler_that_raises_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines("actorsnap.any").warning("of %d", 3)
+    assert "this handler is broken" in capsys.readouterr().err
+
+
+def test_a_factory_that_raises_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(*args: object, **kwargs: object) -> logging.LogRecord:
+        raise RuntimeError("this factory is broken")
+
+    monkeypatch.setattr(logging, "_logRecordFactory", make)
+    Lines("some").warning("of %d", 3)
+    shown = capsys.readouterr().err
+    assert "this factory is broken" in shown
+    assert "Message: 'of %d'" in shown
+
+
+@pytest.mark.usefixtures("broken_handler")
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_saves_and_their_failures_beside_a_handler_that_raises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: str
+) -> None:
+    options = Options(offload=offload, fsync=False, timeout_s=60)
+    state = {"s": StateDict(w=torch.arange(1 << 18))}
+    Snapshot.async_take(tmp_path / "s", state, options=options).wait()
+    (tmp_path / "file").touch()
+    with pytest.raises(SnapshotAborted):
+        Snapshot.async_take(tmp_path / "file" / "s", state, options=options).wait()
+    Snapshot.async_take(tmp_path / "again", state, options=options).wait()
+    target = {"s": StateDict(w=torch.zeros(1 << 18, dtype=torch.int64))}
+    Snapshot(tmp_path / "again").restore(target)
+    assert torch.equal(target["s"]["w"], state["s"]["w"])
+    assert "this handler is broken" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_fields")
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_saves_and_their_failures_are_logged_with_fields_that_records_have_already(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, offload: str
+) -> None:
+    caplog.set_level(logging.INFO, "actorsnap")
+    options = Options(offload=offload, fsync=False, timeout_s=60)
+    state = {"s": StateDict(w=torch.arange(1 << 18))}
+    Snapshot.async_take(tmp_path / "s", state, options=options).wait()
+    assert ": committed, " in caplog.text
+    caplog.set_level(logging.DEBUG, "actorsnap")
+    (tmp_path / "file").touch()
+    with pytest.raises(SnapshotAborted):
+        Snapshot.async_take(tmp_path / "file" / "s", state, options=options).wait()
+    assert "given up" not in caplog.text
+    assert "has ended" not in caplog.text
