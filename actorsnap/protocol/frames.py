@@ -30,6 +30,7 @@ __all__ = [
     "Begun",
     "CancelSave",
     "ChangeEnvironment",
+    "ChangeLogLevel",
     "ChangePace",
     "ChunksReleased",
     "ChunksStaged",
@@ -270,6 +271,12 @@ class ChangeEnvironment(_Frame, frozen=True, tag="v"):
     variables: list[tuple[bytes, bytes | None]]
 
 
+class ChangeLogLevel(_Frame, frozen=True, tag="l"):
+    """Lines from this level on go to the trainer's log: its application has changed that since."""
+
+    level: int
+
+
 class ChangePace(_Frame, frozen=True, tag="p"):
     """Uploaders work for this share of the time from now on; see ``pacing``."""
 
@@ -306,6 +313,7 @@ ToProcess: TypeAlias = (
     | StagingFailed
     | CancelSave
     | ChangeEnvironment
+    | ChangeLogLevel
     | ChangePace
     | EndSave
     | AttemptsEnded

@@ -33,6 +33,7 @@ from actorsnap.protocol.frames import (
     Begun,
     CancelSave,
     ChangeEnvironment,
+    ChangeLogLevel,
     ChangePace,
     ChunksReleased,
     CopiesWanted,
@@ -181,6 +182,7 @@ class Uploader:
         # What the process knows, the latest last.
         self._known: dict[bytes, list[bytes]] = {}
         self._environment: dict[bytes, bytes] = {}
+        self._log_level = logging.NOTSET
         # Of the last save: the next one is mostly the same.
         self._packed: tuple[_PackKey, tuple[ObjectPlan, ...]] | None = None
 
@@ -296,8 +298,15 @@ class Uploader:
             self._environment = now
             self.send(ChangeEnvironment(changed))
 
+    def _send_log_level(self) -> None:
+        """Sends from which level on lines are wanted, if that is not as the process knows it."""
+        if self._log_level != (now := _log_level()):
+            self._log_level = now
+            self.send(ChangeLogLevel(now))
+
     def _send_save(self, number: int, after: str) -> None:
         self._send_environment()
+        self._send_log_level()
         save = self._saves[number]
         digest, values = save.described.digest, save.described.values
         before = self._known.pop(digest, None)
@@ -321,9 +330,9 @@ class Uploader:
             self._has_loaded = False
             # Here, not at the end of the one before: what was sent behind that went nowhere.
             self._known.clear()
-            self._environment = dict(os.environb)
+            self._environment, self._log_level = dict(os.environb), _log_level()
             process, connection = await self._host.run_blocking(
-                _start, self._arena, self._environment
+                _start, self._arena, self._environment, self._log_level
             )
         except Exception as error:  # nor must what is odd about this process end a save
             logger.warning("the uploader process cannot be started: %s", error)
@@ -429,8 +438,12 @@ class Uploader:
                 save.on_finished(frame)
 
 
+def _log_level() -> int:
+    return logging.getLogger("actorsnap").getEffectiveLevel()
+
+
 def _start(
-    arena: int, environment: dict[bytes, bytes]
+    arena: int, environment: dict[bytes, bytes], log_level: int
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts a process; returns it and this end of the link.
 
@@ -440,13 +453,12 @@ def _start(
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            level = logging.getLogger("actorsnap").getEffectiveLevel()
             # What is no text there is ignored by imports, too.
             path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
             process = subprocess.Popen(
                 [
                     sys.executable or "python3",
-                    *("-c", _BOOT, str(theirs.fileno()), str(arena), str(level)),
+                    *("-c", _BOOT, str(theirs.fileno()), str(arena), str(log_level)),
                     *path,
                 ],
                 env=environment,

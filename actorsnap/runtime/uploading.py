@@ -30,6 +30,7 @@ from actorsnap.protocol.frames import (
     AttemptsEnded,
     CancelSave,
     ChangeEnvironment,
+    ChangeLogLevel,
     ChangePace,
     EndSave,
     ExpectRanks,
@@ -96,8 +97,8 @@ def main(connection: int, arena: int, log_level: int) -> None:
         host.call_soon(service.terminate)
 
     signal.signal(signal.SIGTERM, terminate)
-    logging.getLogger().addHandler(_Forwarder(service, log_level))
-    logging.getLogger("actorsnap").setLevel(log_level)
+    logging.getLogger().addHandler(service.forwarder)
+    service.forwarder.follow(log_level)
     host.submit(service.run()).future.result()
     shutdown()
 
@@ -152,6 +153,7 @@ class _Service:
         self._idle: anyio.Event | None = None
         self._is_terminated = False
         self.is_in_a_hurry = False
+        self.forwarder = _Forwarder(self)
         self._trainer = os.getppid()
 
     async def run(self) -> None:
@@ -231,6 +233,8 @@ class _Service:
                         os.environb.pop(name, None)
                     else:
                         os.environb[name] = value
+            case ChangeLogLevel():
+                self.forwarder.follow(frame.level)
             case ChangePace():
                 self._host.set_duty(frame.duty)
             case CancelSave():
@@ -311,9 +315,14 @@ class _Service:
 class _Forwarder(logging.Handler):
     """Passes lines on to the trainer's log."""
 
-    def __init__(self, service: _Service, level: int) -> None:
-        super().__init__(level)
+    def __init__(self, service: _Service) -> None:
+        super().__init__()
         self._service = service
+
+    def follow(self, level: int) -> None:
+        """Passes on what is of this level and above."""
+        self.setLevel(level)
+        logging.getLogger("actorsnap").setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
