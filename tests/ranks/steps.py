@@ -22,7 +22,7 @@ from tests.worlds import Rank, World
 
 __all__ = ["direct_go"]
 
-OPTIONS = Options(timeout_s=60, lost_after_s=8)
+OPTIONS = Options(timeout_s=60, lost_after_s=5)
 NUM_STEPS = 3
 
 
