@@ -168,7 +168,7 @@ def _steady_tensors(
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
     averaged = torch.optim.swa_utils.AveragedModel
-    for part in [part for module in modules for part in module.modules()]:
+    for part in _with_submodules(modules):
         if isinstance(part, averaged):
             others += part.parameters()  # changed between steps
         if part._buffers:
@@ -194,6 +194,19 @@ def _steady_tensors(
             if id(key) in number_of:
                 watched_with[number_of[id(key)]] += together
     return tensors, watched_with, others
+
+
+def _with_submodules(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    """All of them once. A quarter of the time of ``Module.modules()``, which is a generator for
+    each level."""
+    found = dict.fromkeys(modules)
+    left = list(found)
+    for module in left:
+        for part in module._modules.values():
+            if part is not None and part not in found:
+                found[part] = None
+                left.append(part)
+    return found
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

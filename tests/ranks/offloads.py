@@ -43,6 +43,7 @@ __all__ = [
     "direct_plain",
     "direct_stopped_trainer",
     "direct_unlike",
+    "direct_warmed",
 ]
 
 LOST_AFTER_S = 5.0
@@ -332,6 +333,27 @@ def auto(me: Rank, path: str) -> list[dict[str, Any]]:
         save(0, 1)
         save(1)
     return said
+
+
+def warmed(me: Rank, path: str) -> bool:
+    """Whether the first save that is left to the runtime is by the process."""
+    me.join_gloo()
+    pays = mock.patch.object(taking, "_pays", return_value=True)
+    add = mock.patch.object(Uploader, "add", autospec=True, side_effect=Uploader.add)
+    with pays, add as added:
+        warm_up(1 << 20, options=BY_AUTO)
+        wait_until(lambda: find_uploader(Host.get()).is_ready_for_ranks)
+        dist.barrier()
+        Snapshot.async_take(path, state(me.rank), replicated=GLOBS, options=BY_AUTO).wait()
+    return added.call_count == 1
+
+
+def direct_warmed(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, warmed, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
 
 
 def direct_auto(num_ranks: int, path: str) -> list[Any]:

@@ -147,6 +147,10 @@ def test_ranks_that_leave_it_to_the_runtime_follow_rank_0(
         check_saved(tmp_path / str(number), number)
 
 
+def test_warm_up_gets_the_processes_of_ranks_ready(director: Director, tmp_path: Path) -> None:
+    assert director.play("direct_warmed", num_ranks=2, path=str(tmp_path / "s")) == [True, True]
+
+
 @pytest.mark.parametrize(
     "options", ["detach=True", pytest.param("offload='process'", marks=pytest.mark.slow)]
 )
