@@ -56,6 +56,8 @@ _MAX_LISTED = 10_000
 
 _MAX_VIEWS = 256
 
+_MAX_NAMED = 4
+
 _TURN_BYTES = 64 << 20
 """So much a thread reads before others have their turn on it."""
 
@@ -343,7 +345,7 @@ class FetcherPool:
         nbytes = read.stop - read.start
         if _is_addressable(requests, read):
             targets = await self._run_blocking(lambda: list(_targets(requests, read)))
-            await self._fill(read, chunks, [target.view for target in targets], row)
+            await self._fill(requests, read, chunks, [target.view for target in targets], row)
             if self._verify:
                 await self._run_blocking(_verify_all, targets)
                 if row is not None:
@@ -352,15 +354,21 @@ class FetcherPool:
         with await self._budget.lease(nbytes, Purpose.READING) as lease:
             if row is not None:
                 row.note(Wait.MEMORY)
-            await self._fill(read, chunks, [lease.view], row)
+            await self._fill(requests, read, chunks, [lease.view], row)
             await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
     async def _fill(
-        self, read: Read, chunks: ChunkMap, views: Sequence[memoryview], row: Row | None
+        self,
+        requests: Sequence[Request],
+        read: Read,
+        chunks: ChunkMap,
+        views: Sequence[memoryview],
+        row: Row | None,
     ) -> None:
         """Fills ``views`` with the bytes of a compressed object that ``read`` says."""
         extents = list(chunks.extents(read.start, read.stop))
         scratch_bytes = max([1, *[extent.size for extent in extents if extent.frames]])
+        decompress = functools.partial(_decompress, requests, read)
         with await self._budget.lease(scratch_bytes, Purpose.DECOMPRESSING) as lease:
             if row is not None:
                 row.note(Wait.MEMORY)
@@ -368,16 +376,23 @@ class FetcherPool:
                 into = _Window(views, read.start).within(extent.start, extent.stop)
                 stored = [lease.view[: extent.size]] if extent.frames else into.views
                 if self._storage.capabilities.has_blocking_io:
-                    await self._run_blocking(self._read_extent, extent, stored, into, row)
+                    await self._run_blocking(
+                        self._read_extent, decompress, extent, stored, into, row
+                    )
                     continue
                 await self._storage.read_into(extent.key, extent.offset, stored)
                 if row is not None:
                     row.note(Work.READ, extent.key, extent.offset, extent.size)
                 if extent.frames:
-                    await self._run_blocking(_decompress, extent, stored[0], into, row)
+                    await self._run_blocking(decompress, extent, stored[0], into, row)
 
     def _read_extent(
-        self, extent: Extent, stored: Sequence[memoryview], into: _Window, row: Row | None
+        self,
+        decompress: Callable[[Extent, memoryview, _Window, Row | None], None],
+        extent: Extent,
+        stored: Sequence[memoryview],
+        into: _Window,
+        row: Row | None,
     ) -> None:
         if row is not None:
             row.note(Wait.THREAD)
@@ -385,7 +400,7 @@ class FetcherPool:
         if row is not None:
             row.note(Work.READ, extent.key, extent.offset, extent.size)
         if extent.frames:
-            _decompress(extent, stored[0], into, row)
+            decompress(extent, stored[0], into, row)
 
     def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row | None) -> None:
         self._storage.read_into_blocking(read.key, read.start, self._batches(requests, read, row))
@@ -481,8 +496,19 @@ class _Window:
         return _Window(found, start)
 
 
-def _decompress(extent: Extent, stored: memoryview, into: _Window, row: Row | None) -> None:
-    """Fills ``into`` with what the frames of an extent have of it."""
+def _decompress(
+    requests: Sequence[Request],
+    read: Read,
+    extent: Extent,
+    stored: memoryview,
+    into: _Window,
+    row: Row | None,
+) -> None:
+    """Fills ``into`` with what the frames of an extent have of it.
+
+    Raises:
+        ChecksumMismatch: one is damaged; names what was wanted of it.
+    """
     if row is not None:
         row.note(Wait.THREAD)
     unpacker = Unpacker(extent.key)
@@ -492,11 +518,17 @@ def _decompress(extent: Extent, stored: memoryview, into: _Window, row: Row | No
         frame = stored[position : position + size]
         stop = min(at + FRAME_BYTES, extent.stop)
         window = into.within(at, stop)
-        if len(window.views) == 1 and len(window.views[0]) == stop - at:
-            unpacker.unpack(frame, window.views[0])
-        else:
+        is_alone = len(window.views) == 1 and len(window.views[0]) == stop - at
+        if not is_alone:
             scratch = scratch or memoryview(bytearray(FRAME_BYTES))
-            unpacker.unpack(frame, scratch[: stop - at])
+        try:
+            unpacker.unpack(frame, window.views[0] if is_alone else scratch[: stop - at])
+        except ChecksumMismatch as error:
+            wanted = _wanted_of(requests, read, window.start, window.stop)
+            raise ChecksumMismatch(
+                key=error.key, detail=f"{error.detail}; it has bytes of {wanted}"
+            ) from error.__cause__
+        if not is_alone:
             low = window.start - at
             for view in window.views:
                 view[:] = scratch[low : low + len(view)]
@@ -504,6 +536,23 @@ def _decompress(extent: Extent, stored: memoryview, into: _Window, row: Row | No
         at, position = stop, position + size
     if row is not None:
         row.note(Work.DECOMPRESS, extent.key, extent.start, extent.stop - extent.start)
+
+
+def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -> str:
+    """The leaves of which a read wants bytes in ``[start, stop)`` of the object."""
+    paths: dict[str, None] = {}
+    at = read.start
+    for gap, part in zip(read.gaps, read.parts, strict=True):
+        low = at + gap
+        at = low + part.stop - part.start
+        request = requests[part.request]
+        # Who verifies asks for headers, too, which have no checksums of their own.
+        if low < stop and start < at and request.stored.crc32c:
+            paths[request.leaf()[0]] = None
+            if len(paths) > _MAX_NAMED:
+                break
+    named = [repr(path) for path in paths][:_MAX_NAMED] or ["no leaf"]
+    return ", ".join(named) + (" and more" if len(paths) > _MAX_NAMED else "")
 
 
 class _Target(NamedTuple):

@@ -247,6 +247,10 @@ class Host:
         def settle(result: T, error: BaseException | None) -> None:
             if error is None:
                 future.set_result(result)
+            elif isinstance(error, StopIteration):  # no future takes one: nobody would wake up
+                stopped = RuntimeError("a call on a worker thread raised StopIteration")
+                stopped.__cause__ = error
+                future.set_exception(stopped)
             else:
                 future.set_exception(error)
 

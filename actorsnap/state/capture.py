@@ -40,6 +40,7 @@ from actorsnap.state.tensors import (
     ArraySource,
     DeviceSource,
     TensorSource,
+    address_of,
     c_strides,
     is_addressable,
     refusal,
@@ -385,7 +386,7 @@ class _Collector:
                 # What is stored of a lazily conjugated tensor is not the memory it shares.
                 self._track(_region(tensor), tensor.device)
         else:  # nearly all tensors: nothing here may be slow
-            start = tensor.data_ptr()
+            start = address_of(tensor)
             if start == 0 or tensor.untyped_storage().nbytes() < nbytes:
                 self._refused.append(f"{path!r} {refusal(tensor)}")
                 return

@@ -6,7 +6,8 @@ to them by its memory, whatever view of it a state dict holds. Everything else i
 
 That a leaf stayed as it was is told by version counters: each in-place operation of torch moves
 that of its tensor, and views share it. Fused optimizers, and DTensors, move none for the parameter;
-most of them move one for a step counter. So a parameter is watched together with its state.
+most of them move one for a step counter, or make it. So a parameter is watched together with its
+state, or for getting one.
 
 No counter tells that a storage was given other memory (``share_memory_()``, also by sending a
 tensor to another process; ``resize_()``), and what it had is gone then. So addresses are compared,
@@ -39,6 +40,9 @@ of a normalisation's statistics, counters and random generators."""
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
 
+_States: TypeAlias = Mapping[torch.Tensor, Any]
+"""``optimizer.state``."""
+
 
 class LazyState:
     """The leaves of an app state that only optimizers' steps change.
@@ -55,6 +59,7 @@ class LazyState:
         extents: _ByDevice,
         watched: Mapping[int, Sequence[int]],
         tensors: Sequence[torch.Tensor],
+        stateless: Mapping[int, Sequence[_States]],
         leaves_of: Mapping[int, Sequence[int]],
         places: Mapping[int, Sequence[_Place]],
     ) -> None:
@@ -65,6 +70,7 @@ class LazyState:
         # By leaf, what else moves when it changes; and all of that, with its versions.
         self._watched = dict(watched)
         self._tensors = tensors
+        self._stateless = stateless
         self._versions = [_version(tensor) for tensor in tensors]
 
     def touched_by(self, optimizer: Any) -> list[int]:
@@ -88,13 +94,17 @@ class LazyState:
             if any([_address(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
             for number in self._watched.get(leaf, ()):
-                if _version(self._tensors[number]) != self._versions[number]:
+                tensor = self._tensors[number]
+                if _version(tensor) != self._versions[number] or any(
+                    [_has_state(states, tensor) for states in self._stateless.get(number, ())]
+                ):
                     return leaf
         return None
 
     def release(self) -> None:
         """Refers to no memory any more; from now on nothing is touched, and nothing changes."""
         self._tensors, self._watched, self._places = (), {}, {}
+        self._stateless = {}
         self._leaves_of, self._extents = {}, {}
 
 
@@ -105,7 +115,7 @@ def find_lazy(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> LazyState
         app_state: As it was captured.
         leaves: Of the capture, in its order. Some get a copy as their source.
     """
-    tensors, watched_with, others = _steady_tensors(app_state)
+    tensors, watched_with, stateless, others = _steady_tensors(app_state)
     extents = _extents_of_leaves(leaves)
     steady = _Memory(_extents_of(enumerate(tensors))).meeting(extents)
     unsteady = _Memory(_extents_of(enumerate(others))).meeting(extents)
@@ -129,7 +139,9 @@ def find_lazy(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> LazyState
     for number, members in steady.items():
         for member in members:
             leaves_of.setdefault(member, []).append(number)
-    return LazyState(frozenset(eager) - aside, extents, watched, tensors, leaves_of, places)
+    return LazyState(
+        frozenset(eager) - aside, extents, watched, tensors, stateless, leaves_of, places
+    )
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -152,9 +164,9 @@ def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _steady_tensors(
     app_state: Mapping[str, Any],
-) -> tuple[list[torch.Tensor], list[tuple[int, ...]], list[torch.Tensor]]:
-    """What only steps change; of each, the numbers of those that move when it changes; and what
-    something else may change."""
+) -> tuple[list[torch.Tensor], list[tuple[int, ...]], dict[int, list[_States]], list[torch.Tensor]]:
+    """What only steps change; of each, the numbers of those that move when it changes; where the
+    others of them get a state when they change first; and what something else may change."""
     modules: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     for value in app_state.values():
@@ -193,7 +205,19 @@ def _steady_tensors(
             watched_with += [together] * len(together)
             if id(key) in number_of:
                 watched_with[number_of[id(key)]] += together
-    return tensors, watched_with, others
+    stateless: dict[int, list[_States]] = {}
+    for optimizer in optimizers:
+        for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
+            number = number_of.get(id(parameter))
+            if number is not None and not _has_state(optimizer.state, parameter):
+                stateless.setdefault(number, []).append(optimizer.state)
+    return tensors, watched_with, stateless, others
+
+
+def _has_state(states: _States, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer has tensors for the parameter: an empty state may come by a look."""
+    state = states.get(parameter)
+    return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
 
 
 def _with_submodules(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:

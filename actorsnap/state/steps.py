@@ -19,7 +19,8 @@ class StepHook:
     """Calls ``before`` before each step of an optimizer, until that says that it is done.
 
     No hook can be taken out while torch walks over them: it is taken out behind that step, by a
-    hook of the other kind, which takes itself out as soon as none stands behind it.
+    hook of the other kind. Of those the last one takes out itself and the others, which have run by
+    then; it waits until no hook of somebody else stands behind it.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -34,15 +35,15 @@ class StepHook:
         if not callable(getattr(optimizer, "register_step_pre_hook", None)) or not hasattr(
             optimizer, "param_groups"
         ):
-            raise UsageError(
-                f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
-                "the optimizer inside of it, or wait for staged() before its step"
-            )
+            raise _no_optimizer(optimizer)
         self._before: Callable[[], bool] | None = before
         self._behind: Any = None
         # Compiled steps call it as it is.
         hook = torch.compiler.disable(self._before_step)
-        self._handle = optimizer.register_step_pre_hook(hook)
+        try:
+            self._handle = optimizer.register_step_pre_hook(hook)
+        except AttributeError as error:  # a wrapper that has not initialised its base class
+            raise _no_optimizer(optimizer) from error
 
     def remove(self) -> None:
         """Takes the hook out. Not while the optimizer steps in another thread."""
@@ -56,12 +57,22 @@ class StepHook:
         if before is not None and before():
             self._before = before = None
         if before is None and self._behind is None:
-            self._behind = optimizer.register_step_post_hook(
-                torch.compiler.disable(self._behind_step)
-            )
+            behind = torch.compiler.disable(self._behind_step)
+            behind.actorsnap_hook = self
+            self._behind = optimizer.register_step_post_hook(behind)
 
     def _behind_step(self, optimizer: Any, args: object, kwargs: object) -> None:
         self._handle.remove()
         hooks = optimizer._optimizer_step_post_hooks
         if next(reversed(hooks), None) == self._behind.id:
-            self._behind.remove()
+            # The walk ends here, and so all of them may go.
+            for behind in list(hooks.values()):
+                if (hook := getattr(behind, "actorsnap_hook", None)) is not None:
+                    hook._behind.remove()
+
+
+def _no_optimizer(value: object) -> UsageError:
+    return UsageError(
+        f"guard takes torch.optim.Optimizers, not {type(value).__qualname__}; guard "
+        "the optimizer inside of it, or wait for staged() before its step"
+    )

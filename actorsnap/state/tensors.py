@@ -44,6 +44,7 @@ __all__ = [
     "StridedSink",
     "TensorSink",
     "TensorSource",
+    "address_of",
     "bytes_of",
     "c_strides",
     "carried",
@@ -499,6 +500,14 @@ _LAYOUTS = frozenset(
 _SHARDED = ("DTensor", "ShardedTensor")
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where the memory of a plain tensor begins; 0 if it has none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # torch.func wraps another tensor in it
+        return 0
+
+
 def refusal(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be stored, and what to do; None if it can."""
     kind = type(tensor)
@@ -522,9 +531,15 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "is on the meta device and has no data; materialise it with x.to_empty(...)"
     if tensor.layout is torch.strided and tensor.nbytes and tensor.dtype not in QUANTIZED:
+        if tensor._is_zerotensor():
+            return "has no memory (zeros that autograd has not made yet); save x.clone()"
+        try:
+            held_bytes = tensor.untyped_storage().nbytes()
+        except NotImplementedError:
+            return "has no memory (a transformation of torch.func wraps it); save what that returns"
         end = tensor.storage_offset() * tensor.itemsize + extent_bytes(
             tensor.shape, tensor.stride(), tensor.itemsize
         )
-        if end > tensor.untyped_storage().nbytes():
+        if end > held_bytes:
             return "has lost its memory (its storage was resized); restore it before saving"
     return None

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -356,6 +356,29 @@ def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> Non
     error = problem_of(folder)
     assert isinstance(error, ChecksumMismatch)
     assert actorsnap.sync.Snapshot(folder).verify("quick").ok
+
+
+def test_damage_is_named_by_object_and_leaf(tmp_path: Path) -> None:
+    weights = {"up": torch.randn(700, 1000), "down": torch.randn(800, 1000)}
+    snapshot = actorsnap.sync.Snapshot.take(tmp_path, {"model": StateDict(weights)}, options=ZSTD)
+    target = StateDict({name: torch.zeros(value.shape) for name, value in weights.items()})
+    strided = StateDict(up=torch.zeros(1000, 700).t(), down=torch.zeros(1000, 800).t())
+    path = chunks_in(tmp_path)[-1]  # of what is stored last
+    flip_bit(path, 8 * path.stat().st_size - 1)
+    (problem,) = snapshot.verify("full").problems
+    found = [str(problem)]
+    calls: list[Callable[[], Any]] = [
+        lambda: snapshot.restore({"model": target}),
+        lambda: snapshot.restore({"model": strided}),
+        lambda: snapshot.get_state_dict_for_key("model"),
+    ]
+    for call in calls:
+        with pytest.raises(ChecksumMismatch) as caught:
+            call()
+        found.append(str(caught.value))
+    for said in found:
+        assert str(path.relative_to(tmp_path)) in said
+        assert ("'model/up'" in said) != ("'model/down'" in said), said
 
 
 @pytest.mark.parametrize("cut", [0, 1, 1000])

@@ -610,3 +610,14 @@ async def test_a_callback_that_fails_ends_the_copy(saved: str, memory: str) -> N
         await Snapshot(saved).copy_to(memory, on_event=fail)
     assert COMMIT_KEY not in await objects(memory)
     assert_idle()
+
+
+async def test_a_callback_that_runs_out_ends_the_copy(saved: str, memory: str) -> None:
+    """A future takes no ``StopIteration``: nobody would hear of it."""
+    steps: Iterator[None] = iter(())
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        async with asyncio.timeout(30):
+            await Snapshot(saved).copy_to(memory, on_event=lambda _: next(steps))
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert COMMIT_KEY not in await objects(memory)
+    assert_idle()

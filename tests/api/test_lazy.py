@@ -492,6 +492,26 @@ def test_a_step_that_is_not_guarded_aborts_the_save(tmp_path: Path) -> None:
         assert len(os.listdir(url)) == 2
 
 
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_first_step_that_moves_no_counter_is_told_by_the_state_it_makes(kind: str) -> None:
+    trainer = Trainer()
+    fused: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.AdamW,
+        "sgd": lambda p, **more: torch.optim.SGD(p, momentum=0.9, **more),
+    }
+    trainer.optimizer = fused[kind](trainer.model.parameters(), lr=0.1, fused=True)
+    with held_copies() as copies:
+        pending = Snapshot.async_take(
+            "memory://lazy/first", trainer.state, stage="lazy", options=CHUNKS, overwrite=True
+        )
+        for parameter in trainer.model.parameters():
+            trainer.optimizer.state[parameter]  # a look, which leaves an empty state
+        trainer.step()
+        copies.open()
+        with pytest.raises(StateChanged):
+            pending.wait()
+
+
 def test_memory_that_is_given_back_is_not_read() -> None:
     trainer = Trainer(num_layers=3)
     with held_copies() as copies:
@@ -683,6 +703,23 @@ def test_hooks_of_others_stay_where_they_are() -> None:
     assert trainer.num_hooks() == 5
 
 
+def test_hooks_of_several_guards_go_behind_one_step() -> None:
+    trainer = Trainer()
+    for number in range(2):
+        pending = [
+            Snapshot.async_take(
+                f"memory://lazy/together-{number}-{k}", trainer.state, stage="lazy", options=CHUNKS
+            )
+            for k in range(2)
+        ]
+        for one in [*pending, pending[0]]:
+            one.guard(trainer.optimizer)
+        trainer.step()
+        assert trainer.num_hooks() == 0
+        for one in pending:
+            one.wait()
+
+
 def test_a_guard_that_is_left_early_waits_no_more() -> None:
     trainer = Trainer()
     with held_copies() as copies:
@@ -728,6 +765,13 @@ def test_a_guard_of_an_eager_save_has_nothing_to_do() -> None:
     assert trainer.num_hooks() == 0
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has the hooks' methods, but no place for hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+
+
 @each_facade
 def test_bad_arguments(api: Facade) -> None:
     with pytest.raises(UsageError, match="stage must be 'eager' or 'lazy', not 'later'"):
@@ -740,6 +784,8 @@ def test_bad_arguments(api: Facade) -> None:
     )
     with pytest.raises(UsageError, match=r"guard takes torch.optim.Optimizers, not Sequential"):
         pending.guard(trainer.optimizer, trainer.model)
+    with pytest.raises(UsageError, match=r"guard takes torch.optim.Optimizers, not Wrapper"):
+        pending.guard(trainer.optimizer, Wrapper(trainer.optimizer))
     assert trainer.num_hooks() == 0
     api.run(pending.wait())
 

@@ -430,6 +430,9 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
     short_column = short[:, 1]
     short.untyped_storage().resize_(32)
     lazy = torch.nn.LazyLinear(3).weight
+    zeros = torch._efficientzerotensor((3, 4))  # autograd makes them
+    wrapped: list[torch.Tensor] = []
+    torch.func.vmap(lambda x: wrapped.append(x) or x.sum())(torch.ones(2, 3, 4))  # type: ignore[func-returns-value]
     state = {
         "subclass": torch.ones(2).as_subclass(Wrapped),
         "nested": nested,
@@ -441,6 +444,10 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "short": short,
         "short column": short_column,
         "lazy": lazy,
+        "zeros": zeros,
+        "zeros column": zeros.t(),
+        "other zeros column": zeros[:2].t(),
+        "wrapped": wrapped[0],
         "good": torch.ones(3),
     }
     with pytest.raises(UsageError) as caught:
@@ -458,6 +465,10 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "short": "storage was resized",
         "short column": "storage was resized",
         "lazy": "run the module once",
+        "zeros": "x.clone()",
+        "zeros column": "x.clone()",
+        "other zeros column": "x.clone()",
+        "wrapped": "torch.func",
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line
