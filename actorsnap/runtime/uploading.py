@@ -97,6 +97,8 @@ def main(connection: int, arena: int, log_level: int) -> None:
         host.call_soon(service.terminate)
 
     signal.signal(signal.SIGTERM, terminate)
+    # A trainer that waits for its signals in a thread blocks them, and this has inherited that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     logging.getLogger().addHandler(service.forwarder)
     service.forwarder.follow(log_level)
     host.submit(service.run()).future.result()

@@ -315,6 +315,18 @@ async def test_a_raw_exception_of_a_backend_does_not_ruin_a_commit(place: Place)
     await assert_whole(url, 1)
 
 
+async def test_causes_in_a_circle(place: Place) -> None:
+    """As behind ``raise error from error`` where a client tries again."""
+    circle, other = RuntimeError("a circle"), RuntimeError("its cause")
+    circle.__cause__, other.__cause__ = other, circle
+    with (
+        place.failing(fail_at=1, fail_verbs=["put_if_absent"], error=circle),
+        pytest.raises(SnapshotAborted, match="a circle") as caught,
+    ):
+        await take(faulty_url(place.url()), 1)
+    assert caught.value.stage == "commit"
+
+
 async def test_a_commit_that_a_backend_repeated_by_itself_is_a_success(place: Place) -> None:
     """The first try's answer was lost, the backend's second try found the object."""
     url = place.url()

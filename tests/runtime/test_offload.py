@@ -644,6 +644,47 @@ def test_without_shared_memory_it_is_saved_here(
     assert number_at(tmp_path / "s") == 1
 
 
+@pytest.mark.parametrize("closed", ["2", "0 1 2", "0 1 2, later"])
+def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed: str) -> None:
+    """As a daemon is started."""
+    streams, is_later = closed.partition(",")[0].split(), closed.endswith("later")
+    body = f"""
+        import os, sys
+        import torch
+        from actorsnap import Options, StateDict
+        from actorsnap.runtime.host import Host
+        from actorsnap.runtime.offload import find_uploader
+        from actorsnap.sync import Snapshot
+        uploader = find_uploader(Host.get())
+        if {is_later}:
+            os.closerange(0, 3)
+        for name in "ab":
+            app = {{"model": StateDict(x=torch.ones(3))}}
+            options = Options(offload="process", fsync=False)
+            Snapshot.async_take(f"{{sys.argv[1]}}/{{name}}", app, options=options).wait()
+        assert uploader.is_ready and uploader.incarnation == 1
+    """
+    closing = "" if is_later else " ".join(f"{stream}>&-" for stream in streams)
+    command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path)]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT, check=False
+    )
+    assert done.returncode == 0
+    assert Snapshot(str(tmp_path / "b")).verify("full").ok
+
+
+def test_sigterm_reaches_a_process_whose_trainer_blocks_it(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        shutdown()  # threads of the runtime inherit it
+        save(tmp_path / "s", 1).wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    first = process()
+    first.terminate()
+    wait_until(lambda: uploader().pid != first.pid)
+
+
 def test_ctrl_c_is_not_for_the_process(tmp_path: Path, holds: Holds) -> None:
     holds.hold("manifest")
     pending = save(f"held://{tmp_path}/s", 1)
