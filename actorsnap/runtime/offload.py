@@ -85,8 +85,8 @@ __all__ = ["HandedSave", "Uploader", "find_uploader"]
 logger = Lines(__name__)
 
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
-    "from actorsnap.runtime.uploading import main; main(*map(int, sys.argv[1:4]))"
+    "import sys; sys.path[:] = sys.argv[5:]; "
+    "from actorsnap.runtime.uploading import main; main(*map(int, sys.argv[1:5]))"
 )
 
 _LOOK_S = 1.0
@@ -463,7 +463,7 @@ def _start(
             process = subprocess.Popen(
                 [
                     sys.executable or "python3",
-                    *("-c", _BOOT, *map(str, passed), str(log_level)),
+                    *("-c", _BOOT, *map(str, [*passed, log_level, os.getpid()])),
                     *path,
                 ],
                 env=environment,
