@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -313,6 +313,20 @@ async def test_a_raw_exception_of_a_backend_does_not_ruin_a_commit(place: Place)
     assert caught.value.stage == "commit"
     assert place.was_hit
     await assert_whole(url, 1)
+
+
+@pytest.mark.parametrize("error", [SystemExit("leave"), KeyboardInterrupt("leave")])
+async def test_a_backend_that_wants_to_leave(place: Place, error: BaseException) -> None:
+    """Such errors end an event loop, and here all snapshots of the process with it."""
+    url = place.url()
+    for verb in ("writer", "put_if_absent"):
+        with (
+            place.failing(fail_at=1, fail_verbs=[verb], error=cast("Any", error)),
+            pytest.raises(RuntimeError, match="leave"),
+        ):
+            await take(faulty_url(url), 1)
+    await take(url, 2)
+    await assert_whole(url, 2)
 
 
 async def test_causes_in_a_circle(place: Place) -> None:
