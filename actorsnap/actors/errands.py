@@ -92,6 +92,12 @@ class Errands:
                     results.append(await step(*args))
             except Exception as error:
                 errors.append(error)
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:  # a storage client's: it must not end the runtime
+                plain = RuntimeError(f"the storage's code raised {first_error(error)!r}")
+                plain.__cause__ = error
+                errors.append(plain)
             finally:
                 ended.set()
 

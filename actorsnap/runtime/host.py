@@ -176,6 +176,7 @@ class Host:
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
         self._compression_choices: dict[str, CompressionChoice] = {}
         self._is_relieving = False
+        self._is_stopping = False
         self._calls: set[Call[Any]] = set()
         self._services: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], PendingSave] = {}
@@ -291,7 +292,10 @@ class Host:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_stopping:
+                # A storage client that raises these would end the loop, and all that waits for it.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self._loop.run_forever()
         finally:
             self._loop.close()
 
@@ -406,6 +410,7 @@ class Host:
                 "%d calls hang in a storage, and what they were doing is lost", len(hanging)
             )
             return
+        self._is_stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
         for pool in (self._workers, self._bulk):

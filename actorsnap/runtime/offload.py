@@ -8,6 +8,7 @@ several ranks. It ends when this end of the link closes, whatever closed it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import anyio
@@ -84,8 +85,8 @@ __all__ = ["HandedSave", "Uploader", "find_uploader"]
 logger = Lines(__name__)
 
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
-    "from actorsnap.runtime.uploading import main; main(*map(int, sys.argv[1:4]))"
+    "import sys; sys.path[:] = sys.argv[5:]; "
+    "from actorsnap.runtime.uploading import main; main(*map(int, sys.argv[1:5]))"
 )
 
 _LOOK_S = 1.0
@@ -97,6 +98,10 @@ _START_S = 120.0
 
 _LEAVE_S = 10.0
 """At the end it is waited for so long, and then killed: it may collect garbage only."""
+
+_STDERR = 2
+_FIRST_DESCRIPTOR = 3
+"""Behind the standard streams."""
 
 _MAX_KNOWN = 4
 """So many structures are remembered."""
@@ -451,20 +456,21 @@ def _start(
         OSError, ValueError: it cannot be started.
     """
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, _passed(theirs.fileno(), arena) as passed:
         try:
             # What is no text there is ignored by imports, too.
             path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
             process = subprocess.Popen(
                 [
                     sys.executable or "python3",
-                    *("-c", _BOOT, str(theirs.fileno()), str(arena), str(log_level)),
+                    *("-c", _BOOT, *map(str, [*passed, log_level, os.getpid()])),
                     *path,
                 ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), arena],
+                stderr=None if _has_stderr() else subprocess.DEVNULL,
+                pass_fds=passed,
                 # No Ctrl-C comes here. Nor is it a session of its own: Linux shares out the CPU
                 # among sessions first (autogroup), whatever the priorities in them.
                 process_group=0,
@@ -473,6 +479,26 @@ def _start(
             ours.close()
             raise
     return process, ours
+
+
+@contextlib.contextmanager
+def _passed(*descriptors: int) -> Iterator[list[int]]:
+    """Copies that no standard stream of the process takes the place of: in a trainer that has
+    closed its own, new descriptors get their numbers."""
+    with contextlib.ExitStack() as copies:
+        passed: list[int] = []
+        for descriptor in descriptors:
+            passed.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR))
+            copies.callback(os.close, passed[-1])
+        yield passed
+
+
+def _has_stderr() -> bool:
+    """Whether a process would inherit one; what this program has opened there is none."""
+    try:
+        return os.get_inheritable(_STDERR)
+    except OSError:
+        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

@@ -513,9 +513,11 @@ class SaveJob(Job):
         if self._cause is None:
             self._cause = error
         # The traceback stays, but what its frames held goes: it may be the app state.
+        cleared: list[BaseException] = []  # causes can go in a circle
         seen: BaseException | None = error
-        while seen is not None:
+        while seen is not None and not any(seen is other for other in cleared):
             traceback.clear_frames(seen.__traceback__)
+            cleared.append(seen)
             seen = seen.__cause__ or seen.__context__
 
     def _error(self, failure: Failure) -> ActorSnapError:

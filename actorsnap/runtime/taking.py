@@ -248,7 +248,14 @@ def _usable_uploader(host: Host, place: Place, level: int) -> Uploader | None:
     try:
         _check_sendable(place.storage_options)
         uploader = find_uploader(host)
-    except (TypeError, ValueError, OverflowError, OSError, msgspec.MsgspecError) as error:
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        OSError,
+        msgspec.MsgspecError,
+    ) as error:
         logger.log(level, "snapshot %s: no uploader process for it: %s", place.url, error)
         return None
     return uploader if uploader.is_usable else None
@@ -258,8 +265,17 @@ def _check_sendable(storage_options: dict[str, Any]) -> None:
     """Raises unless the process gets them as they are: there may be anything in them, for a storage
     of another package."""
     data = msgspec.msgpack.encode(storage_options)
-    if msgspec.msgpack.decode(data, type=dict[str, Any]) != storage_options:
+    if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
         raise ValueError("storage_options would not be the same there: use lists, str and numbers")
+
+
+def _is_same(there: Any, here: Any) -> bool:
+    """Whether both are equal and of the same types: an enum's value is no enum."""
+    if type(there) is not type(here) or there != here:
+        return False
+    if isinstance(there, dict):
+        return _is_same([*there], [*here]) and _is_same([*there.values()], [*here.values()])
+    return not isinstance(there, list) or all(map(_is_same, there, here))
 
 
 def _may_meet(team: Team, place: Place, options: Options) -> bool:

@@ -53,6 +53,7 @@ from actorsnap.release import RELEASE
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
+from actorsnap.runtime.process import is_running
 from actorsnap.runtime.ranks import Team
 from actorsnap.runtime.uploaded import UploadedSave
 from actorsnap.state.group import StoreAt, load
@@ -75,13 +76,14 @@ _GRACE_S = 20.0
 """Behind the trainer's end the process takes no longer."""
 
 
-def main(connection: int, arena: int, log_level: int) -> None:
+def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     """Serves the trainer until it closes its end; then the process ends.
 
     Args:
         connection: Descriptor of this process' end of the link.
         arena: Descriptor of the trainer's arena.
         log_level: From which on lines go to the trainer's log.
+        trainer: Its process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # That a job's store is gone is no news at the job's end; else it is said by errors.
@@ -91,12 +93,14 @@ def main(connection: int, arena: int, log_level: int) -> None:
     # Not the loop, nor what is short: a trainer may be waiting for the answer.
     host.lower_bulk()
     find_opener(os.sep)  # or the first save would wait for the import
-    service = _Service(host, connection, ArenaView(arena))
+    service = _Service(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         host.call_soon(service.terminate)
 
     signal.signal(signal.SIGTERM, terminate)
+    # A trainer that waits for its signals in a thread blocks them, and this has inherited that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     logging.getLogger().addHandler(service.forwarder)
     service.forwarder.follow(log_level)
     host.submit(service.run()).future.result()
@@ -140,7 +144,7 @@ class _Teams:
 class _Service:
     """Lives on the loop of the process' runtime. See ``Trainer``."""
 
-    def __init__(self, host: Host, connection: int, arena: ArenaView) -> None:
+    def __init__(self, host: Host, connection: int, arena: ArenaView, trainer: int) -> None:
         self._host = host
         self._arena = arena
         self._connection = connection
@@ -154,7 +158,9 @@ class _Service:
         self._is_terminated = False
         self.is_in_a_hurry = False
         self.forwarder = _Forwarder(self)
-        self._trainer = os.getppid()
+        self._parent = os.getppid()
+        # It may have died before this could look who started it.
+        self._is_orphan = self._parent != trainer and not is_running(trainer)
 
     async def run(self) -> None:
         """Serves until the link ends, then waits for what is left."""
@@ -305,7 +311,7 @@ class _Service:
                 self._link.send(Alive())
             if self._link.statistics.sent_frames != said_frames:
                 said_s, said_frames = now, self._link.statistics.sent_frames
-            is_orphan = os.getppid() != self._trainer
+            is_orphan = self._is_orphan or os.getppid() != self._parent
             if is_orphan or (self._is_terminated and not self._saves):
                 # A forked child of the trainer may hold its end of the link open.
                 await self._link.flush()

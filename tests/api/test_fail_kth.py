@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -313,6 +313,32 @@ async def test_a_raw_exception_of_a_backend_does_not_ruin_a_commit(place: Place)
     assert caught.value.stage == "commit"
     assert place.was_hit
     await assert_whole(url, 1)
+
+
+@pytest.mark.parametrize("error", [SystemExit("leave"), KeyboardInterrupt("leave")])
+async def test_a_backend_that_wants_to_leave(place: Place, error: BaseException) -> None:
+    """Such errors end an event loop, and here all snapshots of the process with it."""
+    url = place.url()
+    for verb in ("writer", "put_if_absent"):
+        with (
+            place.failing(fail_at=1, fail_verbs=[verb], error=cast("Any", error)),
+            pytest.raises(RuntimeError, match="leave"),
+        ):
+            await take(faulty_url(url), 1)
+    await take(url, 2)
+    await assert_whole(url, 2)
+
+
+async def test_causes_in_a_circle(place: Place) -> None:
+    """As behind ``raise error from error`` where a client tries again."""
+    circle, other = RuntimeError("a circle"), RuntimeError("its cause")
+    circle.__cause__, other.__cause__ = other, circle
+    with (
+        place.failing(fail_at=1, fail_verbs=["put_if_absent"], error=circle),
+        pytest.raises(SnapshotAborted, match="a circle") as caught,
+    ):
+        await take(faulty_url(place.url()), 1)
+    assert caught.value.stage == "commit"
 
 
 async def test_a_commit_that_a_backend_repeated_by_itself_is_a_success(place: Place) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +339,26 @@ def test_what_only_this_process_can_open_is_saved_here(tmp_path: Path) -> None:
     assert number_at("memory://offload/s") == number_at(tmp_path / "s") == 1
 
 
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+CIRCLE: dict[str, Any] = {}
+CIRCLE["self"] = CIRCLE
+
+
 @pytest.mark.parametrize(
-    "given", [{"auth": ("me", "secret")}, {"size": 1 << 70}, {"when": {1, 2}}, {"f": print}, {1: 2}]
+    "given",
+    [
+        {"auth": ("me", "secret")},
+        {"size": 1 << 70},
+        {"when": {1, 2}},
+        {"f": print},
+        {1: 2},
+        {"modes": [{"x": Mode.FAST}]},
+        {"modes": {Mode.FAST: 1}},
+        CIRCLE,
+    ],
 )
 def test_what_the_process_would_get_otherwise_is_opened_here(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any]
@@ -644,6 +663,47 @@ def test_without_shared_memory_it_is_saved_here(
     assert number_at(tmp_path / "s") == 1
 
 
+@pytest.mark.parametrize("closed", ["2", "0 1 2", "0 1 2, later"])
+def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed: str) -> None:
+    """As a daemon is started."""
+    streams, is_later = closed.partition(",")[0].split(), closed.endswith("later")
+    body = f"""
+        import os, sys
+        import torch
+        from actorsnap import Options, StateDict
+        from actorsnap.runtime.host import Host
+        from actorsnap.runtime.offload import find_uploader
+        from actorsnap.sync import Snapshot
+        uploader = find_uploader(Host.get())
+        if {is_later}:
+            os.closerange(0, 3)
+        for name in "ab":
+            app = {{"model": StateDict(x=torch.ones(3))}}
+            options = Options(offload="process", fsync=False)
+            Snapshot.async_take(f"{{sys.argv[1]}}/{{name}}", app, options=options).wait()
+        assert uploader.is_ready and uploader.incarnation == 1
+    """
+    closing = "" if is_later else " ".join(f"{stream}>&-" for stream in streams)
+    command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path)]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT, check=False
+    )
+    assert done.returncode == 0
+    assert Snapshot(str(tmp_path / "b")).verify("full").ok
+
+
+def test_sigterm_reaches_a_process_whose_trainer_blocks_it(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        shutdown()  # threads of the runtime inherit it
+        save(tmp_path / "s", 1).wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    first = process()
+    first.terminate()
+    wait_until(lambda: uploader().pid != first.pid)
+
+
 def test_ctrl_c_is_not_for_the_process(tmp_path: Path, holds: Holds) -> None:
     holds.hold("manifest")
     pending = save(f"held://{tmp_path}/s", 1)
@@ -786,6 +846,30 @@ def test_a_fork_of_the_trainer_holds_neither_process_nor_saves(tmp_path: Path) -
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
     assert number_at(tmp_path / "1") == 1
+
+
+def test_a_trainer_that_dies_while_its_process_starts_leaves_none(tmp_path: Path) -> None:
+    """Although a child of it holds the link open."""
+    with trainer(
+        """
+        find_uploader(Host.get())
+        Host.get().call_soon(find_uploader(Host.get()).start)
+        while pid() is None:
+            time.sleep(0.001)
+        print(pid(), flush=True)
+        if os.fork() == 0:
+            time.sleep(120)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        try:
+            process.wait(30)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_an_exit_with_a_pending_save_finishes_it(tmp_path: Path) -> None:
