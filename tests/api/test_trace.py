@@ -143,6 +143,18 @@ def test_staging_hashing_and_storing_are_seen_to_overlap(tmp_path: Path) -> None
     assert any(row["kind"] == "wait for memory" for row in about(trace)["actors"])
 
 
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_staged_is_said_once_and_without_a_limit_nobody_waits_for_the_pace(
+    offload: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.json"
+    given = options(trace, offload=offload)
+    SYNC.Snapshot.async_take(tmp_path / "s", state(), options=given).wait()
+    marks = [event["name"] for event in events_of(trace) if event["ph"] == "i"]
+    assert marks == ["staged"]
+    assert "wait for the pace" not in {row["kind"] for row in about(trace)["actors"]}
+
+
 def test_totals_of_actors_are_those_of_their_spans(tmp_path: Path) -> None:
     trace = tmp_path / "save.json"
     SYNC.Snapshot.async_take(tmp_path / "snap", state(), options=options(trace)).wait()
