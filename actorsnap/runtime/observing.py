@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import string
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -157,7 +158,8 @@ def _write_trace(
 
 def _path(template: str, about: About) -> str:
     name = about.url.rstrip("/").rpartition("/")[2]
-    if about.world_size > 1 and "{rank" not in template:
+    named = {field for _, field, _, _ in string.Formatter().parse(template)}
+    if about.world_size > 1 and "rank" not in named:
         stem, suffix = os.path.splitext(template)
         template = f"{stem}-{{rank}}{suffix}"
     return template.format_map({"rank": about.rank, "op": about.op, "name": name})

@@ -12,7 +12,18 @@ import torch
 
 from actorsnap.errors import UsageError
 
-__all__ = ["StepHook"]
+__all__ = ["StepHook", "check_optimizer"]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ``UsageError`` if it takes no hooks."""
+    if not callable(getattr(optimizer, "register_step_pre_hook", None)) or not hasattr(
+        optimizer, "param_groups"
+    ):
+        raise UsageError(
+            f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
+            "the optimizer inside of it, or wait for staged() before its step"
+        )
 
 
 class StepHook:
@@ -25,19 +36,9 @@ class StepHook:
         optimizer: Any ``torch.optim.Optimizer``.
         before: Runs in the thread of the step; True when it need not be called any more. What it
             raises, the step raises, before it has changed anything.
-
-    Raises:
-        UsageError: it takes no hooks.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
-        if not callable(getattr(optimizer, "register_step_pre_hook", None)) or not hasattr(
-            optimizer, "param_groups"
-        ):
-            raise UsageError(
-                f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
-                "the optimizer inside of it, or wait for staged() before its step"
-            )
         self._before: Callable[[], bool] | None = before
         self._behind: Any = None
         # Compiled steps call it as it is.

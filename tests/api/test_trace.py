@@ -27,6 +27,7 @@ from actorsnap import (
 )
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.observing import observe
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
@@ -274,6 +275,18 @@ def test_names_are_filled_in(tmp_path: Path) -> None:
     trace = tmp_path / "traces" / "{op}-{name}-{rank:03d}.json"
     SYNC.Snapshot.take(tmp_path / "step-1", state(1), options=options(trace))
     assert [path.name for path in trace.parent.iterdir()] == ["save-step-1-000.json"]
+
+
+@pytest.mark.parametrize("template", ["t.json", "{rank}.json", "{{rank}}.json"])
+def test_each_rank_has_a_file(template: str, tmp_path: Path) -> None:
+    host = Host.get()
+    for rank in (0, 1):
+        seen = observe("save", Options(trace=str(tmp_path / template)))
+        assert seen is not None
+        host.submit(
+            seen.end(host, url="s", rank=rank, world_size=2, outcome="committed")
+        ).future.result()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_bad_options_are_refused_early() -> None:
