@@ -61,5 +61,5 @@ class Lines(logging.LoggerAdapter[logging.Logger]):
             for field, value in (extra or {}).items():
                 vars(record).setdefault(field, value)
             self.logger.handle(record)
-        except Exception:
+        except (Exception, SystemExit):  # a handler's exit would end the runtime's loop only
             logging.Handler().handleError(record)

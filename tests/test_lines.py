@@ -15,8 +15,12 @@ from actorsnap.sync import Snapshot
 
 
 class BrokenHandler(logging.Handler):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error = error
+
     def emit(self, record: logging.LogRecord) -> None:
-        raise RuntimeError("this handler is broken")
+        raise self._error("this handler is broken")
 
 
 @pytest.fixture
@@ -34,10 +38,10 @@ def own_fields() -> Iterator[None]:
     logging.setLogRecordFactory(before)
 
 
-@pytest.fixture
-def broken_handler() -> Iterator[None]:
+@pytest.fixture(params=[RuntimeError, SystemExit])
+def broken_handler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sees each of our lines."""
-    logger, handler = logging.getLogger("actorsnap"), BrokenHandler()
+    logger, handler = logging.getLogger("actorsnap"), BrokenHandler(request.param)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -30,17 +30,21 @@ class Pace:
         self._wake()
 
     @asynccontextmanager
-    async def working(self) -> AsyncIterator[None]:
+    async def working(self) -> AsyncIterator[bool]:
         """Waits until it may be worked; what is done inside is a piece of work.
 
+        Yields:
+            Whether there was a rest.
         Cancellation: nothing is left behind.
         """
+        has_rested = False
         while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:
             with anyio.move_on_after(rest_s):
                 await self._changed.wait()
+            has_rested = True
         self._bursts.begin(anyio.current_time())
         try:
-            yield
+            yield has_rested
         finally:
             if self._bursts.end(anyio.current_time()):
                 self._wake()

@@ -112,8 +112,8 @@ class UploaderActor:
         if self._pace is None:
             await self._store_now(staged, writer, row)
             return
-        async with self._pace.working():
-            if row is not None:
+        async with self._pace.working() as has_rested:
+            if row is not None and has_rested:
                 row.note(Wait.PACE)
             await self._store_now(staged, writer, row)
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from actorsnap.actors.fence import Fence, Watch
 from actorsnap.runtime.host import Host
-from actorsnap.state.steps import StepHook
+from actorsnap.state.steps import StepHook, check_optimizer
 
 __all__ = ["Guard"]
 
@@ -22,6 +22,9 @@ class Guard:
 
     def __init__(self, host: Host, fence: Fence | None, optimizers: Sequence[Any]) -> None:
         self._hooks: list[StepHook] = []
+        # Also where there is nothing to wait for: the next save may be a lazy one.
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         if fence is None:
             return
         try:

@@ -248,12 +248,13 @@ class Host:
         def settle(result: T, error: BaseException | None) -> None:
             if error is None:
                 future.set_result(result)
-            elif isinstance(error, StopIteration):  # no future takes one: nobody would wake up
-                stopped = RuntimeError("a call on a worker thread raised StopIteration")
-                stopped.__cause__ = error
-                future.set_exception(stopped)
-            else:
+            elif isinstance(error, Exception) and not isinstance(error, StopIteration):
                 future.set_exception(error)
+            else:
+                # No future takes it; or it would end the loop, or look like a cancellation.
+                fault = RuntimeError(f"{type(error).__name__} on a worker thread: {error}")
+                fault.__cause__ = error
+                future.set_exception(fault)
 
         def done(result: Any, error: BaseException | None) -> None:
             # The loop is closed only when the process gives the runtime up.

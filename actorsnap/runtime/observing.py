@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import string
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import TypeAlias
 import anyio
 
 from actorsnap.actors.trace import Record, Recorder
-from actorsnap.errors import StorageError, printable
+from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.runtime import telemetry, tracefile
@@ -43,7 +44,13 @@ def observe(op: str, options: Options) -> Observation | None:
     sinks: list[Sink] = []
     if options.trace is not None:
         sinks.append(functools.partial(_write_trace, _working_folder(), options.trace))
-    found = telemetry.find(op, options.otel)
+    try:
+        found = telemetry.find(op, options.otel)
+    except UsageError:
+        raise
+    except Exception:  # whatever the loading of a provider raises
+        logger.warning("a %s goes without OpenTelemetry", op, exc_info=True)
+        found = None
     if found is not None:
         sinks.append(found.export)
     return Observation(op, sinks) if sinks else None
@@ -124,7 +131,7 @@ class Observation:
         for sink in self._sinks:
             try:
                 sink(self.recorder, about, self._epoch_ns)
-            except Exception:  # whatever an exporter raises
+            except (Exception, SystemExit):  # whatever an exporter raises
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
         # Handles of the call, and its storage, may be kept for long.
         self.recorder.clear()
@@ -151,7 +158,8 @@ def _write_trace(
 
 def _path(template: str, about: About) -> str:
     name = about.url.rstrip("/").rpartition("/")[2]
-    if about.world_size > 1 and "{rank" not in template:
+    named = {field for _, field, _, _ in string.Formatter().parse(template)}
+    if about.world_size > 1 and "rank" not in named:
         stem, suffix = os.path.splitext(template)
         template = f"{stem}-{{rank}}{suffix}"
     return template.format_map({"rank": about.rank, "op": about.op, "name": name})

@@ -268,6 +268,9 @@ class OffloadedSave(Job):
         if self._observation is not None:
             self._observation.attempt = frame.attempt
             record = msgspec.msgpack.decode(frame.record, type=Record)
+            # When the trainer may go on is known here.
+            marks = [mark for mark in record.marks if mark.name != "staged"]
+            record = msgspec.structs.replace(record, marks=marks)
             self._observation.adopt(record, frame.retries)
 
     def on_finished(self, frame: Finished) -> None:

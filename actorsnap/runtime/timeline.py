@@ -10,6 +10,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import chain, repeat
 
 import msgspec
 
@@ -73,13 +74,25 @@ class Summary:
 
 def summaries(trace: TraceFile) -> list[Summary]:
     """One per call in the file."""
-    return [_summary(trace, about) for about in trace.abouts]
+    # A file may have been edited.
+    calls = chain(_events_by_call(trace), repeat([]))
+    return [_summary(events, about) for about, events in zip(trace.abouts, calls, strict=False)]
 
 
-def _summary(trace: TraceFile, about: About) -> Summary:
-    events = [event for event in trace.trace_events if event.pid == about.rank]
+def _events_by_call(trace: TraceFile) -> list[list[Event]]:
+    """In the order of ``abouts``: calls of one rank may overlap, so times do not tell."""
+    calls: list[list[Event]] = []
+    for event in trace.trace_events:
+        if event.ph == "M" and event.name == "process_name":
+            calls.append([])
+        if calls:
+            calls[-1].append(event)
+    return calls
+
+
+def _summary(events: Sequence[Event], about: About) -> Summary:
     actors = {e.tid: str(e.args.get("name")) for e in events if e.name == "thread_name"}
-    spans = [event for event in events if event.ph == "X" and _is_of(event, about)]
+    spans = [event for event in events if event.ph == "X"]
     waits = [event for event in spans if event.cat == "wait"]
     waits.sort(key=lambda event: -(event.dur or 0))
     moving = [event for event in spans if event.cat == "work" and event.args.get("bytes")]
@@ -102,10 +115,6 @@ def _summary(trace: TraceFile, about: About) -> Summary:
             for event in waits[:_NUM_LONGEST]
         ),
     )
-
-
-def _is_of(event: Event, about: About) -> bool:
-    return event.ts is not None and about.begin_us <= event.ts <= about.end_us
 
 
 def _stages(about: About, spans: Sequence[Event]) -> Iterator[Stage]:

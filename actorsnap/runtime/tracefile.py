@@ -9,9 +9,12 @@ Reference: "Trace Event Format", Google.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -22,14 +25,17 @@ __all__ = ["About", "ActorTotals", "Event", "TraceFile", "merge", "read", "trace
 
 _VERSION = 1
 
+Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Of a file: one that is larger is no number to calculate with."""
+
 
 class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
     """All that an actor did, or waited for, of one kind."""
 
     actor: str
     kind: str
-    count: int
-    nbytes: int
+    count: Int
+    nbytes: Int
     seconds: float
 
 
@@ -47,18 +53,18 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         actors: In the order of the rows.
     """
 
-    version: int = _VERSION
+    version: Int = _VERSION
     op: str
     url: str
     attempt: str
-    rank: int
-    world_size: int
+    rank: Int
+    world_size: Int
     outcome: str
     error: str = ""
-    begin_us: int
-    end_us: int
-    retries: int = 0
-    dropped: int = 0
+    begin_us: Int
+    end_us: Int
+    retries: Int = 0
+    dropped: Int = 0
     actors: tuple[ActorTotals, ...] = ()
 
     @property
@@ -71,10 +77,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ph: str
     name: str
-    pid: int
-    tid: int
-    ts: int | None = None
-    dur: int | None = None
+    pid: Int
+    tid: Int
+    ts: Int | None = None
+    dur: Int | None = None
     cat: str | None = None
     s: str | None = None
     args: dict[str, Any] = {}
@@ -160,14 +166,19 @@ def write(path: str, trace: TraceFile) -> None:
     Raises:
         OSError: that fails.
     """
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    unfinished = f"{path}.{os.getpid()}.tmp"
+    folder = os.path.dirname(path) or "."
+    os.makedirs(folder, exist_ok=True)
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A device would be replaced for everybody: /dev/null, by root.
+        raise OSError(errno.EEXIST, "no regular file", path)
+    # A name of its own: calls that end at the same time may write to the same path.
+    unfinished = os.path.join(folder, f".actorsnap-{secrets.token_hex(8)}.tmp")
     try:
         with open(unfinished, "wb") as file:
             file.write(msgspec.json.encode(trace))
         os.replace(unfinished, path)
     except BaseException:
-        if os.path.exists(unfinished):
+        with suppress(FileNotFoundError):
             os.unlink(unfinished)
         raise
 
@@ -183,7 +194,7 @@ def read(path: str) -> TraceFile:
             trace = msgspec.json.decode(file.read(), type=TraceFile)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is no trace of actorsnap: {error}") from error
     if not trace.abouts:
         raise UsageError(f"{path} is no trace of actorsnap: it does not say what it is of")

@@ -12,7 +12,23 @@ import torch
 
 from actorsnap.errors import UsageError
 
-__all__ = ["StepHook"]
+__all__ = ["StepHook", "check_optimizer"]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ``UsageError`` if it takes no hooks."""
+    is_bare = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    )  # a wrapper that has not initialised its base class
+    if (
+        is_bare
+        or not callable(getattr(optimizer, "register_step_pre_hook", None))
+        or not hasattr(optimizer, "param_groups")
+    ):
+        raise UsageError(
+            f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
+            "the optimizer inside of it, or wait for staged() before its step"
+        )
 
 
 class StepHook:
@@ -23,27 +39,17 @@ class StepHook:
     then; it waits until no hook of somebody else stands behind it.
 
     Args:
-        optimizer: Any ``torch.optim.Optimizer``.
+        optimizer: What ``check_optimizer`` takes.
         before: Runs in the thread of the step; True when it need not be called any more. What it
             raises, the step raises, before it has changed anything.
-
-    Raises:
-        UsageError: it takes no hooks.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
-        if not callable(getattr(optimizer, "register_step_pre_hook", None)) or not hasattr(
-            optimizer, "param_groups"
-        ):
-            raise _no_optimizer(optimizer)
         self._before: Callable[[], bool] | None = before
         self._behind: Any = None
         # Compiled steps call it as it is.
         hook = torch.compiler.disable(self._before_step)
-        try:
-            self._handle = optimizer.register_step_pre_hook(hook)
-        except AttributeError as error:  # a wrapper that has not initialised its base class
-            raise _no_optimizer(optimizer) from error
+        self._handle = optimizer.register_step_pre_hook(hook)
 
     def remove(self) -> None:
         """Takes the hook out. Not while the optimizer steps in another thread."""
@@ -69,10 +75,3 @@ class StepHook:
             for behind in list(hooks.values()):
                 if (hook := getattr(behind, "actorsnap_hook", None)) is not None:
                     hook._behind.remove()
-
-
-def _no_optimizer(value: object) -> UsageError:
-    return UsageError(
-        f"guard takes torch.optim.Optimizers, not {type(value).__qualname__}; guard "
-        "the optimizer inside of it, or wait for staged() before its step"
-    )

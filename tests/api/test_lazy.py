@@ -772,14 +772,15 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
 
 
+@pytest.mark.parametrize("stage", ["lazy", "eager"])
 @each_facade
-def test_bad_arguments(api: Facade) -> None:
+def test_bad_arguments(api: Facade, stage: str) -> None:
     with pytest.raises(UsageError, match="stage must be 'eager' or 'lazy', not 'later'"):
         api.run(api.Snapshot.async_take("memory://lazy/bad", {}, stage="later"))
     trainer = Trainer()
     pending = api.run(
         api.Snapshot.async_take(
-            "memory://lazy/bad", trainer.state, stage="lazy", options=CHUNKS, overwrite=True
+            "memory://lazy/bad", trainer.state, stage=stage, options=CHUNKS, overwrite=True
         )
     )
     with pytest.raises(UsageError, match=r"guard takes torch.optim.Optimizers, not Sequential"):

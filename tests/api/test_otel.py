@@ -111,6 +111,32 @@ def test_a_failed_save_is_an_error(tmp_path: Path, seen: Seen) -> None:
     assert {event.name for event in save.events} >= {"store failed", "exception"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        # As with OTEL_PYTHON_TRACER_PROVIDER of a package that is not there.
+        ("get_tracer_provider", StopIteration),
+        ("get_tracer", RuntimeError),
+        ("get_tracer", SystemExit),
+    ],
+)
+def test_a_provider_that_raises_is_logged_only(
+    tmp_path: Path,
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str,
+    error: type[BaseException],
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error("no exporter")
+
+    monkeypatch.setattr(trace, asked, refuse)
+    Snapshot.take(tmp_path / "s", state(), options=Options(fsync=False))
+    Snapshot(tmp_path / "s").restore(state())
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
 def test_off_is_off(tmp_path: Path, seen: Seen) -> None:
     Snapshot.take(tmp_path / "s", state(), options=Options(fsync=False, otel="off"))
     assert not seen.spans.get_finished_spans()

@@ -27,6 +27,7 @@ from actorsnap import (
 )
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.observing import observe
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
@@ -141,6 +142,18 @@ def test_staging_hashing_and_storing_are_seen_to_overlap(tmp_path: Path) -> None
     peak = max(e["args"]["leased bytes"] for e in events if e["name"] == "leased bytes")
     assert 2 * MIB <= peak <= 8 * MIB
     assert any(row["kind"] == "wait for memory" for row in about(trace)["actors"])
+
+
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_staged_is_said_once_and_without_a_limit_nobody_waits_for_the_pace(
+    offload: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.json"
+    given = options(trace, offload=offload)
+    SYNC.Snapshot.async_take(tmp_path / "s", state(), options=given).wait()
+    marks = [event["name"] for event in events_of(trace) if event["ph"] == "i"]
+    assert marks == ["staged"]
+    assert "wait for the pace" not in {row["kind"] for row in about(trace)["actors"]}
 
 
 def test_totals_of_actors_are_those_of_their_spans(tmp_path: Path) -> None:
@@ -262,6 +275,18 @@ def test_names_are_filled_in(tmp_path: Path) -> None:
     trace = tmp_path / "traces" / "{op}-{name}-{rank:03d}.json"
     SYNC.Snapshot.take(tmp_path / "step-1", state(1), options=options(trace))
     assert [path.name for path in trace.parent.iterdir()] == ["save-step-1-000.json"]
+
+
+@pytest.mark.parametrize("template", ["t.json", "{rank}.json", "{{rank}}.json"])
+def test_each_rank_has_a_file(template: str, tmp_path: Path) -> None:
+    host = Host.get()
+    for rank in (0, 1):
+        seen = observe("save", Options(trace=str(tmp_path / template)))
+        assert seen is not None
+        host.submit(
+            seen.end(host, url="s", rank=rank, world_size=2, outcome="committed")
+        ).future.result()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_bad_options_are_refused_early() -> None:

@@ -195,3 +195,18 @@ def test_a_look_at_the_threads_that_fails_is_not_the_last_one(
     run_sync(script(), name="test")
     assert time.monotonic() - began < 20
     assert "once" in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError])
+def test_what_no_future_takes_ends_neither_the_loop_nor_in_silence(
+    error: type[BaseException],
+) -> None:
+    host = Host.get()
+
+    def leave() -> None:
+        raise error
+
+    call = host.submit(host.run_blocking(leave))
+    with pytest.raises(RuntimeError, match=error.__name__):
+        call.future.result(timeout=5)
+    assert host.submit(host.run_blocking(os.getpid)).future.result(timeout=5) == os.getpid()

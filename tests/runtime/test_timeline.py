@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -107,6 +110,35 @@ def test_two_calls_of_a_rank_have_rows_of_their_own() -> None:
     assert one.longest == other.longest
 
 
+def test_calls_of_a_rank_that_overlap_count_for_themselves() -> None:
+    merged = tracefile.merge([a_trace(), a_trace()])
+    (alone,) = timeline.summaries(a_trace())
+    for summary in timeline.summaries(merged):
+        assert summary.stages == alone.stages
+        assert summary.longest == alone.longest
+
+
+def test_calls_that_end_at_once_may_write_to_one_path(tmp_path: Path) -> None:
+    path, trace = tmp_path / "t.json", a_trace()
+
+    def write(_: int) -> None:
+        for _ in range(100):
+            tracefile.write(str(path), trace)
+            assert tracefile.read(str(path)) == trace
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "device"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no regular file"):
+        tracefile.write(str(path), a_trace())
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
 def test_beyond_the_bound_spans_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorsnap.actors.trace._MAX_SPANS", 2)
     row = Recorder(Clock()).add_row("uploader")
@@ -194,7 +226,13 @@ def test_merging_writes_what_can_be_read_again(tmp_path: Path) -> None:
     assert [about.rank for about in tracefile.read(str(out)).abouts] == [0, 1]
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"{}", b'{"traceEvents": []}', b"\xff"])
+DEEP = b'{"traceEvents": [{"ph": "X", "name": "", "pid": 0, "tid": 0, "args": {"": ' + b"[" * 9999
+HUGE = msgspec.json.encode(a_trace()).replace(b'"nbytes":4000', b'"nbytes":4' + 400 * b"0")
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"{}", b'{"traceEvents": []}', b"\xff", DEEP, HUGE]
+)
 def test_what_is_no_trace_is_named(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "t.json"
     if content is not None:
