@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import torch
 
 from actorsnap import Options, SnapshotAborted, StateDict
 from actorsnap.lines import Lines
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.offload import find_uploader
 from actorsnap.sync import Snapshot
 
 
@@ -21,6 +26,18 @@ class BrokenHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         raise self._error("this handler is broken")
+
+
+def end_process(caplog: pytest.LogCaptureFixture) -> None:
+    """The next uploader process knows the level of its start."""
+    pid = find_uploader(Host.get()).pid
+    if pid is not None:
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 30.0
+        while "has ended" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "has ended" in caplog.text
+        caplog.clear()
 
 
 @pytest.fixture
@@ -126,6 +143,7 @@ def test_saves_and_their_failures_beside_a_handler_that_raises(
 def test_saves_and_their_failures_are_logged_with_fields_that_records_have_already(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, offload: str
 ) -> None:
+    end_process(caplog)
     options = Options(offload=offload, fsync=False, timeout_s=60)
     state = {"s": StateDict(w=torch.arange(1 << 18))}
     caplog.set_level(logging.WARNING, "actorsnap")
