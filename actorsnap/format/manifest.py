@@ -37,8 +37,10 @@ __all__ = [
     "ContainerType",
     "Entry",
     "ManifestRecord",
+    "MemoryFormat",
     "ObjectRecord",
     "RankManifest",
+    "SaveRecord",
     "Stored",
     "StoredChunk",
     "TensorEntry",
@@ -56,7 +58,7 @@ __all__ = [
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-FEATURES = ("block_sizes", "compression")
+FEATURES = ("annotations", "block_sizes", "compression")
 """All that this release can read: a snapshot that names another feature is refused."""
 
 COMMIT_KEY = ".actorsnap"
@@ -71,6 +73,7 @@ _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 # Literals, because omit_defaults compares by identity: decoding gives the very string that
 # is the default, so that what was decoded is encoded to the same bytes.
 ContainerType: TypeAlias = Literal["dict", "ordered_dict", "counter", "list", "tuple"]
+MemoryFormat: TypeAlias = Literal["channels_last", "channels_last_3d"]
 TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
 BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "json", "pickle", "numpy"]
 CompositeLayout: TypeAlias = Literal[
@@ -107,6 +110,7 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
         created: UTC, ISO 8601 with microseconds and ``Z``.
         manifests: One record per rank, in rank order.
         fsync: False if the writer was told not to wait for the disk.
+        step: The caller's step; None if it gave none.
         metadata: The caller's, any JSON object.
     """
 
@@ -118,6 +122,22 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
     created: str
     manifests: tuple[ManifestRecord, ...]
     fsync: bool = True
+    step: _Size | None = None
+    metadata: dict[str, Any] = {}
+
+
+class SaveRecord(_Data, frozen=True, kw_only=True):
+    """What a rank manifest repeats of the commit object, so that it can be written again.
+
+    Attributes:
+        world_size, features, fsync, step: See ``Commit``.
+        metadata: Rank 0's manifest has the caller's; the others have none.
+    """
+
+    world_size: _Size
+    features: tuple[str, ...] = ()
+    fsync: bool = True
+    step: _Size | None = None
     metadata: dict[str, Any] = {}
 
 
@@ -215,6 +235,8 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
             begins in it. Shards of one tensor may share their path.
         type: ``tensor``, ``parameter``, ``buffer``, ``numpy`` or ``numpy_scalar``.
         replicated: Whether every rank held the same value.
+        memory_format: How the tensor was strided, which a fresh one is again; None: row-major.
+        attributes: Plain attributes of a parameter, by name, in the inline encoding.
     """
 
     path: _Text
@@ -226,6 +248,8 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
     global_shape: tuple[_Size, ...] | None = None
     offsets: tuple[_Size, ...] | None = None
     replicated: bool = False
+    memory_format: MemoryFormat | None = None
+    attributes: dict[str, Any] = {}
 
 
 class ViewEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="view"):
@@ -296,13 +320,18 @@ Entry: TypeAlias = (
 
 class RankManifest(_Data, frozen=True, kw_only=True, omit_defaults=False):
     """What one rank stored. Entries stand in traversal order: the order of a dict's or a
-    list's children is the order of their first entries. ``block_bytes``: no block is larger."""
+    list's children is the order of their first entries. ``block_bytes``: no block is larger.
+
+    ``save`` and ``optimizers`` (the qualified class names of the rank's optimizers, by path) come
+    with the feature ``annotations``, and are absent in older snapshots."""
 
     attempt: str
     rank: _Size
     block_bytes: int = MAX_BLOCK_BYTES
     objects: tuple[ObjectRecord, ...] = ()
     entries: tuple[Entry, ...] = ()
+    save: SaveRecord | msgspec.UnsetType = msgspec.UNSET
+    optimizers: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 _commit_decoder = msgspec.json.Decoder(Commit)
@@ -428,7 +457,7 @@ def _shown(value: object) -> str:
 
 def features_of(*, is_compressed: bool) -> tuple[str, ...]:
     """Returns the features that a snapshot names."""
-    return FEATURES if is_compressed else FEATURES[:1]
+    return FEATURES if is_compressed else FEATURES[:2]
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:

@@ -471,7 +471,7 @@ def test_plain_objects_with_chunks_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_older_release_refuses_it(saved: Path) -> None:
-    with mock.patch.object(manifest, "FEATURES", ("block_sizes",)):
+    with mock.patch.object(manifest, "FEATURES", ("annotations", "block_sizes")):
         with pytest.raises(UnsupportedFormat, match="compression"):
             actorsnap.sync.Snapshot(saved).restore(blank())
 
