@@ -25,7 +25,8 @@ package, so that every layer can raise from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "did_you_mean",
     "printable",
     "rebuild",
 ]
@@ -58,6 +60,25 @@ def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> Acto
 def printable(text: str) -> str:
     """``text`` as UTF-8 can say it: a path may hold bytes, and a key surrogates, that it cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6, prefix: str = ""
+) -> str:
+    """Returns a question with the names in ``known`` that ``name`` may be a misspelling of.
+
+    Args:
+        name: The unknown name.
+        known: Names to compare it with.
+        limit: Largest number of names in the question.
+        cutoff: Least similarity, from 0 to 1.
+        prefix: Put before each name in the question.
+
+    Returns:
+        ``"did you mean 'compression'?"``; empty if no name is similar.
+    """
+    near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
+    return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:

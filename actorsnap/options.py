@@ -1,18 +1,27 @@
-"""Options of all calls, frozen and checked on construction. Defaults stand here only."""
+"""Options of all calls, frozen and checked on construction, and the environment.
+
+Defaults are here only, and no other module reads an ``ACTORSNAP_*`` variable.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, did_you_mean
 
-__all__ = ["MIN_CHUNK_BYTES", "Options", "chunk_within", "from_env", "zstd_level"]
+__all__ = [
+    "MIN_CHUNK_BYTES",
+    "Options",
+    "blocks_running_loops",
+    "chunk_within",
+    "from_env",
+    "zstd_level",
+]
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -35,11 +44,32 @@ _ZSTD = re.compile("zstd(?::([1-9]|1[0-9]))?")
 _ZSTD_LEVEL = 1
 """Shuffled weights gain nothing from slower ones: ``docs/decisions/0015-compression.md``."""
 
+_PREFIX = "ACTORSNAP_"
+_BLOCKS_RUNNING_LOOPS = "ALLOW_IN_RUNNING_LOOP"
+
 _READ_MODES = ("auto", "direct", "shared")
 """``planning.exchange.ReadMode``, which is above this module."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class _CheckedMeta(msgspec.StructMeta):
+    """Refuses unknown keywords of a call, with a hint."""
+
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __call__(cls, *args, **kwargs):
+            names = cls.__struct_fields__
+            for name in kwargs:
+                if name not in names:
+                    hint = did_you_mean(name, names) or f"it has: {', '.join(names)}"
+                    raise UsageError(f"{cls.__name__} has no field {name!r}; {hint}")
+            return super().__call__(*args, **kwargs)
+
+
+class _Checked(msgspec.Struct, frozen=True, metaclass=_CheckedMeta):
+    """Base of what callers construct by keywords."""
+
+
+class Options(_Checked, frozen=True, kw_only=True):
     """How snapshots are taken and restored. All sizes are bytes, all times seconds.
 
     Attributes:
@@ -209,25 +239,41 @@ def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
-    """Options from ``ACTORSNAP_<NAME>`` variables: the only reader of the environment.
+    """Options from ``ACTORSNAP_<NAME>`` variables.
 
     Raises:
         UsageError: a variable cannot be read as its option, or is a misspelt one. Others that
             begin alike are somebody else's.
     """
     source = os.environ if environ is None else environ
-    types: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Options)}
+    types = {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
+    known = [*types, _BLOCKS_RUNNING_LOOPS]
     values: dict[str, Any] = {}
     for variable, text in source.items():
-        if not variable.startswith("ACTORSNAP_"):
+        if not variable.startswith(_PREFIX):
             continue
-        name = variable.removeprefix("ACTORSNAP_").lower()
-        if name not in types:
-            if meant := difflib.get_close_matches(name, types, n=1, cutoff=0.8):
-                raise UsageError(f"{variable}: did you mean ACTORSNAP_{meant[0].upper()}?")
-            continue
-        try:
-            values[name] = msgspec.convert(text, types[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"{variable}={text!r}: {error}") from error
+        name = variable.removeprefix(_PREFIX).upper()
+        if name in types:
+            values[name.lower()] = _converted(variable, text, types[name])
+        elif name not in known:
+            if hint := did_you_mean(name, known, cutoff=0.8, prefix=_PREFIX):
+                raise UsageError(f"{variable}: {hint}")
     return Options(**values)
+
+
+def blocks_running_loops(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` lets blocking calls run in a running loop.
+
+    Raises:
+        UsageError: its value is neither true nor false.
+    """
+    variable = _PREFIX + _BLOCKS_RUNNING_LOOPS
+    text = (os.environ if environ is None else environ).get(variable, "false")
+    return bool(_converted(variable, text, bool))
+
+
+def _converted(variable: str, text: str, to: Any) -> Any:
+    try:
+        return msgspec.convert(text, to, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{variable}={text!r}: {error}") from error

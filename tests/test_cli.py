@@ -396,7 +396,7 @@ def test_cat(saved: Path) -> None:
     assert run("cat", saved, "model/row").out == "tensor([4., 5., 6., 7.])\n"
     ended = run("cat", saved, "progress/stepp")
     assert ended.code == 2
-    assert "no path 'progress/stepp'; near it are 'progress/step'" in ended.err
+    assert "no path 'progress/stepp'; did you mean 'progress/step'" in ended.err
 
 
 def test_cat_raw(saved: Path) -> None:

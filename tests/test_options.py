@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from actorsnap import Options, UsageError
@@ -25,11 +27,33 @@ def test_foreign_variables_are_nobodys_business(name: str) -> None:
         ("CHUNK_BYTE", "CHUNK_BYTES"),
         ("MEMORY_BUDGET", "MEMORY_BUDGET_BYTES"),
         ("ALLOW_PICKEL", "ALLOW_PICKLE"),
+        ("ALLOW_RUNNING_LOOP", "ALLOW_IN_RUNNING_LOOP"),
     ],
 )
 def test_misspelt_options_are_refused(name: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=rf"did you mean ACTORSNAP_{meant}\?"):
+    with pytest.raises(UsageError, match=rf"did you mean 'ACTORSNAP_{meant}'\?"):
         from_env({f"ACTORSNAP_{name}": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("compresion", "'compresion'; did you mean 'compression'?"),
+        ("timeout", "'timeout'; did you mean 'timeout_s'?"),
+        ("level", "'level'; it has: fsync, verify, allow_pickle, timeout_s"),
+    ],
+)
+def test_misspelt_keywords_are_refused(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"Options has no field {says}")):
+        Options(**{name: "zstd"})  # type: ignore[arg-type]
+
+
+def test_options_are_checked_by_the_type_checker() -> None:
+    """The ignored errors are there: mypy reports ignores that nothing needs."""
+    with pytest.raises(UsageError, match="compresion"):
+        Options(compresion="zstd")  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="immutable"):
+        Options().fsync = False  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("budget", ["64", 2.0 * MIB, True, MIN_CHUNK_BYTES - 1, -1])

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.reader import Request
-from actorsnap.errors import SnapshotReplaced, UsageError
+from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.lines import Lines
@@ -108,9 +108,8 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
                     f"only {named_ranks(ranks)} saved the key {key!r}, each for itself; "
                     f"read_object('{ranks[0]}/{escape(key)}') reads it"
                 )
-        raise UsageError(
-            f"the snapshot has no key {key!r}; it has {', '.join(map(repr, sorted(by_key)))}"
-        )
+        hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
+        raise UsageError(f"the snapshot has no key {key!r}; {hint}")
     part = KeyRestore(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
     yield lambda host: fetch(host, source, index, [part])
     return part.build()

@@ -15,7 +15,13 @@ import msgspec
 import torch
 
 from actorsnap.actors.trace import Wait, Work
-from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted, printable
+from actorsnap.errors import (
+    ActorSnapError,
+    IncompatibleState,
+    RestoreAborted,
+    did_you_mean,
+    printable,
+)
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.lines import Lines
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
@@ -174,7 +180,12 @@ def restore_by(
     check_flag("strict", strict)
     compared, reading = yield from _compare(steps, source, app_state, "restore", observation)
     wants = reading.wants(Host.get())
-    plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
+    try:
+        plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
+    except IncompatibleState as error:
+        for hint in compared.hints:
+            error.add_note(hint)
+        raise
     if observation is not None:
         observation.caller.note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
@@ -317,6 +328,7 @@ class Compared:
         missing, unexpected, mismatched: See ``RestoreReport``.
         unplaced: By escaped key, what is unexpected here, but may have its place on another
             rank: layers of other stages of a pipeline.
+        hints: Keys of the snapshot that missing keys may be misspellings of, a line each.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -325,6 +337,7 @@ class Compared:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
 
     def message(self, wants: Wants) -> Comparison:
         """What to tell the others."""
@@ -377,6 +390,8 @@ def compare(
     for key in states:
         private = elsewhere.get(escape(key), [])
         if key not in by_key:
+            if hint := did_you_mean(key, by_key.keys() - states.keys()):
+                found.hints.append(f"the snapshot has no key {key!r}; {hint}")
             found.mismatched += _explain_private(key, private, index, rank)
             continue
         stateful = app_state[key]

@@ -7,12 +7,11 @@ know where bytes lie or how they are fetched.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 import numpy as np
 import torch
 
-from actorsnap.errors import IncompatibleState, UsageError
+from actorsnap.errors import IncompatibleState, UsageError, did_you_mean
 from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import targets
 from actorsnap.state.restore import KeyRestore
@@ -110,6 +109,5 @@ def _resolve(
                 f"only {named_ranks(ranks)} saved {path!r}, each for itself; "
                 f"read '{ranks[0]}/{path}'"
             )
-    near = get_close_matches(path, sorted(seen)[:2000], n=3, cutoff=0.5)
-    hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
-    raise UsageError(f"the snapshot has no path {path!r}{hint}")
+    hint = did_you_mean(path, sorted(seen)[:2000], limit=3, cutoff=0.5)
+    raise UsageError(f"the snapshot has no path {path!r}{hint and '; '}{hint}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, did_you_mean
 
 __all__ = ["NetworkOptions", "check_secret", "convert_options"]
 
@@ -75,8 +74,7 @@ def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> 
     names = to.__struct_fields__
     for name in options:
         if name not in names:
-            meant = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"it has: {', '.join(names)}"
+            hint = did_you_mean(name, names) or f"it has: {', '.join(names)}"
             raise UsageError(f"{scheme}:// has no storage option {name!r}; {hint}")
     try:
         return msgspec.convert(dict(options), to)

@@ -179,7 +179,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
         ("ACTORSNAP_CHUNK_BYTES", "16MiB", "ACTORSNAP_CHUNK_BYTES='16MiB'"),
         ("ACTORSNAP_CHUNK_BYTES", "1", "Options.chunk_bytes must be"),
         ("ACTORSNAP_TIMEOUT_S", "inf", "Options.timeout_s must"),
-        ("ACTORSNAP_CHUNK_BYTE", "1", "ACTORSNAP_CHUNK_BYTE: did you mean ACTORSNAP_CHUNK_BYTES?"),
+        ("ACTORSNAP_CHUNK_BYTE", "1", "ACTORSNAP_CHUNK_BYTE: did you mean 'ACTORSNAP_CHUNK_BYTES'?"),
     ],
 )
 def test_bad_environment(
@@ -215,10 +215,13 @@ def test_bad_reading(saved: Path) -> None:
     snapshot = sync.Snapshot(saved)
     with pytest.raises(UsageError, match=r'level must be "quick" or "full"'):
         snapshot.verify("fast")
-    with pytest.raises(UsageError, match=r"no key 'modle'; it has 'model', 'optimizer'"):
+    with pytest.raises(UsageError, match=r"no key 'modle'; did you mean 'model'\?$"):
         snapshot.get_state_dict_for_key("modle")
-    with pytest.raises(UsageError, match="model/weight"):
-        snapshot.read_object("0/model/wieght")
+    with pytest.raises(UsageError, match=r"no key 'rng'; it has 'model', 'optimizer'"):
+        snapshot.get_state_dict_for_key("rng")
+    for path in ("model/wieght", "0/model/wieght"):
+        with pytest.raises(UsageError, match=r"no path 'model/wieght'; did you mean 'model/weight"):
+            snapshot.read_object(path)
     with pytest.raises(UsageError, match="the ranks 0 to 0"):
         snapshot.read_object("1/model/weight")
     with pytest.raises(UsageError, match="memory_budget_bytes must be at least 1048576"):
@@ -721,6 +724,16 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         assert torch.equal(value, before[name])
     assert loose["a"].tolist() == [0] * 5
     assert loose["fits"].tolist() == [0] * 9
+
+
+def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
+    app_state = state(-1)
+    app_state["modle"] = app_state.pop("model")
+    app_state["unlike"] = app_state.pop("progress")
+    with pytest.raises(IncompatibleState) as caught:
+        sync.Snapshot(saved).restore(app_state)
+    assert caught.value.missing == ("modle", "unlike")
+    assert caught.value.__notes__ == ["the snapshot has no key 'modle'; did you mean 'model'?"]
 
 
 def test_usable_after_all_that(tmp_path: Path) -> None:

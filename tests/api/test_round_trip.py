@@ -437,8 +437,10 @@ def test_no_such_path(api: Facade, shelf: str) -> None:
         api.run(snapshot.read_object("model/ww"))
     with pytest.raises(UsageError, match="ranks 0 to 0"):
         api.run(snapshot.read_object("3/model/w"))
-    with pytest.raises(UsageError, match=r"no key 'modle'.*'7', 'model'"):
+    with pytest.raises(UsageError, match=r"no key 'modle'; did you mean 'model'"):
         api.run(snapshot.get_state_dict_for_key("modle"))
+    with pytest.raises(UsageError, match=r"no key 'rng'; it has .*'7', 'model'"):
+        api.run(snapshot.get_state_dict_for_key("rng"))
     with pytest.raises(UsageError, match="memory_budget_bytes must be at least 1048576"):
         api.run(snapshot.read_object("model/w", memory_budget_bytes=5))
 
@@ -658,7 +660,7 @@ def test_options_by_environment(api: Facade, place: str, monkeypatch: pytest.Mon
         api.Snapshot(place)
     monkeypatch.delenv("ACTORSNAP_CHUNK_BYTES")
     monkeypatch.setenv("ACTORSNAP_FSNYC", "0")
-    with pytest.raises(UsageError, match="did you mean ACTORSNAP_FSYNC"):
+    with pytest.raises(UsageError, match="did you mean 'ACTORSNAP_FSYNC'"):
         api.Snapshot(place)
 
 

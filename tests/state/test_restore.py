@@ -320,7 +320,7 @@ def test_paths_as_people_write_them(memory: Memory) -> None:
     assert read(memory, "s/%37") == "str key"
     assert read(memory, "s/deep/a/b")["c"].tolist() == [0, 1, 2]
     assert read(memory, "s/both/1") == "int"  # the exact path comes first
-    with pytest.raises(UsageError, match=r"no path 's/deep/0/9'; near it are .*'s/deep/0/"):
+    with pytest.raises(UsageError, match=r"no path 's/deep/0/9'; did you mean .*'s/deep/0/"):
         read(memory, "s/deep/0/9")
     with pytest.raises(UsageError, match="a part of 's/sparse'"):
         read(memory, "s/sparse@values")
