@@ -179,7 +179,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
         ("ACTORSNAP_CHUNK_BYTES", "16MiB", "ACTORSNAP_CHUNK_BYTES='16MiB'"),
         ("ACTORSNAP_CHUNK_BYTES", "1", "Options.chunk_bytes must be"),
         ("ACTORSNAP_TIMEOUT_S", "inf", "Options.timeout_s must"),
-        ("ACTORSNAP_CHUNK_BYTE", "1", "ACTORSNAP_CHUNK_BYTE: did you mean 'ACTORSNAP_CHUNK_BYTES'?"),
+        ("ACTORSNAP_CHUNK_BYTE", "1", "_BYTE: did you mean 'ACTORSNAP_CHUNK_BYTES'?"),
     ],
 )
 def test_bad_environment(
