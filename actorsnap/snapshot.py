@@ -10,6 +10,7 @@ from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.guarding import Guard
 from actorsnap.runtime.host import run_async, watch_async
@@ -22,6 +23,7 @@ from actorsnap.runtime.upkeep import VerifyReport
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
 
 
+@async_call
 async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
     """Gets ready for asynchronous saves of ``nbytes`` on this rank, before the first one.
 
@@ -76,6 +78,7 @@ class Snapshot:
         return self._source.place.url
 
     @classmethod
+    @async_call
     async def take(
         cls,
         path: str | os.PathLike[str],
@@ -158,6 +161,7 @@ class Snapshot:
         return cls._of(job)
 
     @classmethod
+    @async_call
     async def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -212,6 +216,7 @@ class Snapshot:
         )
         return PendingSnapshot(job)
 
+    @async_call
     async def restore(
         self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
     ) -> RestoreReport:
@@ -283,6 +288,7 @@ class Snapshot:
             restoring.restore(self._source, app_state, strict=strict, group=group, store=store)
         )
 
+    @async_call
     async def plan_restore(
         self, app_state: AppState, *, group: Any = None, store: Any = None
     ) -> RestorePlan:
@@ -302,6 +308,7 @@ class Snapshot:
             restoring.plan_restore(self._source, app_state, group=group, store=store)
         )
 
+    @async_call
     async def read_object(
         self, path: str, out: Any = None, *, memory_budget_bytes: int | None = None
     ) -> Any:
@@ -333,6 +340,7 @@ class Snapshot:
             reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
         )
 
+    @async_call
     async def get_manifest(self) -> dict[str, Entry]:
         """Every entry, by ``"<rank>/<path>"``.
 
@@ -343,6 +351,7 @@ class Snapshot:
         """
         return await run_async(reading.get_manifest(self._source))
 
+    @async_call
     async def get_state_dict_for_key(self, key: str) -> Any:
         """The state dict saved under the top-level ``key``, with fresh CPU tensors.
 
@@ -355,6 +364,7 @@ class Snapshot:
         return await run_async(reading.get_state_dict_for_key(self._source, key))
 
     @property
+    @async_call
     async def metadata(self) -> dict[str, Any]:
         """What was given to ``take`` as ``metadata`` (``await snapshot.metadata``).
 
@@ -364,6 +374,7 @@ class Snapshot:
         commit, _ = await run_async(reading.load_index(self._source))
         return commit.metadata
 
+    @async_call
     async def verify(self, level: str = "quick") -> VerifyReport:
         """Checks that the snapshot is whole.
 
@@ -380,6 +391,7 @@ class Snapshot:
         """
         return await run_async(upkeep.verify(self._source, level=level))
 
+    @async_call
     async def copy_to(
         self,
         path: str | os.PathLike[str],
@@ -424,6 +436,7 @@ class Snapshot:
             copying.copy(self._source, to, overwrite=overwrite, on_event=on_event)
         )
 
+    @async_call
     async def delete(self) -> None:
         """Deletes the snapshot: first the commit object, then all that attempts left.
 
@@ -458,6 +471,7 @@ class PendingSnapshot:
         """The URL, without secrets."""
         return self._job.url
 
+    @async_call
     async def staged(self) -> None:
         """Waits until the trainer may overwrite its tensors.
 
@@ -491,6 +505,7 @@ class PendingSnapshot:
         """Whether the outcome is known; ``wait`` then returns at once."""
         return self._job.is_done()
 
+    @async_call
     async def wait(self) -> Snapshot:
         """Waits for the outcome.
 
