@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actorsnap import sync as sync
     from actorsnap.actors.trace import Phase, Progress
     from actorsnap.errors import (
         AccessDenied,
@@ -127,6 +128,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("actorsnap.release").RELEASE
+    if name == "sync":
+        return import_module("actorsnap.sync")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
 """The public calls for ordinary scripts: they block, and are else the same as the async ones.
 
 Holds no logic. Ctrl-C in a call aborts it like a cancellation and is raised when that is
-done. In a thread whose event loop runs, every call raises ``UsageError``.
+done. In a thread whose event loop runs, every call raises ``UsageError``, except in notebooks (the
+kernels of IPython) and after ``allow_in_running_loop()``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from actorsnap.options import Options
 from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.guarding import Guard
-from actorsnap.runtime.host import refuse_running_loop, run_sync, watch_sync
+from actorsnap.runtime.host import (
+    allow_in_running_loop,
+    refuse_running_loop,
+    run_sync,
+    watch_sync,
+)
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.job import Job
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 
-__all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
+__all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
 
 def warm_up(nbytes: int, *, options: Options | None = None) -> None:

@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
@@ -36,8 +37,10 @@ from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.format.layout import Attempt
 from actorsnap.lines import Lines
+from actorsnap.options import blocks_running_loops
 from actorsnap.planning.compression import CompressionChoice
 from actorsnap.runtime.arena import Arena
+from actorsnap.runtime.async_call import how_to_await
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, is_running
@@ -49,6 +52,7 @@ __all__ = [
     "Call",
     "Host",
     "Script",
+    "allow_in_running_loop",
     "refuse_running_loop",
     "run_async",
     "run_sync",
@@ -76,6 +80,9 @@ _RELIEF_S = 0.25
 
 _STOP_S = 5.0
 """Stopping waits so long for what was cancelled: a storage that hangs must not keep the process."""
+
+_is_blocking_allowed = False
+"""Whether blocking calls may run in a thread whose event loop runs."""
 
 _forked_from: int | None = None
 """The process that this one was forked from, if a runtime ran there."""
@@ -609,7 +616,7 @@ def run_sync(script: Script[T], *, name: str) -> T:
     An interrupt (Ctrl-C) cancels what runs on the runtime and is raised when it has ended.
 
     Raises:
-        UsageError: this thread runs an event loop, which would be blocked.
+        UsageError: this thread runs an event loop, which must not be blocked.
     """
     refuse_running_loop(name)
     try:
@@ -633,16 +640,42 @@ def run_sync(script: Script[T], *, name: str) -> T:
         return cast("T", end.value)
 
 
+def allow_in_running_loop() -> None:
+    """Lets the calls of ``actorsnap.sync`` block running event loops, in the whole process.
+
+    For synchronous frameworks in a program that runs a loop. A call then blocks the loop of its
+    thread until it returns, and async calls on that loop wait; the runtime has a loop of its own.
+    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect.
+    """
+    global _is_blocking_allowed
+    _is_blocking_allowed = True
+
+
 def refuse_running_loop(name: str) -> None:
-    """Raises ``UsageError`` in a thread whose event loop runs."""
+    """Raises ``UsageError`` in a thread whose event loop runs, unless it may be blocked.
+
+    It may in the kernel of a notebook, whose cells run in a loop that has nothing else to do.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
+    if _is_blocking_allowed or _is_in_kernel() or blocks_running_loops():
+        return
+    line = how_to_await(name)
+    if name.startswith("PendingSnapshot."):
+        line = f"{how_to_await('Snapshot.async_take')}; {line}"
     raise UsageError(
-        f"actorsnap.sync.{name} would block the event loop that runs in this thread; "
-        f"use `await` with the same call of `actorsnap` (without .sync)"
-    )
+        f"actorsnap.sync.{name} would block the event loop that runs in this thread. Write "
+        f"`{line}`. Or let it block: call `actorsnap.sync.allow_in_running_loop()` first, or set "
+        "ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1"
+    ) from None
+
+
+def _is_in_kernel() -> bool:
+    """Whether this process is an IPython kernel (Jupyter, Colab); does not import IPython."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
 def _plain(error: BaseException) -> BaseException:

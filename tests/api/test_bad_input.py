@@ -232,39 +232,6 @@ def test_bad_reading(saved: Path) -> None:
         snapshot.read_object("0/model/weight", out=torch.zeros(270_000, dtype=torch.float64))
 
 
-@pytest.mark.blocking
-async def test_sync_in_a_running_loop(tmp_path: Path) -> None:
-    await Snapshot.take(tmp_path / "s", state(1), options=FAST)
-    snapshot = sync.Snapshot(tmp_path / "s")
-    says = r"would block the event loop that runs in this thread; use `await`"
-    pending = sync.PendingSnapshot(
-        (await Snapshot.async_take(tmp_path / "p", state(1), options=FAST))._job
-    )
-    calls: list[Callable[[], object]] = [
-        lambda: sync.Snapshot.take(tmp_path / "t", {"model": Untouchable()}),
-        lambda: sync.Snapshot.async_take(tmp_path / "t", {"model": Untouchable()}),
-        lambda: snapshot.restore({"model": Untouchable()}),
-        lambda: snapshot.read_object("model/weight"),
-        lambda: snapshot.get_manifest(),
-        lambda: snapshot.get_state_dict_for_key("model"),
-        lambda: snapshot.metadata,
-        lambda: snapshot.verify(),
-        lambda: snapshot.delete(),
-        lambda: pending.staged(),
-        lambda: pending.wait(),
-        lambda: next(iter(pending.events())),
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no coroutine is left that was never awaited
-        for call in calls:
-            with pytest.raises(UsageError, match=says):
-                call()
-    assert not (tmp_path / "t").exists()
-    # In a thread without a loop the same works, while the loop of this one runs.
-    assert (await asyncio.to_thread(snapshot.verify)).ok
-    await asyncio.to_thread(pending.wait)
-
-
 # Places
 
 
