@@ -17,7 +17,7 @@ from actorsnap.errors import UsageError, did_you_mean
 __all__ = [
     "MIN_CHUNK_BYTES",
     "Options",
-    "blocks_running_loops",
+    "may_block_running_loop",
     "chunk_within",
     "from_env",
     "zstd_level",
@@ -45,7 +45,7 @@ _ZSTD_LEVEL = 1
 """Shuffled weights gain nothing from slower ones: ``docs/decisions/0015-compression.md``."""
 
 _PREFIX = "ACTORSNAP_"
-_BLOCKS_RUNNING_LOOPS = "ALLOW_IN_RUNNING_LOOP"
+_MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
 _READ_MODES = ("auto", "direct", "shared")
 """``planning.exchange.ReadMode``, which is above this module."""
@@ -247,7 +247,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
     """
     source = os.environ if environ is None else environ
     types = {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
-    known = [*types, _BLOCKS_RUNNING_LOOPS]
+    known = [*types, _MAY_BLOCK]
     values: dict[str, Any] = {}
     for variable, text in source.items():
         if not variable.startswith(_PREFIX):
@@ -261,13 +261,13 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
     return Options(**values)
 
 
-def blocks_running_loops(environ: Mapping[str, str] | None = None) -> bool:
+def may_block_running_loop(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` lets blocking calls run in a running loop.
 
     Raises:
         UsageError: its value is neither true nor false.
     """
-    variable = _PREFIX + _BLOCKS_RUNNING_LOOPS
+    variable = _PREFIX + _MAY_BLOCK
     text = (os.environ if environ is None else environ).get(variable, "false")
     return bool(_converted(variable, text, bool))
 

@@ -78,10 +78,10 @@ def async_call(
 
 
 class AsyncCall(Coroutine[Any, Any, T]):
-    """A coroutine that was not awaited yet, or was.
+    """A coroutine that reports if it is dropped before it was awaited.
 
-    Dropped without being awaited it logs an error that says what did not happen; ``close()`` before
-    that makes it silent. Python's RuntimeWarning about the coroutine inside does not come.
+    The report is a logged error instead of Python's RuntimeWarning. Sending to it, throwing into it
+    and ``close()`` count as awaiting.
     """
 
     def __init__(self, coroutine: CoroutineType[Any, Any, T], line: str, missed: str) -> None:

@@ -37,7 +37,7 @@ from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.format.layout import Attempt
 from actorsnap.lines import Lines
-from actorsnap.options import blocks_running_loops
+from actorsnap.options import may_block_running_loop
 from actorsnap.planning.compression import CompressionChoice
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.async_call import how_to_await
@@ -645,7 +645,8 @@ def allow_in_running_loop() -> None:
 
     For synchronous frameworks in a program that runs a loop. A call then blocks the loop of its
     thread until it returns, and async calls on that loop wait; the runtime has a loop of its own.
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect.
+    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first Ctrl-C
+    takes effect when the call has returned, the second one at once.
     """
     global _is_blocking_allowed
     _is_blocking_allowed = True
@@ -660,7 +661,7 @@ def refuse_running_loop(name: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    if _is_blocking_allowed or _is_in_kernel() or blocks_running_loops():
+    if _is_blocking_allowed or _is_in_kernel() or may_block_running_loop():
         return
     line = how_to_await(name)
     if name.startswith("PendingSnapshot."):
