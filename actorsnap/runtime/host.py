@@ -645,8 +645,8 @@ def allow_in_running_loop() -> None:
 
     For synchronous frameworks in a program that runs a loop. A call then blocks the loop of its
     thread until it returns, and async calls on that loop wait; the runtime has a loop of its own.
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first Ctrl-C
-    takes effect when the call has returned, the second one at once.
+    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first
+    Ctrl-C takes effect when the call has returned, the second one at once.
     """
     global _is_blocking_allowed
     _is_blocking_allowed = True
