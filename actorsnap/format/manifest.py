@@ -140,6 +140,22 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     step: _Size | None = None
     metadata: dict[str, Any] = {}
 
+    def commit(
+        self, *, attempt: str, created: str, manifests: tuple[ManifestRecord, ...]
+    ) -> Commit:
+        """Returns the commit object of this save."""
+        return Commit(
+            version=FORMAT_VERSION,
+            features=self.features,
+            world_size=self.world_size,
+            attempt=attempt,
+            created=created,
+            manifests=manifests,
+            fsync=self.fsync,
+            step=self.step,
+            metadata=self.metadata,
+        )
+
 
 class StoredChunk(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False

@@ -384,7 +384,9 @@ def test_a_newer_version_is_named_whatever_else_it_changed(version: int, is_seal
 
 def test_unknown_features_are_named_before_the_rest_is_decoded() -> None:
     document = {"format": "actorsnap", "version": 1, "features": ["zstd", "aes"], "new": 1}
-    with pytest.raises(UnsupportedFormat, match="features aes, zstd, and .* knows block_sizes"):
+    with pytest.raises(
+        UnsupportedFormat, match="features aes, zstd, and .* knows annotations, block_sizes"
+    ):
         decode_commit(sealed(document))
     with pytest.raises(ChecksumMismatch):  # of this version, so the checksum must fit first
         decode_commit(json.dumps(document).encode())
