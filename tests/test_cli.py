@@ -125,7 +125,7 @@ def test_several_shards_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
-    for step in (1, 2):
+    for step in (10, 1, 2):
         Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"step": step})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
@@ -133,11 +133,20 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     ended = run("ls", tmp_path)
     assert ended.code == 0
     rows = [line.split("\t") for line in ended.lines]
-    assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2"]
+    assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2", "step-10"]
     assert rows[0][1].startswith("damaged: ")
     assert rows[1][1:] == ["unfinished"]
     assert rows[2][2:] == ["world size 1", '{"step": 1}']
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
+
+
+def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
+    names = ["9", "10", "a", "run2-step9", "run2-step10", "run10", "step-02", "step-2", "step-3"]
+    names += ["step-3-b", "step-3b", "step-" + "1" * 100]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / COMMIT_KEY).write_bytes(b"")
+    assert [row["name"] for row in json.loads(run("ls", tmp_path, "--json").out)] == names
 
 
 def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
