@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from actorsnap import (
     ObjectExists,
     Options,
     StateDict,
+    StorageError,
     UnsupportedFormat,
     UsageError,
 )
@@ -41,12 +43,14 @@ from actorsnap.format.manifest import (
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.upkeep import DataCheck
-from actorsnap.storage.base import StorageContext
+from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
-from actorsnap.testing import SimulatedSave, run_blocking_in_thread
+from actorsnap.testing import FaultyStorage, SimulatedSave, run_blocking_in_thread
+from actorsnap.testing.faults import Verb
 from tests.api.damage import flip_bit, rewrite_commit
 from tests.api.facades import Facade, each_facade
+from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, state
 from tests.state.saved import ATTEMPT, Part, Saved
 
@@ -386,6 +390,53 @@ def test_a_snapshot_that_is_committed_meanwhile_stays(
     assert (lost / COMMIT_KEY).read_bytes() == other
 
 
+def test_a_commit_at_the_last_moment_stays(lost: Path, tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "other", state(2), options=FAST)
+    other = (tmp_path / "other" / COMMIT_KEY).read_bytes()
+
+    async def commit(verb: Verb, key: str) -> None:
+        if verb is Verb.PUT_IF_ABSENT:
+            await asyncio.to_thread((lost / COMMIT_KEY).write_bytes, other)
+
+    with (
+        faulty(lambda inner: FaultyStorage(inner, before=commit)),
+        pytest.raises(ObjectExists),
+    ):
+        Snapshot(faulty_url(lost)).recover()
+    assert (lost / COMMIT_KEY).read_bytes() == other
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_any_operation_may_fail(lost: Path, when: str) -> None:
+    """Nothing is written, or the snapshot is recovered."""
+    before = files_in(lost)
+    outcomes = []
+    for k in itertools.count(1):
+        wrappers: list[FaultyStorage] = []
+
+        def wrap(inner: Storage) -> Storage:
+            wrappers.append(FaultyStorage(inner, fail_at=k, fail_when=when))  # noqa: B023
+            return wrappers[-1]  # noqa: B023
+
+        with faulty(wrap):
+            try:
+                Snapshot(faulty_url(lost)).recover()
+                error = None
+            except StorageError as caught:
+                error = caught
+        has_commit = (lost / COMMIT_KEY).exists()
+        outcomes.append((error is None, has_commit))
+        assert has_commit or error is not None
+        if sum(wrappers[0].counts.values()) < k:
+            break
+        if has_commit:
+            asyncio.run(assert_whole(lost, 1))
+            lose_commit(lost)
+        assert files_in(lost) == before
+    assert outcomes[-1] == (True, True)
+    assert len(outcomes) > 8
+
+
 # Which attempt
 
 
@@ -432,6 +483,7 @@ def now_by(host: str, pid: int, hours_ago: float = 0) -> Attempt:
         ("this", os.getppid(), 25, ""),
         ("this", (1 << 22) + 1, 0, ""),
     ],
+    ids=["elsewhere", "elsewhere, long ago", "alive", "alive, long ago", "dead"],
 )
 def test_an_attempt_that_may_be_running(
     tmp_path: Path, host: str, pid: int, hours_ago: float, says: str
