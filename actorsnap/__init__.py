@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from actorsnap.runtime.guarding import Guard
     from actorsnap.runtime.host import shutdown
     from actorsnap.runtime.pacing import step
+    from actorsnap.runtime.recovering import RecoverReport
     from actorsnap.runtime.restoring import RestorePlan, RestoreReport
     from actorsnap.runtime.upkeep import VerifyReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
@@ -61,6 +62,7 @@ __all__ = [
     "Phase",
     "Progress",
     "RNGState",
+    "RecoverReport",
     "RestorePlan",
     "RestoreReport",
     "Snapshot",
@@ -112,6 +114,7 @@ _HOMES = {
     "Guard": "actorsnap.runtime.guarding",
     "shutdown": "actorsnap.runtime.host",
     "step": "actorsnap.runtime.pacing",
+    "RecoverReport": "actorsnap.runtime.recovering",
     "RestorePlan": "actorsnap.runtime.restoring",
     "RestoreReport": "actorsnap.runtime.restoring",
     "VerifyReport": "actorsnap.runtime.upkeep",

@@ -1,11 +1,12 @@
-"""The command line: looks at snapshots, checks, compares, prints, copies and deletes them.
+"""The command line: looks at snapshots, checks, compares, prints, copies, recovers and deletes
+them.
 
 Output goes to stdout, progress and errors to stderr. On a terminal, columns are aligned;
 in a pipe they are separated by tabs. Characters that would steer a terminal are written as
 escapes. Exit codes, for scripts:
 
     0    done; verify: whole; diff: equal
-    1    verify: damaged; diff: different; rm: not confirmed
+    1    verify, recover: damaged; diff: different; rm: not confirmed
     2    bad usage, or no such object in the snapshot
     3    no committed snapshot there; rm --garbage: and no garbage
     4    the storage failed, or refused; or the snapshot is damaged (but see verify), or takes a
@@ -57,7 +58,7 @@ from actorsnap.format.manifest import (
 from actorsnap.options import Options, from_env
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
-from actorsnap.runtime import inputs, reading, timeline, tracefile, upkeep
+from actorsnap.runtime import inputs, reading, recovering, timeline, tracefile, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script, run_sync
 from actorsnap.runtime.place import Source
@@ -74,7 +75,7 @@ T = TypeVar("T")
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Look at, check, compare, copy and delete actorsnap snapshots.",
+    help="Look at, check, compare, copy, recover and delete actorsnap snapshots.",
     pretty_exceptions_enable=False,
 )
 
@@ -381,6 +382,41 @@ def rm(
             typer.confirm(f"Delete {what}?", abort=True, err=True)
         _run(upkeep.delete(source))
         _write([f"deleted {path}"])
+
+
+@app.command()
+def recover(
+    path: PathArgument,
+    attempt: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which, if several attempts are complete.")
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks that saved it, if an older release did."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also an attempt that may still be running.")
+    ] = False,
+    replace_damaged: Annotated[
+        bool, typer.Option("--replace-damaged", help="Replace a damaged commit object.")
+    ] = False,
+    option: StorageOption = None,
+) -> None:
+    """Write a lost commit object again, after comparing every byte. Exit code 1 if damaged."""
+    with _errors(damaged=1):
+        call = recovering.RecoverCall(
+            attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
+        )
+        with _progress("verifying") as update:
+            report = _run(recovering.recover(_source(path, option), call, progress=update))
+        step = "" if report.step is None else f", step {report.step}"
+        _write(
+            [
+                f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
+                f"{_count(report.num_objects, 'data object', 'data objects')}, "
+                f"{_size(report.nbytes)} compared with checksums",
+            ]
+        )
 
 
 @app.command()

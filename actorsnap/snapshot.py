@@ -9,7 +9,7 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime import copying, inputs, reading, recovering, restoring, taking, upkeep
 from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.guarding import Guard
@@ -17,6 +17,7 @@ from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.job import Job
 from actorsnap.runtime.place import Source
+from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 
@@ -435,6 +436,50 @@ class Snapshot:
         return await run_async(
             copying.copy(self._source, to, overwrite=overwrite, on_event=on_event)
         )
+
+    @async_call
+    async def recover(
+        self,
+        *,
+        attempt: str | None = None,
+        world_size: int | None = None,
+        force: bool = False,
+        replace_damaged: bool = False,
+    ) -> RecoverReport:
+        """Writes the commit object again, where it was lost or damaged.
+
+        For a copy without hidden files, say. Everything else has to be there: all rank manifests
+        are read, and every byte of data is compared with its checksum before anything is written.
+        The snapshot is then what it was, but for ``created``, which is when the attempt began.
+        What the files of the copy are worth after a power loss depends on who copied them.
+
+        Call it in one process, while nobody saves to the path.
+
+        Args:
+            attempt: Name of the folder, where several attempts are complete.
+            world_size: Ranks that saved it. Needed, and believed, only where an older release
+                saved it, which did not record that; its metadata is lost.
+            force: Also an attempt that may still be saved or copied: by a process of this host that
+                runs, or from another host within the last 24 hours.
+            replace_damaged: Replace a commit object that is damaged. It may have named another
+                attempt than the one that is recovered.
+
+        Raises:
+            UsageError: A bad argument; or several attempts are complete, the world size is needed,
+                or the attempt may still be running: the message tells what to pass.
+            ObjectExists: A snapshot is committed here.
+            NotASnapshot: There is no attempt with a rank manifest.
+            ChecksumMismatch, FormatError: Something is missing or damaged; further problems are
+                in the notes. Nothing was written.
+            UnsupportedFormat: It takes a newer release, or a package that is not installed, to
+                read it.
+            StorageError: Reading, or writing, failed.
+        Cancellation: Nothing is written, or the snapshot is recovered.
+        """
+        call = RecoverCall(
+            attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
+        )
+        return await run_async(recovering.recover(self._source, call))
 
     @async_call
     async def delete(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copying, inputs, reading, restoring, taking, upkeep
+from actorsnap.runtime import copying, inputs, reading, recovering, restoring, taking, upkeep
 from actorsnap.runtime.copying import CopyEvent, CopyReport
 from actorsnap.runtime.guarding import Guard
 from actorsnap.runtime.host import (
@@ -26,6 +26,7 @@ from actorsnap.runtime.host import (
 from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.job import Job
 from actorsnap.runtime.place import Source
+from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restoring import RestorePlan, RestoreReport
 from actorsnap.runtime.upkeep import VerifyReport
 
@@ -197,6 +198,20 @@ class Snapshot:
             copying.copy(self._source, to, overwrite=overwrite, on_event=on_event),
             name="Snapshot.copy_to",
         )
+
+    def recover(
+        self,
+        *,
+        attempt: str | None = None,
+        world_size: int | None = None,
+        force: bool = False,
+        replace_damaged: bool = False,
+    ) -> RecoverReport:
+        """See ``actorsnap.Snapshot.recover``."""
+        call = RecoverCall(
+            attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
+        )
+        return run_sync(recovering.recover(self._source, call), name="Snapshot.recover")
 
     def delete(self) -> None:
         """See ``actorsnap.Snapshot.delete``."""

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from actorsnap.format.layout import data_key
+from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Inventory, Scope, item_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
@@ -244,7 +245,7 @@ def new_coordinator(world_size: int, memory: Memory) -> CoordinatorMachine:
         attempt=ATTEMPT,
         url=URL,
         fsync=True,
-        world_size=world_size,
+        save=SaveRecord(world_size=world_size),
         release=RELEASE,
         rules=RULES,
         memory=memory,

@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from typer.testing import CliRunner
 from actorsnap import Options, StateDict, cli
 from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
+from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import inputs, reading, upkeep
-from actorsnap.runtime.host import run_async
+from actorsnap.runtime.host import Host, run_async
 from actorsnap.runtime.place import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
@@ -125,7 +128,7 @@ def test_several_shards_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
-    for step in (1, 2):
+    for step in (10, 1, 2):
         Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"step": step})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
@@ -133,11 +136,20 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     ended = run("ls", tmp_path)
     assert ended.code == 0
     rows = [line.split("\t") for line in ended.lines]
-    assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2"]
+    assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2", "step-10"]
     assert rows[0][1].startswith("damaged: ")
     assert rows[1][1:] == ["unfinished"]
     assert rows[2][2:] == ["world size 1", '{"step": 1}']
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
+
+
+def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
+    names = ["9", "10", "a", "run2-step9", "run2-step10", "run10", "step-02", "step-2", "step-3"]
+    names += ["step-3-b", "step-3b", "step-" + "1" * 100]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / COMMIT_KEY).write_bytes(b"")
+    assert [row["name"] for row in json.loads(run("ls", tmp_path, "--json").out)] == names
 
 
 def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
@@ -608,6 +620,80 @@ def test_rm_garbage_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
     assert run("rm", "--garbage", unfinished).code == 0  # left, but seen
 
 
+# recover --------------------------------------------------------------------------------------
+
+
+def test_recover(saved: Path, tmp_path: Path) -> None:
+    """What `cp -r saved/* copy/` leaves out."""
+    copied = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (copied / COMMIT_KEY).unlink()
+    ended = run("ls", copied)
+    assert ended.code == 3
+    assert "`actorsnap recover` writes it again" in ended.err
+    ended = run("recover", copied)
+    (attempt,) = [path.name for path in saved.iterdir() if path.is_dir()]
+    assert ended.code == 0
+    assert ended.lines[0] == f"recovered {copied}: {attempt}, world size 1"
+    assert re.fullmatch(r"2 data objects, 1\.2 MiB compared with checksums", ended.lines[1])
+    assert run("diff", saved, copied).code == 0
+    assert Snapshot(copied).metadata == {"step": 7}
+    ended = run("recover", copied)
+    assert (ended.code, ended.out) == (4, "")
+    assert "there is nothing to recover" in ended.err
+
+
+def test_recover_of_a_damaged_one(saved: Path) -> None:
+    (saved / COMMIT_KEY).unlink()
+    paths = sorted(saved.glob("*/data/*/*"))
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    ended = run("recover", saved)
+    assert (ended.code, ended.out) == (1, "")
+    for path in paths:
+        assert path.name in ended.err
+    assert f"recover of {saved}: nothing was written" in ended.err
+    assert not (saved / COMMIT_KEY).exists()
+
+
+def test_recover_where_the_commit_object_is_damaged(saved: Path) -> None:
+    (saved / COMMIT_KEY).write_bytes(b"half")
+    ended = run("recover", saved)
+    assert (ended.code, ended.out) == (1, "")
+    assert "--replace-damaged" in ended.err
+    assert run("recover", saved, "--replace-damaged").code == 0
+    assert run("verify", "--full", saved).code == 0
+
+
+def test_recover_asks_for_what_it_cannot_know(tmp_path: Path) -> None:
+    """Which attempt, how many ranks saved it, whether its job has ended."""
+    copied = Path(shutil.copytree(V1, tmp_path / "v1"))
+    (copied / COMMIT_KEY).unlink()
+    ended = run("recover", copied)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--world-size 1" in ended.err
+    elsewhere = Attempt(created_s=int(time.time()), host="ffffffff", pid=1, nonce="00000000")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Host, "new_attempt", lambda _: elsewhere)
+        Snapshot.take(tmp_path / "s", state())
+    shutil.copytree(tmp_path / "s" / str(elsewhere), copied / str(elsewhere))
+    ended = run("recover", copied, "--world-size", "1")
+    assert (ended.code, ended.out) == (2, "")
+    assert "2 attempts" in ended.err
+    assert "--attempt NAME" in ended.err
+    ended = run("recover", copied, "--attempt", elsewhere)
+    assert (ended.code, ended.out) == (2, "")
+    assert "another host began 0.0 hours ago" in ended.err
+    assert not (copied / COMMIT_KEY).exists()
+    assert run("recover", copied, "--attempt", elsewhere, "--force").code == 0
+    assert run("diff", copied, tmp_path / "s").code == 0
+
+
+def test_recover_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
+    for path in (tmp_path / "no", unfinished):
+        ended = run("recover", path)
+        assert (ended.code, ended.out) == (3, "")
+
+
 # Usage, terminals, pipes ----------------------------------------------------------------------
 
 
@@ -627,7 +713,7 @@ def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_and_version() -> None:
     ended = run("--help")
     assert ended.code == 0
-    for name in ("ls", "inspect", "verify", "diff", "cat", "rm"):
+    for name in ("ls", "inspect", "verify", "diff", "cat", "cp", "recover", "rm"):
         assert re.search(rf"\b{name}\b", ended.out)
         assert run(name, "--help").code == 0
     assert re.fullmatch(r"actorsnap \d+\.\d+\.\d+\S*\n", run("--version").out)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -27,9 +26,9 @@ from actorsnap.errors import (
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
-    FORMAT_VERSION,
     Commit,
     ManifestRecord,
+    SaveRecord,
     encode_commit,
 )
 from actorsnap.lines import Lines
@@ -72,29 +71,17 @@ class CommitTemplate:
     """What of the commit object is known before the ranks report.
 
     Attributes:
+        save: What rank manifests repeat.
         overwrite: Replace a commit object that is there already.
-        features: What readers must know.
     """
 
     attempt: str
     created: str
-    world_size: int
-    fsync: bool
-    metadata: dict[str, Any]
+    save: SaveRecord
     overwrite: bool
-    features: tuple[str, ...]
 
     def fill(self, manifests: tuple[ManifestRecord, ...]) -> Commit:
-        return Commit(
-            version=FORMAT_VERSION,
-            features=self.features,
-            world_size=self.world_size,
-            attempt=self.attempt,
-            created=self.created,
-            manifests=manifests,
-            fsync=self.fsync,
-            metadata=self.metadata,
-        )
+        return self.save.commit(attempt=self.attempt, created=self.created, manifests=manifests)
 
 
 class CoordinatorActor:

@@ -33,7 +33,7 @@ from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageEr
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.frames import check_available
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import RankManifest, encode_rank_manifest
+from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.compression import Sampled, sample_bytes
 from actorsnap.planning.inventory import Division, sharded_digest, take_stock
@@ -215,6 +215,7 @@ class ParticipantActor:
         )
         self._attempt = ""
         self._resumed: tuple[str, ...] = ()
+        self._save: SaveRecord  # once there is something to store
         self._level: int | None = None
         self._compressed: CompressedStore | None = None
         self._sampler: Sampler | None = None
@@ -446,6 +447,7 @@ class ParticipantActor:
 
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt, self._resumed = command.attempt, command.resumed
+        self._save = command.save
         self._level = command.rules.compression
         plan = (command.digest, command.plan)
         self.remembered = Remembered(plan, self._division, self._sharded)
@@ -653,6 +655,7 @@ class ParticipantActor:
                 rank=self._machine.rank,
                 objects=tuple([ledger.to_record() for ledger in self._ledgers]),
                 entries=entries_of(self._captured.parts, self._plans, self._ledgers),
+                save=self._save,
             )
         )
 

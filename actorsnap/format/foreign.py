@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorsnap.format.layout import Attempt
+from actorsnap.format.layout import Attempt, manifest_key
 
 __all__ = ["recognize"]
 
@@ -41,6 +41,8 @@ def recognize(keys: Sequence[str]) -> tuple[str, str]:
             nested.add(parts[0])
     if attempts:
         listed = ", ".join(f"{name} ({n} objects)" for name, n in sorted(attempts.items()))
+        if not {manifest_key(name, 0) for name in attempts}.isdisjoint(keys):
+            listed += ". If the commit object was lost, `actorsnap recover` writes it again"
         return (
             "unfinished",
             f"only unfinished attempts are there, no commit: {listed}. Restore an older "

@@ -33,6 +33,7 @@ __all__ = [
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
+    "parse_manifest_key",
     "safe_name",
     "shard_name",
     "top_level_key",
@@ -159,8 +160,16 @@ class Attempt(msgspec.Struct, frozen=True):
         return cls(created_s, match[2], int(match[3]), match[4])
 
     def __str__(self) -> str:
-        time = _EPOCH + timedelta(seconds=self.created_s)
-        return f"{time:%Y%m%dT%H%M%S}-{self.host}-{self.pid}-{self.nonce}"
+        return f"{self._time:%Y%m%dT%H%M%S}-{self.host}-{self.pid}-{self.nonce}"
+
+    @property
+    def created(self) -> str:
+        """When it began, as in commit objects."""
+        return f"{self._time:%Y-%m-%dT%H:%M:%S}.000000Z"
+
+    @property
+    def _time(self) -> datetime:
+        return _EPOCH + timedelta(seconds=self.created_s)
 
 
 def is_well_formed_key(key: str) -> bool:
@@ -223,6 +232,13 @@ def chunk_key(key: str, start: int) -> str:
 def manifest_key(attempt: str, rank: int) -> str:
     """Returns the key of a rank manifest."""
     return f"{attempt}/manifest/{rank}.json"
+
+
+def parse_manifest_key(attempt: str, key: str) -> int | None:
+    """Returns the rank whose manifest in ``attempt`` has the key ``key``; None for other keys."""
+    digits = key.removeprefix(f"{attempt}/manifest/").removesuffix(".json")
+    is_rank = digits.isascii() and digits.isdigit() and len(digits) < 10
+    return int(digits) if is_rank and manifest_key(attempt, int(digits)) == key else None
 
 
 def shard_name(name: str, offsets: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ equal values give equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -48,9 +48,11 @@ __all__ = [
     "ValueEntry",
     "ViewEntry",
     "decode_commit",
+    "decode_lone_rank_manifest",
     "decode_rank_manifest",
     "encode_commit",
     "encode_rank_manifest",
+    "features_in",
     "features_of",
     "is_same_content",
     "is_same_tensor",
@@ -139,6 +141,22 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     fsync: bool = True
     step: _Size | None = None
     metadata: dict[str, Any] = {}
+
+    def commit(
+        self, *, attempt: str, created: str, manifests: tuple[ManifestRecord, ...]
+    ) -> Commit:
+        """Returns the commit object of this save."""
+        return Commit(
+            version=FORMAT_VERSION,
+            features=self.features,
+            world_size=self.world_size,
+            attempt=attempt,
+            created=created,
+            manifests=manifests,
+            fsync=self.fsync,
+            step=self.step,
+            metadata=self.metadata,
+        )
 
 
 class StoredChunk(
@@ -372,6 +390,11 @@ def encode_commit(commit: Commit) -> bytes:
         encoded = _encoder.encode(commit)
     except _ENCODE_ERRORS as error:
         raise UsageError(f"metadata cannot be written as JSON: {error}") from error
+    return _sealed(encoded)
+
+
+def _sealed(encoded: bytes) -> bytes:
+    """Returns a JSON object with its own checksum as the first member."""
     body = bytearray(_CRC_PREFIX + b'00000000",' + encoded[1:])
     body[_CRC_AT] = b"%08x" % crc32c(body)
     return bytes(body)
@@ -416,7 +439,7 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
 
 
 def _is_intact(data: bytes) -> bool:
-    """Whether a commit object that has a checksum fits it."""
+    """Whether a document fits the checksum that it has."""
     if data[_CRC_AT.stop : _CRC_END] != b'",':
         return False
     crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
@@ -460,16 +483,32 @@ def features_of(*, is_compressed: bool) -> tuple[str, ...]:
     return FEATURES if is_compressed else FEATURES[:2]
 
 
+def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
+    """Returns the features that readers need where no ``save`` names them."""
+    found = set()
+    for manifest in manifests:
+        if any([record.chunks for record in manifest.objects]):
+            found.add("compression")
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry) and len(entry.data.crc32c) > 1:
+                if entry.data.block_bytes < MAX_BLOCK_BYTES:
+                    found.add("block_sizes")
+    return tuple(sorted(found))
+
+
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
     """Encodes a rank manifest. Its size and checksum go into the commit object.
+
+    With ``save`` it has its own checksum too, as the first member.
 
     Raises:
         UsageError: A value in it is not JSON. The message names the path.
     """
     try:
-        return _encoder.encode(manifest)
+        encoded = _encoder.encode(manifest)
     except _ENCODE_ERRORS as error:
         raise UsageError(_why_not_encoded(manifest, error)) from error
+    return encoded if manifest.save is msgspec.UNSET else _sealed(encoded)
 
 
 def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:
@@ -503,12 +542,36 @@ def decode_rank_manifest(
         raise ChecksumMismatch(
             key=key, detail=f"its CRC32C is {crc:08x}, and {record.crc32c:08x} was written"
         )
+    has_checksum = data[: len(_CRC_PREFIX)] == _CRC_PREFIX
     try:
-        manifest = _manifest_decoder.decode(data)
+        manifest = _manifest_decoder.decode(b"{" + data[_CRC_END:] if has_checksum else data)
     except _DECODE_ERRORS as error:
         raise FormatError(key=key, detail=str(error)) from error
     _check_manifest(manifest, key)
     return manifest
+
+
+def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
+    """Decodes and checks a rank manifest whose commit object is lost.
+
+    A manifest of an older release has no checksum of its own: damage that leaves it well-formed
+    is not seen.
+
+    Returns:
+        The manifest, and what a commit object says about it.
+
+    Raises:
+        ChecksumMismatch: Its own checksum does not fit.
+        FormatError: It is not what version 1 allows.
+    """
+    has_checksum = data.startswith(_CRC_PREFIX)
+    if has_checksum and not _is_intact(data):
+        raise ChecksumMismatch(key=key, detail="its own checksum does not fit")
+    record = ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
+    manifest = decode_rank_manifest(data, record, key)
+    if manifest.save is not msgspec.UNSET and not has_checksum:
+        raise FormatError(key=key, detail="its own checksum is missing")
+    return manifest, record
 
 
 def _check_manifest(manifest: RankManifest, key: str) -> None:

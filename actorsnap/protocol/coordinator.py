@@ -29,7 +29,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import ManifestRecord
+from actorsnap.format.manifest import ManifestRecord, SaveRecord
 from actorsnap.planning.inventory import (
     Sharded,
     check_sharded,
@@ -137,7 +137,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         attempt: Its name.
         url: Where it is saved to.
         fsync: Whether everything has to be durable before the commit.
-        world_size: Ranks that take part.
+        save: What the commit object will say of the save; each rank repeats it in its manifest.
         release: This release; every rank must be of the same.
         rules: How all ranks pack.
         resumed: Dead attempts whose objects are used, the newest first.
@@ -149,7 +149,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         *,
         attempt: str,
         url: str,
-        world_size: int,
+        save: SaveRecord,
         release: str,
         rules: PackingRules,
         fsync: bool = True,
@@ -161,7 +161,9 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         self.resumed = resumed
         self.url = url
         self.fsync = fsync
-        self.world_size = world_size
+        self.world_size = save.world_size
+        self._save = save
+        self._save_of_others = msgspec.structs.replace(save, metadata={})
         self.release = release
         self.rules = rules
         self.failure: Failure | None = None
@@ -303,6 +305,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
             self.rules,
             plan.digests[rank],
             None if is_known else plan.ranks[rank],
+            self._save if rank == 0 else self._save_of_others,
             self.resumed,
         )
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printable, rebuild
+from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Division, Inventory, Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 
@@ -314,6 +315,7 @@ class Assign(_Message, frozen=True, tag="A"):
         rules: Its packing rules, likewise.
         digest: Of the plan.
         plan: None if the rank said that it remembers it.
+        save: What the rank's manifest repeats of the commit object.
         resumed: Dead attempts at the same place, the newest first: what they left need not be sent.
     """
 
@@ -323,6 +325,7 @@ class Assign(_Message, frozen=True, tag="A"):
     rules: PackingRules
     digest: bytes
     plan: RankPlan | None
+    save: SaveRecord
     resumed: tuple[str, ...] = ()
 
 

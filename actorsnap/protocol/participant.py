@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Division, Inventory, Sharded, inventory_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.calls import (
@@ -199,6 +200,7 @@ class StartStoring(msgspec.Struct, frozen=True):
     rules: PackingRules
     plan: RankPlan
     digest: bytes
+    save: SaveRecord
     resumed: tuple[str, ...]
 
 
@@ -345,7 +347,14 @@ class ParticipantMachine(Machine[ParticipantState, ParticipantEvent, Participant
         url = event.url.decode("utf-8", "surrogatepass")
         return [
             StartStoring(
-                event.attempt, url, event.fsync, event.rules, plan, event.digest, event.resumed
+                event.attempt,
+                url,
+                event.fsync,
+                event.rules,
+                plan,
+                event.digest,
+                event.save,
+                event.resumed,
             )
         ]
 

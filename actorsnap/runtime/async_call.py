@@ -44,6 +44,7 @@ _CALLS = {
     "Snapshot.metadata": (f"metadata = await {_SNAPSHOT}.metadata", "nothing was read"),
     "Snapshot.verify": (f"report = await {_SNAPSHOT}.verify()", "nothing was verified"),
     "Snapshot.copy_to": (f"report = await {_SNAPSHOT}.copy_to(...)", "nothing was copied"),
+    "Snapshot.recover": (f"report = await {_SNAPSHOT}.recover()", "nothing was recovered"),
     "Snapshot.delete": (f"await {_SNAPSHOT}.delete()", "nothing was deleted"),
     "PendingSnapshot.staged": ("await pending.staged()", "nothing was waited for"),
     "PendingSnapshot.wait": ("snapshot = await pending.wait()", "nothing was waited for"),

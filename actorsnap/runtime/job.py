@@ -38,6 +38,7 @@ class SaveRequest:
         overwrite: Replace a snapshot that is committed there.
         resume: Use what dead attempts at the place have left; rank 0's holds.
         metadata: The user's own.
+        step: The caller's; None if it gave none.
     """
 
     place: Place
@@ -45,6 +46,7 @@ class SaveRequest:
     resume: bool
     metadata: dict[str, Any]
     options: Options
+    step: int | None = None
 
 
 class Job(abc.ABC):

@@ -33,7 +33,7 @@ from actorsnap.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from actorsnap.format.manifest import COMMIT_KEY, Commit, features_of
+from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.lines import Lines
 from actorsnap.options import chunk_within, zstd_level
 from actorsnap.planning.compression import CompressionChoice
@@ -441,12 +441,19 @@ class SaveJob(Job):
             # Each chunk is an object of its own, written at once.
             can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
             chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
+        save = SaveRecord(
+            world_size=self._world_size,
+            features=features_of(is_compressed=level is not None),
+            fsync=options.fsync,
+            step=self._request.step,
+            metadata=self._request.metadata,
+        )
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=str(self._attempt),
                 url=self._request.place.at,
                 fsync=fsync,
-                world_size=self._world_size,
+                save=save,
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
@@ -467,11 +474,8 @@ class SaveJob(Job):
             template=CommitTemplate(
                 attempt=str(self._attempt),
                 created=_utc(time.time()),
-                world_size=self._world_size,
-                fsync=options.fsync,
-                metadata=self._request.metadata,
+                save=save,
                 overwrite=self._request.overwrite,
-                features=features_of(is_compressed=level is not None),
             ),
             timeout_s=options.timeout_s,
             deadline=deadline,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 
 __all__ = [
+    "DataCheck",
     "VerifyReport",
     "collect",
     "delete",
@@ -56,6 +58,8 @@ __all__ = [
 ]
 
 logger = Lines(__name__)
+
+_NUMBER = re.compile("([0-9]+)")
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,8 +183,6 @@ def verify(
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
         manifests: dict[str, RankManifest] = {}
-        done = 0
-        meter = _Meter(progress)
 
         async def read(record: ManifestRecord) -> None:
             try:
@@ -188,46 +190,83 @@ def verify(
             except FormatError as error:
                 problems.append(error)
 
-        async def check_header(record: ObjectRecord) -> None:
-            header = await read_header(record)
-            if crc32c(header) != record.header_crc32c:
-                raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+        await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
+        check = DataCheck(source, host, storage, run_blocking, level=level, progress=progress)
+        problems += await check.run(
+            [manifests[r.key] for r in commit.manifests if r.key in manifests],
+            is_complete=len(manifests) == len(commit.manifests),
+        )
+        if problems:
+            await reader.check_replaced()
+        return VerifyReport(
+            level=level,
+            num_objects=check.num_objects,
+            nbytes=check.nbytes,
+            problems=tuple(problems),
+        )
 
-        async def read_header(record: ObjectRecord) -> bytes:
-            if not record.chunks:
-                return await storage.get(record.key, 0, record.header_bytes)
-            header = np.empty(record.header_bytes, np.uint8)
-            sink = MemorySink(header.ctypes.data, len(header), header)
-            manifest, number = held[record.key].opener()
-            at = Stored(number, 0, len(header), ())
-            await unverified.fetch([Request(manifest, at, sink)])
-            return header.tobytes()
+    report: VerifyReport = yield step
+    return report
 
-        async def check_sizes(record: ObjectRecord) -> None:
-            if record.chunks:  # of which there are many
-                found = {info.key: info.size async for info in storage.list(f"{record.key}/")}
-            else:
-                found = {record.key: (await storage.stat(record.key)).size}
-            for key, size in held[record.key].stored.items():
-                if key not in found:
-                    raise ChecksumMismatch(key=key, detail="the object is missing")
-                if found[key] != size:
-                    raise ChecksumMismatch(
-                        key=key, detail=f"has {found[key]} bytes, was written with {size}"
-                    )
+
+class DataCheck:
+    """Compares what is stored with what rank manifests say of it.
+
+    Args:
+        storage: Open; stays the caller's.
+        level: ``quick`` or ``full``; see ``VerifyReport``.
+        progress: Gets bytes compared, and bytes in all, on any thread.
+
+    Attributes:
+        num_objects: Data objects looked at.
+        nbytes: Bytes of those that are intact; 0 if ``quick``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        host: Host,
+        storage: Storage,
+        run_blocking: RunBlocking,
+        *,
+        level: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._storage = storage
+        self._run_blocking = run_blocking
+        self._level = level
+        self._meter = _Meter(progress)
+        self._pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+        self._unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
+        self._held: dict[str, _Held] = {}
+        self.num_objects = 0
+        self.nbytes = 0
+
+    async def run(
+        self, manifests: Sequence[RankManifest], *, is_complete: bool
+    ) -> list[ActorSnapError]:
+        """Returns an error per damaged or missing object, and per tensor that has holes.
+
+        Args:
+            manifests: In the order of ranks.
+            is_complete: These are all; else holes are not looked for.
+
+        Raises:
+            UnsupportedFormat: A package is missing that reads the data.
+            StorageError: Reading failed.
+        """
+        problems: list[ActorSnapError] = []
+        self._held, contradictions = await self._run_blocking(_stored_in, manifests)
+        problems += contradictions
+        held = self._held.values()
+        if is_complete:
+            problems += await self._run_blocking(lambda: [*holes(manifests), *_gaps(held)])
+        total = sum(at.stop - at.start for each in held for _, at in each.leaves)
+        await self._run_blocking(self._meter.begin, total)
 
         async def check(record: ObjectRecord) -> None:
-            nonlocal done
             try:
-                await check_sizes(record)
-                if level == "full":
-                    await read_intact(storage, lambda: check_header(record))
-                    requests = [
-                        Request(manifest, at, _NullSink(at.stop - at.start, meter.add))
-                        for manifest, at in held[record.key].leaves
-                    ]
-                    await pool.fetch(requests)
-                    done += record.size
+                await self._check(record)
             except ObjectNotFound as error:
                 missing = ChecksumMismatch(key=error.key, detail="the object is missing")
                 missing.__cause__ = error
@@ -242,29 +281,53 @@ def verify(
                     raise
                 problems.append(_leaves(damage)[0])
 
-        await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
-        in_order = [manifests[r.key] for r in commit.manifests if r.key in manifests]
-        held, contradictions = await run_blocking(_stored_in, in_order)
-        problems += contradictions
-        records = [each.record for each in held.values()]
-        if len(manifests) == len(commit.manifests):
-            problems += await run_blocking(lambda: [*holes(in_order), *_gaps(held.values())])
-        total = sum(at.stop - at.start for each in held.values() for _, at in each.leaves)
-        await run_blocking(meter.begin, total)
-        pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
-        unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
+        records = [each.record for each in held]
         # Of bytes, the pool reads many at a time by itself.
-        parallel_objects = storage.capabilities.preferred_parallel_objects
-        at_once = parallel_objects if level == "full" else MAX_SMALL_READS
+        parallel_objects = self._storage.capabilities.preferred_parallel_objects
+        at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
-        if problems:
-            await reader.check_replaced()
-        return VerifyReport(
-            level=level, num_objects=len(records), nbytes=done, problems=tuple(problems)
-        )
+        self.num_objects = len(records)
+        return problems
 
-    report: VerifyReport = yield step
-    return report
+    async def _check(self, record: ObjectRecord) -> None:
+        await self._check_sizes(record)
+        if self._level == "full":
+            await read_intact(self._storage, lambda: self._check_header(record))
+            requests = [
+                Request(manifest, at, _NullSink(at.stop - at.start, self._meter.add))
+                for manifest, at in self._held[record.key].leaves
+            ]
+            await self._pool.fetch(requests)
+            self.nbytes += record.size
+
+    async def _check_sizes(self, record: ObjectRecord) -> None:
+        if record.chunks:  # of which there are many
+            listed = self._storage.list(f"{record.key}/")
+            found = {info.key: info.size async for info in listed}
+        else:
+            found = {record.key: (await self._storage.stat(record.key)).size}
+        for key, size in self._held[record.key].stored.items():
+            if key not in found:
+                raise ChecksumMismatch(key=key, detail="the object is missing")
+            if found[key] != size:
+                raise ChecksumMismatch(
+                    key=key, detail=f"has {found[key]} bytes, was written with {size}"
+                )
+
+    async def _check_header(self, record: ObjectRecord) -> None:
+        header = await self._read_header(record)
+        if crc32c(header) != record.header_crc32c:
+            raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+
+    async def _read_header(self, record: ObjectRecord) -> bytes:
+        if not record.chunks:
+            return await self._storage.get(record.key, 0, record.header_bytes)
+        header = np.empty(record.header_bytes, np.uint8)
+        sink = MemorySink(header.ctypes.data, len(header), header)
+        manifest, number = self._held[record.key].opener()
+        at = Stored(number, 0, len(header), ())
+        await self._unverified.fetch([Request(manifest, at, sink)])
+        return header.tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -372,7 +435,14 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
                 await for_each(await storage.list_folders(), look, at_once=MAX_SMALL_READS)
 
             await errands.run(perform)
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
     found: dict[str, Commit | FormatError | None] = yield step
     return found
+
+
+def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Sorts names as people do: the numbers in them by value."""
+    # Every second part is a number. The longer one is the greater, without leading zeros.
+    parts = [part.lstrip("0") if n % 2 else part for n, part in enumerate(_NUMBER.split(name))]
+    return [(len(part) if n % 2 else 0, part) for n, part in enumerate(parts)], name

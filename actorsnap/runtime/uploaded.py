@@ -126,6 +126,7 @@ class UploadedSave:
                 overwrite=frame.overwrite,
                 resume=frame.resume,
                 metadata=msgspec.json.decode(frame.metadata),
+                step=frame.step,
                 options=options,
             ),
             rebuild(structure, current),

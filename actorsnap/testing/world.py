@@ -21,7 +21,7 @@ from actorsnap.actors.errands import Errands
 from actorsnap.actors.session import ParticipantActor, Remembered, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
-from actorsnap.format.manifest import features_of
+from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.memory import Memory
@@ -55,6 +55,7 @@ class SimulatedSave:
         copies: As in ``async_take``.
         resumed: Dead attempts whose objects are used.
         compression: zstd's level; None: nothing is compressed.
+        step, metadata: As in ``take``.
         memory, remembered: What coordinator and ranks know from the save before.
 
     Attributes:
@@ -75,6 +76,8 @@ class SimulatedSave:
     copies: bool = False
     resumed: tuple[str, ...] = ()
     compression: int | None = None
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     budget_bytes: int = 64 * _MIB
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
@@ -159,14 +162,19 @@ class SimulatedSave:
         self._network.silence(rank)
 
     def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
-        world_size = len(self.states)
+        save = SaveRecord(
+            world_size=len(self.states),
+            features=features_of(is_compressed=self.compression is not None),
+            step=self.step,
+            metadata=dict(self.metadata),
+        )
         can = Capabilities() if self.compression is not None else storage.capabilities
         return CoordinatorActor(
             machine=CoordinatorMachine(
                 attempt=self.attempt,
                 url="simulated",
                 fsync=True,
-                world_size=world_size,
+                save=save,
                 release=RELEASE,
                 rules=PackingRules(
                     chunk_bytes=self.chunk_bytes,
@@ -186,11 +194,8 @@ class SimulatedSave:
             template=CommitTemplate(
                 attempt=self.attempt,
                 created="2026-01-01T00:00:00.000000Z",
-                world_size=world_size,
-                fsync=True,
-                metadata={},
+                save=save,
                 overwrite=self.overwrite,
-                features=features_of(is_compressed=self.compression is not None),
             ),
             timeout_s=self.timeout_s,
             deadline=anyio.current_time() + self.timeout_s,

@@ -24,6 +24,7 @@ from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
     RankManifest,
+    SaveRecord,
     TensorEntry,
     decode_commit,
     decode_rank_manifest,
@@ -147,6 +148,22 @@ async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
     assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
 
 
+@pytest.mark.parametrize("compression", [None, 1])
+async def test_each_rank_repeats_what_the_commit_object_says(compression: int | None) -> None:
+    """But the caller's metadata, which rank 0 has."""
+    storage = empty_storage()
+    world = world_of(3, storage, compression=compression, step=7, metadata={"run": "a"})
+    assert await world.run() == dict.fromkeys(range(3))
+    commit, manifests = await read_back(storage)
+    assert (commit.world_size, commit.step, commit.metadata) == (3, 7, {"run": "a"})
+    for manifest in manifests:
+        save = manifest.save
+        assert isinstance(save, SaveRecord)
+        assert save.metadata == ({} if manifest.rank else commit.metadata)
+        for name in ("world_size", "features", "fsync", "step"):
+            assert getattr(save, name) == getattr(commit, name)
+
+
 @pytest.mark.parametrize("copies", [False, True])
 async def test_many_ranks_compress_one_object(copies: bool) -> None:
     """Each compresses its part, into chunks of its own; on a storage that joins no writers."""
@@ -154,7 +171,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
     world = world_of(4, storage, copies=copies, compression=1)
     assert await world.run() == dict.fromkeys(range(4))
     commit, manifests = await read_back(storage)
-    assert commit.features == ("block_sizes", "compression")
+    assert commit.features == ("annotations", "block_sizes", "compression")
     (key,) = {
         m.objects[e.data.object].key
         for m in manifests

@@ -46,6 +46,7 @@ def resign(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the rank manifest and makes all checksums fit, so that only the change is wrong."""
     path = files(root)["manifest"]
     document = json.loads(path.read_bytes())
+    document.pop("crc32c", None)
     change(document)
     data = json.dumps(document, separators=(",", ":")).encode()
     path.write_bytes(data)

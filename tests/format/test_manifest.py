@@ -33,15 +33,19 @@ from actorsnap.format.manifest import (
     ManifestRecord,
     ObjectRecord,
     RankManifest,
+    SaveRecord,
     Stored,
+    StoredChunk,
     TensorEntry,
     TensorType,
     ValueEntry,
     ViewEntry,
     decode_commit,
+    decode_lone_rank_manifest,
     decode_rank_manifest,
     encode_commit,
     encode_rank_manifest,
+    features_in,
 )
 
 ATTEMPT = "20260131T120000-0123abcd-42-89abcdef"
@@ -344,6 +348,50 @@ def test_any_flipped_bit_in_a_rank_manifest_is_found() -> None:
         assert caught.value.key == record.key
 
 
+SEALED = msgspec.structs.replace(
+    MANIFEST, save=SaveRecord(world_size=1, features=("annotations",), step=7, metadata={"a": [1]})
+)
+
+
+def test_a_manifest_that_repeats_the_commit_object_has_a_checksum_of_its_own() -> None:
+    data = encode_rank_manifest(SEALED)
+    assert data == sealed(data.partition(b",")[2].join([b"{", b""]))
+    assert decode(data) == SEALED
+    key = manifest_key(ATTEMPT, 0)
+    for buffer in (bytearray(data), memoryview(data)):
+        assert decode_rank_manifest(buffer, record_of(data), key) == SEALED
+    assert decode_lone_rank_manifest(data, key) == (SEALED, record_of(data))
+
+
+def test_any_flipped_bit_is_found_without_a_commit_object() -> None:
+    data, key = encode_rank_manifest(SEALED), manifest_key(ATTEMPT, 0)
+    for at in range(len(data) * 8):
+        damaged = bytearray(data)
+        damaged[at // 8] ^= 1 << (at % 8)
+        with pytest.raises(FormatError) as caught:
+            decode_lone_rank_manifest(bytes(damaged), key)
+        assert caught.value.key == key
+    for length in range(len(data)):
+        with pytest.raises(FormatError):
+            decode_lone_rank_manifest(data[:length], key)
+    with pytest.raises(FormatError, match="its own checksum is missing"):
+        decode_lone_rank_manifest(b"{" + data.partition(b",")[2], key)
+
+
+def test_an_older_manifest_without_a_commit_object() -> None:
+    key = manifest_key(ATTEMPT, 0)
+    assert decode_lone_rank_manifest(GOLDEN_MANIFEST, key) == (MANIFEST, record_of(GOLDEN_MANIFEST))
+    assert features_in([MANIFEST]) == ()
+    blocks = Stored(0, 4096, 4096 + (2 << 20), (1,) * 32)
+    small = TensorEntry(path="m/x", dtype="uint8", shape=(2 << 20,), data=blocks)
+    chunked = msgspec.structs.replace(MANIFEST.objects[0], chunks=(StoredChunk(0, 4192, 1),))
+    compressed = msgspec.structs.replace(MANIFEST, objects=(chunked,))
+    assert features_in([MANIFEST, msgspec.structs.replace(MANIFEST, entries=(small,))]) == (
+        "block_sizes",
+    )
+    assert features_in([compressed, MANIFEST]) == ("compression",)
+
+
 def test_any_truncation_is_found() -> None:
     record = record_of(GOLDEN_MANIFEST)
     for length in range(len(GOLDEN_MANIFEST)):
@@ -384,7 +432,9 @@ def test_a_newer_version_is_named_whatever_else_it_changed(version: int, is_seal
 
 def test_unknown_features_are_named_before_the_rest_is_decoded() -> None:
     document = {"format": "actorsnap", "version": 1, "features": ["zstd", "aes"], "new": 1}
-    with pytest.raises(UnsupportedFormat, match="features aes, zstd, and .* knows block_sizes"):
+    with pytest.raises(
+        UnsupportedFormat, match="features aes, zstd, and .* knows annotations, block_sizes"
+    ):
         decode_commit(sealed(document))
     with pytest.raises(ChecksumMismatch):  # of this version, so the checksum must fit first
         decode_commit(json.dumps(document).encode())

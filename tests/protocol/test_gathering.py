@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, UsageError
+from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.calls import (
     CoordinatorLost,
@@ -238,7 +239,9 @@ def test_a_save_meets_a_restore() -> None:
     assert "rank 1 takes a snapshot" in str(error)
     member = MemberMachine(rank=1)
     rules = PackingRules(chunk_bytes=1, max_objects=1, min_object_bytes=1)
-    told, finish = member.handle(Assign("a", b"/s", True, rules, b"", None))
+    told, finish = member.handle(
+        Assign("a", b"/s", True, rules, b"", None, SaveRecord(world_size=2))
+    )
     assert isinstance(told, Send)
     assert isinstance(told.message, Failed)
     assert finish == Finish(told.message.failure)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import UsageError
-from actorsnap.format.manifest import ManifestRecord
+from actorsnap.format.manifest import ManifestRecord, SaveRecord
 from actorsnap.planning.inventory import (
     Inventory,
     Scope,
@@ -95,7 +95,7 @@ NOTHING = Inventory(0, ())
 
 def coordinator(world_size: int = 1, **more: Any) -> CoordinatorMachine:
     more = {"attempt": ATTEMPT, "url": "/s", "release": "1", "rules": RULES, **more}
-    return CoordinatorMachine(world_size=world_size, **more)
+    return CoordinatorMachine(save=SaveRecord(world_size=world_size), **more)
 
 
 def joined(machine: CoordinatorMachine, rank: int = 0) -> list[object]:

@@ -1,0 +1,439 @@
+"""The body of the call that writes a lost commit object again, as a script (see
+``runtime.taking``).
+
+Implements "A lost commit object" of ``docs/format.md``. Every rank manifest and every byte of
+data is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from actorsnap.actors.errands import Errands
+from actorsnap.actors.reader import SnapshotReader, find_commit, read_intact
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    ObjectExists,
+    ObjectNotFound,
+    UsageError,
+)
+from actorsnap.format.layout import Attempt, manifest_key, parse_manifest_key
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    Commit,
+    ManifestRecord,
+    RankManifest,
+    SaveRecord,
+    decode_commit,
+    decode_lone_rank_manifest,
+    encode_commit,
+    features_in,
+)
+from actorsnap.lines import Lines
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.inputs import check_flag
+from actorsnap.runtime.place import (
+    MAX_SMALL_READS,
+    Source,
+    find_attempts,
+    find_claims,
+    find_collectable,
+    open_place,
+)
+from actorsnap.runtime.process import host_id
+from actorsnap.runtime.upkeep import DataCheck
+from actorsnap.storage.base import Storage
+from actorsnap.storage.many import for_each
+
+__all__ = ["RecoverCall", "RecoverReport", "recover"]
+
+logger = Lines(__name__)
+
+_MAX_NOTES = 20
+"""Number of further problems that an error lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverCall:
+    """The arguments of ``Snapshot.recover``."""
+
+    attempt: str | None = None
+    world_size: int | None = None
+    force: bool = False
+    replace_damaged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attempt is not None and not isinstance(self.attempt, str):
+            raise UsageError(f"attempt must be the name of a folder, not {self.attempt!r}")
+        if self.world_size is not None and (
+            type(self.world_size) is not int or self.world_size < 1
+        ):
+            raise UsageError(f"world_size must be an integer of at least 1: {self.world_size!r}")
+        check_flag("force", self.force)
+        check_flag("replace_damaged", self.replace_damaged)
+
+
+class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was recovered.
+
+    Attributes:
+        attempt: The attempt that is the snapshot again.
+        world_size: Ranks that saved it.
+        step: As it was given to ``take``.
+        created: When the attempt began; UTC, ISO 8601.
+        num_objects: Data objects.
+        nbytes: Bytes compared with checksums.
+    """
+
+    attempt: str
+    world_size: int
+    step: int | None
+    created: str
+    num_objects: int
+    nbytes: int
+
+
+def recover(
+    source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
+) -> Script[RecoverReport]:
+    """Writes the commit object again; ``progress`` is that of ``upkeep.verify``."""
+
+    async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
+        async with source.opened(host, "recover") as (storage, reader, errands):
+            job = _Recovery(host, source, storage, reader, errands, call)
+            found = await errands.run(job.find, progress)
+            if isinstance(found, list):
+                return found
+            commit, report = found
+            # What a crash leaves of the write belongs into the attempt's folder.
+            target = await open_place(
+                host,
+                source.place,
+                fsync=True,
+                run_blocking=errands.run_blocking,
+                scratch=commit.attempt,
+            )
+            try:
+                await errands.run(job.write, target, commit)
+            finally:
+                await errands.clean_up(target.aclose)
+            return report
+
+    ended: RecoverReport | list[ActorSnapError] = yield step
+    if isinstance(ended, list):
+        raise _as_one(ended, source.place.url)
+    logger.info("%s: recovered %s", source.place.url, ended.attempt)
+    return ended
+
+
+def _as_one(problems: Sequence[ActorSnapError], url: str) -> ActorSnapError:
+    """Returns the first problem, with the others as notes."""
+    error = problems[0]
+    for other in problems[1 : _MAX_NOTES + 1]:
+        error.add_note(str(other))
+    if len(problems) > _MAX_NOTES + 1:
+        error.add_note(f"... and {len(problems) - _MAX_NOTES - 1} more")
+    error.add_note(f"recover of {url}: nothing was written")
+    return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """An attempt that may be the snapshot.
+
+    Attributes:
+        ranks: Those whose manifests are there, in order.
+        nbytes: Size of everything in its folder.
+        save: What its first manifest records; None for an older release's.
+        problem: Why it cannot be the snapshot.
+    """
+
+    attempt: Attempt
+    ranks: Sequence[int]
+    nbytes: int
+    save: SaveRecord | None = None
+    problem: ActorSnapError | None = None
+
+    def __str__(self) -> str:
+        hours = (time.time() - self.attempt.created_s) / 3600
+        step = "" if self.save is None or self.save.step is None else f", step {self.save.step}"
+        return f"{self.attempt}: {hours:.1f} hours old, {self.nbytes} bytes{step}"
+
+
+class _Recovery:
+    """One recovery under way."""
+
+    def __init__(
+        self,
+        host: Host,
+        source: Source,
+        storage: Storage,
+        reader: SnapshotReader,
+        errands: Errands,
+        call: RecoverCall,
+    ) -> None:
+        self._host = host
+        self._source = source
+        self._storage = storage
+        self._reader = reader
+        self._run_blocking = errands.run_blocking
+        self._call = call
+
+    async def find(
+        self, progress: Callable[[int, int], None] | None
+    ) -> tuple[Commit, RecoverReport] | list[ActorSnapError]:
+        """Returns the commit object to write, or what is damaged.
+
+        Raises:
+            UsageError: The caller has to choose, or to confirm.
+            ObjectExists: A snapshot is committed.
+            NotASnapshot: Nothing is there that could be recovered.
+        """
+        try:
+            await self._is_damaged()
+            chosen = await self._choose()
+            await self._refuse_running(chosen.attempt)
+            manifests, records, problems = await self._read_manifests(chosen)
+            if problems:
+                return problems
+            commit = _commit_of(chosen.attempt, manifests, records)
+            # What this release would refuse to read is not written.
+            decode_commit(encode_commit(commit))
+        except ChecksumMismatch as error:
+            return [error]  # raised in ``opened``, it would look like a deleted snapshot
+        check = DataCheck(
+            self._source,
+            self._host,
+            self._storage,
+            self._run_blocking,
+            level="full",
+            progress=progress,
+        )
+        if problems := await check.run(manifests, is_complete=True):
+            return problems
+        return commit, RecoverReport(
+            attempt=commit.attempt,
+            world_size=commit.world_size,
+            step=commit.step,
+            created=commit.created,
+            num_objects=check.num_objects,
+            nbytes=check.nbytes,
+        )
+
+    async def write(self, target: Storage, commit: Commit) -> None:
+        """Creates the commit object, or replaces the damaged one.
+
+        Raises:
+            ObjectExists: Another snapshot was committed meanwhile.
+            ObjectNotFound: The attempt was deleted meanwhile.
+        """
+        data = encode_commit(commit)
+
+        async def look(record: ManifestRecord) -> None:
+            await target.stat(record.key)
+
+        await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
+        if await self._is_damaged():
+            await target.put(COMMIT_KEY, [memoryview(data)])
+            return
+        try:
+            await target.put_if_absent(COMMIT_KEY, data)
+        except ObjectExists:
+            # A repeated request meets the object that the first one has created.
+            if await find_commit(target) != commit:
+                raise
+
+    async def _is_damaged(self) -> bool:
+        """Whether there is a damaged commit object; it may be replaced.
+
+        Raises:
+            ObjectExists: There is an intact one.
+            ChecksumMismatch: There is a damaged one, and the caller did not ask to replace it.
+        """
+        try:
+            commit = await find_commit(self._storage)
+        except ChecksumMismatch as error:
+            if self._call.replace_damaged:
+                return True
+            error.add_note(
+                "It named one of the attempts there. recover(replace_damaged=True), on the command "
+                "line --replace-damaged, writes it again"
+            )
+            raise
+        if commit is None:
+            return False
+        raise ObjectExists(
+            op="recover",
+            key=COMMIT_KEY,
+            backend=self._storage.url,
+            detail=f"the commit object is intact and names {commit.attempt}: there is nothing to "
+            "recover",
+        )
+
+    # Choosing
+
+    async def _choose(self) -> _Candidate:
+        """Returns the one complete attempt.
+
+        Raises:
+            UsageError: There are several; or the world size is needed.
+            NotASnapshot, ChecksumMismatch, FormatError: There is none.
+        """
+        names = await find_attempts(self._storage)
+        if not names:
+            await self._reader.commit()  # raises: it knows what is there instead
+            await self._is_damaged()  # raises, too: one was committed just now
+        if self._call.attempt is not None:
+            if self._call.attempt not in names:
+                raise UsageError(
+                    f"there is no attempt {self._call.attempt!r} in {self._storage.url}, but "
+                    f"{', '.join(names)}"
+                )
+            names = [self._call.attempt]
+        found = [await self._examine(name) for name in names]
+        complete = [each for each in found if each.problem is None]
+        if len(complete) == 1:
+            return complete[0]
+        if complete:
+            raise UsageError(
+                f"{len(complete)} attempts in {self._storage.url} are complete; choose one by "
+                "attempt=NAME (--attempt NAME):\n" + "\n".join(map(str, complete))
+            )
+        found.sort(key=lambda each: (bool(each.ranks), each.attempt.created_s), reverse=True)
+        first, *others = [each.problem for each in found if each.problem is not None]
+        for problem in others[:_MAX_NOTES]:
+            first.add_note(str(problem))
+        raise first
+
+    async def _examine(self, name: str) -> _Candidate:
+        attempt = Attempt.parse(name)
+        assert attempt is not None
+        ranks: list[int] = []
+        nbytes = 0
+        async for info in self._storage.list(f"{name}/"):
+            nbytes += info.size
+            rank = parse_manifest_key(name, info.key)
+            if rank is not None:
+                ranks.append(rank)
+        ranks.sort()
+        save, problem = None, None
+        try:
+            if not ranks:
+                raise NotASnapshot(
+                    key=name, detail="the attempt has no rank manifest", found="unfinished"
+                )
+            manifest, _ = await self._read(name, ranks[0])
+            save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
+            self._check_ranks(name, ranks, save)
+        except (FormatError, UsageError) as error:
+            problem = error
+        return _Candidate(attempt=attempt, ranks=ranks, nbytes=nbytes, save=save, problem=problem)
+
+    def _check_ranks(self, name: str, ranks: Sequence[int], save: SaveRecord | None) -> None:
+        """Raises where the manifests are not those of all ranks."""
+        recorded = None if save is None else save.world_size
+        given = self._call.world_size
+        if recorded is None and given is None:
+            count = len(ranks)
+            raise UsageError(
+                f"{name} was saved by an older release, which did not record the number of ranks. "
+                f"There are {count} rank manifests; if {count} ranks saved it, pass "
+                f"world_size={count} (--world-size {count})"
+            )
+        if recorded is not None and given is not None and recorded != given:
+            raise UsageError(f"{name} was saved by {recorded} ranks, not by {given}")
+        world_size = given or recorded or 0
+        missing = next((n for n, rank in enumerate(ranks) if rank != n), len(ranks))
+        if missing < world_size:
+            raise ChecksumMismatch(
+                key=manifest_key(name, missing),
+                detail=f"the rank manifest is missing; {world_size} ranks saved",
+            )
+        if len(ranks) > world_size:
+            raise FormatError(
+                key=manifest_key(name, ranks[world_size]),
+                detail=f"a rank manifest too many; {world_size} ranks saved",
+            )
+
+    async def _refuse_running(self, attempt: Attempt) -> None:
+        """Raises UsageError where the attempt, or a copy of it to here, may yet be committed."""
+        if self._call.force:
+            return
+        name = str(attempt)
+        claims = await find_claims(self._storage, await find_attempts(self._storage))
+        owners = [name, *claims.copies.get(name, ())]
+        dead = await find_collectable(self._host, owners)
+        for owner in owners:
+            made_by = Attempt.parse(owner)
+            if owner in dead or made_by is None:
+                continue
+            what = f"{name} may still be saved" if owner == name else f"{name} may still be copied"
+            if made_by.host == host_id():
+                why = f"process {made_by.pid} of this host is running"
+            else:
+                hours = (time.time() - made_by.created_s) / 3600
+                why = f"another host began {hours:.1f} hours ago, and may go on until 24 are over"
+            raise UsageError(
+                f"{what}: {why}. If its job has ended, or these files are a copy of a snapshot, "
+                "pass force=True (--force)"
+            )
+
+    # Manifests
+
+    async def _read(self, name: str, rank: int) -> tuple[RankManifest, ManifestRecord]:
+        key = manifest_key(name, rank)
+
+        async def read() -> tuple[RankManifest, ManifestRecord]:
+            data = await self._storage.get(key)
+            return await self._run_blocking(decode_lone_rank_manifest, data, key)
+
+        try:
+            return await read_intact(self._storage, read)
+        except ObjectNotFound as error:
+            raise ChecksumMismatch(key=key, detail="the rank manifest is missing") from error
+
+    async def _read_manifests(
+        self, chosen: _Candidate
+    ) -> tuple[list[RankManifest], tuple[ManifestRecord, ...], list[ActorSnapError]]:
+        found: dict[int, tuple[RankManifest, ManifestRecord]] = {}
+        problems: list[ActorSnapError] = []
+
+        async def read(rank: int) -> None:
+            try:
+                found[rank] = await self._read(str(chosen.attempt), rank)
+            except FormatError as error:
+                problems.append(error)
+
+        await for_each(chosen.ranks, read, at_once=MAX_SMALL_READS)
+        in_order = [found[rank] for rank in chosen.ranks if rank in found]
+        manifests = [manifest for manifest, _ in in_order]
+        records = tuple([record for _, record in in_order])
+        first = _shared(manifests[0]) if manifests else None
+        for manifest, record in in_order:
+            if _shared(manifest) != first:
+                detail = "it is of another save: world size, features, fsync or step differ"
+                problems.append(FormatError(key=record.key, detail=detail))
+        return manifests, records, problems
+
+
+def _shared(manifest: RankManifest) -> SaveRecord | None:
+    """Returns what all ranks record alike."""
+    if isinstance(manifest.save, msgspec.UnsetType):
+        return None
+    return msgspec.structs.replace(manifest.save, metadata={})
+
+
+def _commit_of(
+    attempt: Attempt, manifests: Sequence[RankManifest], records: tuple[ManifestRecord, ...]
+) -> Commit:
+    save = manifests[0].save
+    if isinstance(save, msgspec.UnsetType):
+        save = SaveRecord(world_size=len(manifests), features=features_in(manifests))
+    return save.commit(attempt=str(attempt), created=attempt.created, manifests=records)
