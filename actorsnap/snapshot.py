@@ -190,7 +190,9 @@ class Snapshot:
         Args:
             stage: ``"eager"`` copies everything before this returns. ``"lazy"`` leaves until later
                 the parameters that require gradients of the ``nn.Module`` in ``app_state``, and the
-                state tensors of the ``torch.optim.Optimizer``, and of ``ModelState`` both.
+                state tensors of the ``torch.optim.Optimizer``, and of ``ModelState`` both. Not what
+                a fused SGD trains, unless it was guarded in an earlier save: its steps cannot be
+                noticed.
         """
         job = await run_async(
             taking.take(
