@@ -653,6 +653,7 @@ class ParticipantActor:
                 rank=self._machine.rank,
                 objects=tuple([ledger.to_record() for ledger in self._ledgers]),
                 entries=entries_of(self._captured.parts, self._plans, self._ledgers),
+                optimizers=self._captured.optimizers,
             )
         )
 
