@@ -251,7 +251,8 @@ class Snapshot:
         of such parameters must have its state before (``prime_optimizer``).
         What a rank saved that is neither sharded nor replicated is its own: the same rank gets it
         back. A rank that did not save gets what all had saved alike; what it lacks besides is
-        missing, and a line among the mismatched says why.
+        missing, and a line among the mismatched says why. Its ``RNGState`` keeps the generators as
+        they are (``RestoreReport.kept``): seed them.
         Tensors that share memory, but were saved as separate ones: a module's keeps it, else
         the first one; the others are replaced by tensors of their own, on the same device.
         A module's that would have to be replaced counts as mismatched; under ``strict=False``

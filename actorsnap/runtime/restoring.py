@@ -61,7 +61,7 @@ logger = Lines(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restore left out; all empty if everything fitted.
+    """What a restore left out.
 
     Attributes:
         missing: Paths of the app state that the snapshot lacks, of modules and of dicts in a
@@ -71,16 +71,20 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
             differs; they keep their values. Or per optimizer that cannot take what was saved, or
             was saved from another class; it keeps all its values. Or per two leaves of modules that
             share memory in the app state only: it holds the value that was loaded last.
+        kept: A line per ``RNGState`` whose generators keep their present states, because only
+            other ranks saved theirs: seed them. No reason to refuse the restore.
         nbytes: Bytes read into place.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     nbytes: int = 0
 
     @property
     def is_complete(self) -> bool:
+        """Whether everything fitted: nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
@@ -315,7 +319,7 @@ class Compared:
     Attributes:
         parts: What can be restored, by key, in the order in which it is loaded.
         adapting: What the module of a key has, where it decides itself what it can take.
-        missing, unexpected, mismatched: See ``RestoreReport``.
+        missing, unexpected, mismatched, kept: See ``RestoreReport``.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: By escaped key, what is unexpected here, but may have its place on another
             rank: layers of other stages of a pipeline.
@@ -326,6 +330,7 @@ class Compared:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     without_optim: list[str] = field(default_factory=list)
 
@@ -372,7 +377,7 @@ def compare(
     elsewhere: dict[str, list[str]] = {}
     for path in index.elsewhere:
         elsewhere.setdefault(path.partition("/")[0], []).append(path)
-    found = Compared(missing=[escape(key) for key in states if key not in by_key])
+    found = Compared()
     changed = {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
     found.without_optim = [key for key in states if join(key, "optim") in changed]
     states = {
@@ -395,7 +400,15 @@ def compare(
 
     for key in states:
         private = elsewhere.get(escape(key), [])
+        if private and isinstance(app_state[key], RNGState):
+            ranks = sorted({rank for path in private for rank in index.elsewhere[path]})
+            found.kept.append(
+                f"{escape(key)}: rank {rank} keeps the states of its random generators, because "
+                f"only {named_ranks(ranks)} of {index.world_size} saved theirs, each for itself"
+            )
+            continue
         if key not in by_key:
+            found.missing.append(escape(key))
             found.mismatched += _explain_private(key, private, index, rank)
             continue
         stateful = app_state[key]
@@ -486,6 +499,7 @@ def load(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
+        kept=tuple(compared.kept),
         nbytes=nbytes,
     )
 
