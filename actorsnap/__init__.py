@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from actorsnap.runtime.restoring import RestorePlan, RestoreReport
     from actorsnap.runtime.upkeep import VerifyReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
-    from actorsnap.state.optim import prime_optimizer
+    from actorsnap.state.optim import ModelState, prime_optimizer
     from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "FormatError",
     "Guard",
     "IncompatibleState",
+    "ModelState",
     "NotASnapshot",
     "ObjectExists",
     "ObjectNotFound",
@@ -121,6 +122,7 @@ _HOMES = {
     "PendingSnapshot": "actorsnap.snapshot",
     "Snapshot": "actorsnap.snapshot",
     "warm_up": "actorsnap.snapshot",
+    "ModelState": "actorsnap.state.optim",
     "prime_optimizer": "actorsnap.state.optim",
     "RNGState": "actorsnap.state.stateful",
     "StateDict": "actorsnap.state.stateful",

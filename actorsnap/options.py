@@ -79,6 +79,8 @@ class Options(_Checked, frozen=True, kw_only=True):
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a
             pickle runs code of whoever wrote it.
+        allow_optimizer_change: Restore an optimizer that was saved from another class. It gets the
+            saved hyperparameters and state, and its next step may fail if it cannot use them.
         timeout_s: A take that has not committed by then is aborted, on all ranks, and so is a
             restore by several; reading or deleting fails with ``StorageError``. At most a day.
         lost_after_s: A rank that was heard in a save or restore, and then not for so long, is
@@ -133,6 +135,7 @@ class Options(_Checked, frozen=True, kw_only=True):
     fsync: bool = True
     verify: bool = True
     allow_pickle: bool = False
+    allow_optimizer_change: bool = False
     timeout_s: float = 3600.0
     lost_after_s: float = 30.0
     memory_budget_bytes: int | None = None
@@ -151,7 +154,7 @@ class Options(_Checked, frozen=True, kw_only=True):
     otel: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("fsync", "verify", "allow_pickle", "detach"):
+        for name in ("fsync", "verify", "allow_pickle", "allow_optimizer_change", "detach"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Options.{name} must be True or False")
         self._check_seconds("timeout_s", 0.0)

@@ -195,7 +195,9 @@ class Snapshot:
         Args:
             stage: ``"eager"`` copies everything before this returns. ``"lazy"`` leaves until later
                 the parameters that require gradients of the ``nn.Module`` in ``app_state``, and the
-                state tensors of the ``torch.optim.Optimizer``, and of ``ModelState`` both.
+                state tensors of the ``torch.optim.Optimizer``, and of ``ModelState`` both. Not what
+                a fused SGD trains, unless it was guarded in an earlier save: its steps cannot be
+                noticed.
         """
         job = await run_async(
             taking.take(
@@ -242,7 +244,9 @@ class Snapshot:
         - A ``StateDict`` takes the structure of the snapshot. Its further dict keys are
           missing, and a tensor that differs from the saved one in dtype or shape is
           mismatched; lists are taken over with the length that was saved.
-        - Anything else (optimizers, schedulers) gets exactly what was saved.
+        - Anything else (optimizers, schedulers) gets exactly what was saved. An optimizer, also
+          in a ``ModelState``, has to be of the class that was saved, wherever that was defined, or
+          of a class of your own that is derived from it; or ``Options.allow_optimizer_change``.
 
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
         has one on the meta device, which a module or ``StateDict`` takes over as its own. A
@@ -253,7 +257,8 @@ class Snapshot:
         of such parameters must have its state before (``prime_optimizer``).
         What a rank saved that is neither sharded nor replicated is its own: the same rank gets it
         back. A rank that did not save gets what all had saved alike; what it lacks besides is
-        missing, and a line among the mismatched says why.
+        missing, and a line among the mismatched says why. Its ``RNGState`` keeps the generators as
+        they are (``RestoreReport.kept``): seed them.
         Tensors that share memory, but were saved as separate ones: a module's keeps it, else
         the first one; the others are replaced by tensors of their own, on the same device.
         A module's that would have to be replaced counts as mismatched; under ``strict=False``

@@ -43,9 +43,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from actorsnap import Options, PendingSnapshot, Snapshot, StateDict, Stateful
-from actorsnap.errors import NotASnapshot
-from actorsnap.state import ModelState
+from actorsnap import (
+    ModelState,
+    NotASnapshot,
+    Options,
+    PendingSnapshot,
+    Snapshot,
+    StateDict,
+    Stateful,
+)
 
 # Small chunks, one at a time: a snapshot of tens of MiB then passes through enough states to be
 # killed in. A real run keeps the defaults.

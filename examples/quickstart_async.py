@@ -9,14 +9,14 @@ import tempfile
 import torch
 from torch import nn
 
-from actorsnap import PendingSnapshot, RNGState, Snapshot, StateDict, Stateful
+from actorsnap import PendingSnapshot, RNGState, Snapshot, StateDict
 
 
 async def main(folder: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     progress = StateDict(step=0)
-    app_state: dict[str, Stateful] = {
+    app_state = {
         "model": model,
         "optimizer": optimizer,
         "progress": progress,

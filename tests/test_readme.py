@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,44 @@ def test_the_shell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert (found.exit_code, found.stderr) == (0, ""), command
         assert timeless(found.stdout).rstrip() == timeless(expected).rstrip(), command
+
+
+def test_what_it_shows_type_checks(tmp_path: Path) -> None:
+    """With mypy, as strict as it can be: dicts of statefuls are inferred, ``await`` is used."""
+    shown = [
+        block
+        for title in ("Three ways to use it", "Many ranks")
+        for block in blocks(section(title), "python")
+        if "app_state = {" in block
+    ]
+    assert len(shown) == 2
+    head = (
+        "import torch\n"
+        "from actorsnap import Snapshot, StateDict\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "progress = StateDict(step=0)\n"
+    )
+    text = head + "".join(
+        f"async def shown_{number}() -> None:\n{textwrap.indent(block, '    ')}\n"
+        for number, block in enumerate(shown)
+    )
+    text += (
+        "def blocking() -> None:\n"
+        "    import actorsnap.sync\n"
+        '    app_state = {"model": model, "progress": progress}\n'
+        '    actorsnap.sync.Snapshot.take("a", app_state).restore(app_state)\n'
+    )
+    (tmp_path / "shown.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "shown.py")],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_without_actorsnap(folder: Path) -> None:

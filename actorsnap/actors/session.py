@@ -656,6 +656,7 @@ class ParticipantActor:
                 objects=tuple([ledger.to_record() for ledger in self._ledgers]),
                 entries=entries_of(self._captured.parts, self._plans, self._ledgers),
                 save=self._save,
+                optimizers=self._captured.optimizers,
             )
         )
 

@@ -92,6 +92,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         objects: What every ``Stored.object`` in ``entries`` counts in.
         entries: In traversal order.
         elsewhere: Paths of leaves that only other ranks have, and keep to themselves: who.
+        optimizers: See ``RankManifest``; the rank's own count, then those of the lowest rank.
     """
 
     attempt: str
@@ -99,6 +100,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     objects: tuple[ObjectRecord, ...]
     entries: tuple[AnyEntry, ...]
     elsewhere: Mapping[str, tuple[int, ...]]
+    optimizers: Mapping[str, str] = {}
 
 
 def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
@@ -119,6 +121,7 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
             objects=first.objects,
             entries=first.entries,
             elsewhere={},
+            optimizers=first.optimizers or {},
         )
     return _Merger(manifests, rank).index()
 
@@ -217,7 +220,15 @@ class _Merger:
             objects=tuple(self._records),
             entries=tuple([taken[path] for path in self._order(taken)]),
             elsewhere={path: tuple(ranks) for path, ranks in private.items() if path not in taken},
+            optimizers=self._optimizers(),
         )
+
+    def _optimizers(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for manifest in [self._template, *self._manifests.values()]:
+            for path, name in (manifest.optimizers or {}).items():
+                found.setdefault(path, name)
+        return found
 
     # What there is
 

@@ -126,10 +126,12 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
         led, copied: Indices of the leaves that are.
         entries: The finished entries but for values, with their positions among all parts, as JSON.
         values: Positions of the values.
+        optimizers: See ``RankManifest``.
     """
 
     globs: tuple[str, ...]
     sharded: tuple[Sharded, ...]
+    optimizers: dict[str, str]
     items: list[Item]
     kinds: list[str]
     dtypes: list[str]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from actorsnap.actors.fence import Fence, Watch
 from actorsnap.runtime.host import Host
 from actorsnap.state.steps import StepHook, check_optimizer
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "was_guarded"]
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def was_guarded(optimizer: Any) -> bool:
+    """Whether the trainer has guarded the optimizer in this process, in any save.
+
+    Of an optimizer whose steps move no version counter a lazy save copies the tensors late only
+    then, and guards it itself.
+    """
+    return optimizer in _guarded
 
 
 class Guard:
@@ -25,6 +38,8 @@ class Guard:
         # Also where there is nothing to wait for: the next save may be a lazy one.
         for optimizer in optimizers:
             check_optimizer(optimizer)
+            with suppress(TypeError):  # one without weak references is not torch's
+                _guarded.add(optimizer)
         if fence is None:
             return
         try:

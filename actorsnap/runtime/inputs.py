@@ -12,7 +12,6 @@ from actorsnap.errors import UsageError
 from actorsnap.format.validate import check_json
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.place import Place
-from actorsnap.state.stateful import Stateful
 from actorsnap.storage.registry import absolute, check_url, without_secrets
 
 __all__ = [
@@ -24,7 +23,9 @@ __all__ = [
 ]
 
 
-AppState: TypeAlias = Mapping[str, Stateful]
+AppState: TypeAlias = Mapping[str, Any]
+"""Objects that are ``Stateful``, by key. Checked when called, not by types: a type checker infers
+``dict[str, object]`` for a dict display with objects of several classes."""
 
 
 def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:

@@ -24,6 +24,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.lines import Lines
+from actorsnap.options import Options
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.protocol.messages import Stage
@@ -36,7 +37,9 @@ from actorsnap.runtime.observing import Observation, error_text, observe
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team, find_team
 from actorsnap.runtime.reading import begins_anew, load_view
+from actorsnap.state.capture import optimizers_in
 from actorsnap.state.claims import disputes
+from actorsnap.state.optim import class_names, takes_state_of
 from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.shards import is_distributed
 from actorsnap.state.stateful import (
@@ -64,26 +67,30 @@ logger = Lines(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restore left out; all empty if everything fitted.
+    """What a restore left out.
 
     Attributes:
         missing: Paths of the app state that the snapshot lacks, of modules and of dicts in a
             ``StateDict``; they keep their values.
         unexpected: Paths of the snapshot that a module has no place for; not restored.
         mismatched: A line per leaf of a module or ``StateDict`` whose kind, dtype or shape
-            differs; they keep their values. Or per optimizer that cannot take what was saved;
-            it keeps all its values. Or per two leaves of modules that share memory in the app
-            state only: it holds the value that was loaded last.
+            differs; they keep their values. Or per optimizer that cannot take what was saved, or
+            was saved from another class; it keeps all its values. Or per two leaves of modules that
+            share memory in the app state only: it holds the value that was loaded last.
+        kept: A line per ``RNGState`` whose generators keep their present states, because only
+            other ranks saved theirs: seed them. No reason to refuse the restore.
         nbytes: Bytes read into place.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     nbytes: int = 0
 
     @property
     def is_complete(self) -> bool:
+        """Whether everything fitted: nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
@@ -194,7 +201,7 @@ def restore_by(
     )
     if observation is not None:
         observation.caller.note(Wait.READS)
-    states = {key: part.build() for key, part in compared.parts.items()}
+    states = compared.build()
     yield from steps.arrive()
     report = load(
         compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
@@ -250,9 +257,7 @@ def _compare(
     ready = Ready(call, printable(source.place.url), index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
     states = state_dicts(app_state, steps.team)
-    compared = compare(
-        index, app_state, states, rank=steps.rank, allow_pickle=source.options.allow_pickle
-    )
+    compared = compare(index, app_state, states, rank=steps.rank, options=source.options)
     # By names that can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     if observation is not None:
@@ -325,7 +330,8 @@ class Compared:
     Attributes:
         parts: What can be restored, by key, in the order in which it is loaded.
         adapting: What the module of a key has, where it decides itself what it can take.
-        missing, unexpected, mismatched: See ``RestoreReport``.
+        missing, unexpected, mismatched, kept: See ``RestoreReport``.
+        without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: By escaped key, what is unexpected here, but may have its place on another
             rank: layers of other stages of a pipeline.
         hints: Keys of the snapshot that missing keys may be misspellings of, a line each.
@@ -336,8 +342,18 @@ class Compared:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
+    without_optim: list[str] = field(default_factory=list)
+
+    def build(self) -> dict[str, Any]:
+        """Returns the states that were read, by key, for ``load_state_dict``."""
+        states = {key: part.build() for key, part in self.parts.items()}
+        for key in self.without_optim:
+            if key in states:
+                states[key].pop("optim", None)
+        return states
 
     def message(self, wants: Wants) -> Comparison:
         """What to tell the others."""
@@ -356,7 +372,7 @@ def compare(
     states: Mapping[str, Any],
     *,
     rank: int,
-    allow_pickle: bool,
+    options: Options,
 ) -> Compared:
     """Compares everything; reads and changes nothing.
 
@@ -365,7 +381,7 @@ def compare(
         app_state: Statefuls by key.
         states: Their states, in the order in which they are loaded.
         rank: Of this process in its group.
-        allow_pickle: See ``KeyRestore``.
+        options: How to restore.
 
     Raises:
         UsageError, FormatError, MemoryError: As ``KeyRestore``.
@@ -374,14 +390,22 @@ def compare(
     elsewhere: dict[str, list[str]] = {}
     for path in index.elsewhere:
         elsewhere.setdefault(path.partition("/")[0], []).append(path)
-    found = Compared(missing=[escape(key) for key in states if key not in by_key])
+    found = Compared()
+    changed = {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
+    found.without_optim = [key for key in states if join(key, "optim") in changed]
+    states = {
+        key: {name: value for name, value in state.items() if name != "optim"}
+        if key in found.without_optim
+        else state
+        for key, state in states.items()
+    }
 
     def open_key(key: str, *, is_fresh: bool = False, apart: Iterable[str] = ()) -> KeyRestore:
         return KeyRestore(
             key,
             by_key[key],
             target=None if is_fresh else states[key],
-            allow_pickle=allow_pickle,
+            allow_pickle=options.allow_pickle,
             matching=Matching.KEYS if is_fresh else matching_of(app_state[key]),
             apart=apart,
             world_size=index.world_size,
@@ -389,12 +413,25 @@ def compare(
 
     for key in states:
         private = elsewhere.get(escape(key), [])
+        if private and isinstance(app_state[key], RNGState):
+            ranks = sorted({rank for path in private for rank in index.elsewhere[path]})
+            found.kept.append(
+                f"{escape(key)}: rank {rank} keeps the states of its random generators, because "
+                f"only {named_ranks(ranks)} of {index.world_size} saved theirs, each for itself"
+            )
+            continue
         if key not in by_key:
+            found.missing.append(escape(key))
             if hint := did_you_mean(key, by_key.keys() - states.keys()):
                 found.hints.append(f"the snapshot has no key {key!r}; {hint}")
             found.mismatched += _explain_private(key, private, index, rank)
             continue
         stateful = app_state[key]
+        if escape(key) in changed:
+            found.mismatched.append(changed[escape(key)])
+            continue
+        if key in found.without_optim:
+            found.mismatched.append(changed[join(key, "optim")])
         if unprimed := _unprimed(key, stateful, by_key[key], states[key]):
             found.mismatched += unprimed
             continue
@@ -477,6 +514,7 @@ def load(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
+        kept=tuple(compared.kept),
         nbytes=nbytes,
     )
 
@@ -493,6 +531,16 @@ def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) ->
         "next take; else leave the key out, or restore with strict=False"
         for ranks, found in by_ranks.items()
     ]
+
+
+def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
+    """A line per state of optimizers that was saved from those of other classes, by path."""
+    return {
+        path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
+        "Options(allow_optimizer_change=True) restores it nevertheless"
+        for path, optimizers in optimizers_in(app_state).items()
+        if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
+    }
 
 
 def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:

@@ -55,6 +55,7 @@ def describe(captured: Captured) -> Described:
     structure = Structure(
         globs=captured.globs,
         sharded=captured.sharded,
+        optimizers=captured.optimizers,
         items=[leaf.item for leaf in leaves],
         kinds=[leaf.kind for leaf in leaves],
         dtypes=[leaf.dtype for leaf in leaves],
@@ -91,4 +92,4 @@ def rebuild(structure: Structure, values: list[bytes]) -> Captured:
         leaves[number].is_copied = True
     remaining = iter(leaves)
     whole = [next(remaining) if part is None else part for part in parts]
-    return Captured(whole, structure.globs, structure.sharded)
+    return Captured(whole, structure.globs, structure.sharded, structure.optimizers)

@@ -27,7 +27,7 @@ from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime import pacing
-from actorsnap.runtime.guarding import Guard
+from actorsnap.runtime.guarding import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.inputs import (
     AppState,
@@ -97,6 +97,8 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
         if is_async:
             pacing.watch(job)
         job.start()
+        if job.fence is not None:
+            Guard(Host.get(), job.fence, job.fence.lazy.must_wait)
         awaited = job.eager_staged if is_async else job.finished
         # A failure has to take the way through the loop: what a future raises keeps the caller's
         # frames, and so the app state.
@@ -171,7 +173,8 @@ def _prepare(
     fence = None
     if call.stage == "lazy":
         leaves = captured.leaves
-        fence = Fence(find_lazy(call.app_state, leaves), leaves)
+        lazy = find_lazy(call.app_state, leaves, is_guarded=was_guarded)
+        fence = Fence(lazy, leaves)
     if observation is not None:
         observation.caller.note(Work.CAPTURE)
     request = SaveRequest(

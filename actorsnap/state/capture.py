@@ -31,6 +31,7 @@ from actorsnap.state import devices, objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.leaves import Captured, Leaf, Part
 from actorsnap.state.memory import ByteSource, MemorySource
+from actorsnap.state.optim import ModelState, class_names
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.sharing import Region
 from actorsnap.state.stateful import RNGState, validate_app_state
@@ -54,13 +55,14 @@ from actorsnap.state.tree import (
     escape,
     flatten,
     human,
+    join,
     keys_without_token,
     parent_of,
     part_path,
     unescape,
 )
 
-__all__ = ["capture"]
+__all__ = ["capture", "optimizers_in"]
 
 _log = Lines(__name__)
 
@@ -109,7 +111,22 @@ def capture(
         collector.finish(),
         tuple(sorted(map(printable, set(replicated)))),
         tuple(collector.sharded),
+        {path: class_names(found) for path, found in optimizers_in(app_state).items()},
     )
+
+
+def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
+    """Returns the optimizers of an app state, by the path of their state.
+
+    A ``ModelState`` has one state of all its optimizers.
+    """
+    found: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
+    for key, value in app_state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            found[escape(key)] = (value,)
+        elif isinstance(value, ModelState) and value.optimizers:
+            found[join(key, "optim")] = value.optimizers
+    return found
 
 
 def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:

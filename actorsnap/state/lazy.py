@@ -9,6 +9,9 @@ that of its tensor, and views share it. Fused optimizers, and DTensors, move non
 most of them move one for a step counter, or make it. So a parameter is watched together with its
 state, or for getting one.
 
+Some optimizers move no counter at all (``_uncounted_in``). What they train is eager, unless their
+steps are known to wait: the trainer has guarded the optimizer in an earlier save.
+
 No counter tells that a storage was given other memory (``share_memory_()``, also by sending a
 tensor to another process; ``resize_()``), and what it had is gone then. So addresses are compared,
 too.
@@ -16,13 +19,15 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from actorsnap.lines import Lines
 from actorsnap.planning.backlog import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.leaves import Leaf
@@ -32,6 +37,8 @@ from actorsnap.state.sharing import Extents, Region, touched_without_gaps
 from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
 
 __all__ = ["LazyState", "find_lazy", "tensors_of"]
+
+_log = Lines(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
 """So much of what is eager is copied in the caller's thread: nobody waits for whole chunks because
@@ -51,11 +58,14 @@ class LazyState:
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
+        must_wait: Optimizers whose leaves are lazy although no counter shows their steps: guard
+            them before the caller can step.
     """
 
     def __init__(
         self,
         eager: frozenset[int],
+        must_wait: Sequence[torch.optim.Optimizer],
         extents: _ByDevice,
         watched: Mapping[int, Sequence[int]],
         tensors: Sequence[torch.Tensor],
@@ -64,6 +74,7 @@ class LazyState:
         places: Mapping[int, Sequence[_Place]],
     ) -> None:
         self.eager = eager
+        self.must_wait = must_wait
         self._extents = extents
         self._leaves_of = {id(tensors[number]): leaves for number, leaves in leaves_of.items()}
         self._places = places
@@ -106,16 +117,32 @@ class LazyState:
         self._tensors, self._watched, self._places = (), {}, {}
         self._stateless = {}
         self._leaves_of, self._extents = {}, {}
+        self.must_wait = ()
 
 
-def find_lazy(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> LazyState:
+def find_lazy(
+    app_state: Mapping[str, Any],
+    leaves: Sequence[Leaf],
+    *,
+    is_guarded: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
+) -> LazyState:
     """Tells apart what may be copied later, and copies what little of the rest there is.
 
     Args:
         app_state: As it was captured.
         leaves: Of the capture, in its order. Some get a copy as their source.
+        is_guarded: Whether the steps of an optimizer can be made to wait.
     """
-    tensors, watched_with, stateless, others = _steady_tensors(app_state)
+    modules, optimizers = _trained_parts(app_state)
+    tensors, watched_with, stateless, others = _steady_tensors(modules, optimizers)
+    must_wait = []
+    for optimizer in optimizers:
+        if uncounted := _uncounted_in(optimizer):
+            if is_guarded(optimizer):
+                must_wait.append(optimizer)
+            else:
+                others += uncounted
+                _warn_of_uncounted(type(optimizer).__qualname__)
     extents = _extents_of_leaves(leaves)
     steady = _Memory(_extents_of(enumerate(tensors))).meeting(extents)
     unsteady = _Memory(_extents_of(enumerate(others))).meeting(extents)
@@ -140,7 +167,14 @@ def find_lazy(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> LazyState
         for member in members:
             leaves_of.setdefault(member, []).append(number)
     return LazyState(
-        frozenset(eager) - aside, extents, watched, tensors, stateless, leaves_of, places
+        frozenset(eager) - aside,
+        must_wait,
+        extents,
+        watched,
+        tensors,
+        stateless,
+        leaves_of,
+        places,
     )
 
 
@@ -162,11 +196,9 @@ def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(inner)
 
 
-def _steady_tensors(
+def _trained_parts(
     app_state: Mapping[str, Any],
-) -> tuple[list[torch.Tensor], list[tuple[int, ...]], dict[int, list[_States]], list[torch.Tensor]]:
-    """What only steps change; of each, the numbers of those that move when it changes; where the
-    others of them get a state when they change first; and what something else may change."""
+) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
     modules: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     for value in app_state.values():
@@ -177,6 +209,14 @@ def _steady_tensors(
             modules.append(value)
         elif isinstance(value, torch.optim.Optimizer):
             optimizers.append(value)
+    return modules, optimizers
+
+
+def _steady_tensors(
+    modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[list[torch.Tensor], list[tuple[int, ...]], dict[int, list[_States]], list[torch.Tensor]]:
+    """What only steps change; of each, the numbers of those that move when it changes; where the
+    others of them get a state when they change first; and what something else may change."""
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
     averaged = torch.optim.swa_utils.AveragedModel
@@ -212,6 +252,45 @@ def _steady_tensors(
             if number is not None and not _has_state(optimizer.state, parameter):
                 stateless.setdefault(number, []).append(optimizer.state)
     return tensors, watched_with, stateless, others
+
+
+_COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Their fused steps move the counter of ``step`` in the state, or make the state."""
+
+
+def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns the tensors that a step changes without moving a version counter, of them or of the
+    state that they are watched with.
+
+    Fused steps of classes that are not known to count, and SGD of DTensors, whose foreach
+    operations move none.
+    """
+    found: list[torch.Tensor] = []
+    defaults = getattr(optimizer, "defaults", {})
+    for group in optimizer.param_groups:
+        is_silent = group.get("fused", defaults.get("fused")) and not isinstance(
+            optimizer, _COUNT_FUSED_STEPS
+        )
+        is_silent_if_distributed = (
+            isinstance(optimizer, torch.optim.SGD) and group.get("foreach") is not False
+        )
+        for parameter in group["params"]:
+            if is_silent or (is_silent_if_distributed and _local(parameter) is not parameter):
+                found.append(parameter)
+                if isinstance(state := optimizer.state.get(parameter), _WITH_TENSORS):
+                    found += _tensors_in(state)
+    return found
+
+
+@cache
+def _warn_of_uncounted(kind: str) -> None:
+    """Warns once per process and class."""
+    _log.warning(
+        'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
+        "steps move no version counter, so an early one could not be noticed. Call "
+        "pending.guard(optimizer): later saves then copy them lazily, and guard it themselves",
+        kind,
+    )
 
 
 def _has_state(states: _States, parameter: torch.Tensor) -> bool:

@@ -83,11 +83,13 @@ class Captured:
         parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
         globs: What the caller has called replicated, sorted.
         sharded: The tensors of which several ranks hold parts, this one among them.
+        optimizers: See ``RankManifest``.
     """
 
     parts: list[Part] = field(default_factory=list)
     globs: tuple[str, ...] = ()
     sharded: tuple[Sharded, ...] = ()
+    optimizers: dict[str, str] = field(default_factory=dict)
 
     @property
     def leaves(self) -> list[Leaf]:

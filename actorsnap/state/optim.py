@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, printable
 
-__all__ = ["ModelState", "plain_name", "prime_optimizer"]
+__all__ = ["ModelState", "class_names", "plain_name", "prime_optimizer", "takes_state_of"]
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -187,6 +187,32 @@ def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
         value[0].detach().copy_(value[1])
         value = value[0]
     group[name] = value
+
+
+# Classes ---------------------------------------------------------------------------------------
+
+
+def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns the qualified names of the optimizers' classes, sorted, joined by commas."""
+    kinds = {type(optimizer) for optimizer in optimizers}
+    return ", ".join(sorted([printable(f"{k.__module__}.{k.__qualname__}") for k in kinds]))
+
+
+def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
+    """Whether optimizers have the classes that ``class_names`` named when they were saved.
+
+    A class may have moved to another module. One of the caller's own takes the state of a class
+    that it is derived from.
+    """
+    names = {name.rpartition(".")[2] for name in saved.split(", ")}
+    taken: set[str] = set()
+    for kind in {type(optimizer) for optimizer in optimizers}:
+        bases = kind.__mro__ if not kind.__module__.startswith("torch.") else (kind,)
+        found = names.intersection([base.__name__ for base in bases])
+        if not found:
+            return False
+        taken |= found
+    return taken == names
 
 
 # Models under any parallelism -----------------------------------------------------------------

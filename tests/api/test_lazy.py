@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from actorsnap.runtime.guarding import _Gate
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.offload import find_uploader
 from actorsnap.runtime.saving import failure_of
-from actorsnap.state.lazy import LazyState
+from actorsnap.state.lazy import LazyState, _warn_of_uncounted
 from actorsnap.state.memory import gather
+from actorsnap.state.optim import ModelState
 from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.facades import Facade, each_facade
@@ -492,14 +494,9 @@ def test_a_step_that_is_not_guarded_aborts_the_save(tmp_path: Path) -> None:
         assert len(os.listdir(url)) == 2
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_a_first_step_that_moves_no_counter_is_told_by_the_state_it_makes(kind: str) -> None:
+def test_a_first_step_that_moves_no_counter_is_told_by_the_state_it_makes() -> None:
     trainer = Trainer()
-    fused: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adam": torch.optim.AdamW,
-        "sgd": lambda p, **more: torch.optim.SGD(p, momentum=0.9, **more),
-    }
-    trainer.optimizer = fused[kind](trainer.model.parameters(), lr=0.1, fused=True)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1, fused=True)
     with held_copies() as copies:
         pending = Snapshot.async_take(
             "memory://lazy/first", trainer.state, stage="lazy", options=CHUNKS, overwrite=True
@@ -510,6 +507,74 @@ def test_a_first_step_that_moves_no_counter_is_told_by_the_state_it_makes(kind: 
         copies.open()
         with pytest.raises(StateChanged):
             pending.wait()
+
+
+# Steps that no version counter shows
+
+
+def with_fused_sgd(momentum: float) -> Trainer:
+    trainer = Trainer(num_layers=5)  # too much to be copied in the caller's thread
+    trainer.optimizer = torch.optim.SGD(
+        trainer.model.parameters(), lr=0.1, momentum=momentum, fused=True
+    )
+    trainer.step()
+    return trainer
+
+
+@pytest.mark.parametrize("options", [CHUNKS, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])
+def test_what_a_fused_sgd_trains_is_copied_before_the_call_returns(
+    wrap: bool,
+    momentum: float,
+    options: Options,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    trainer = with_fused_sgd(momentum)
+    url = str(tmp_path / "s")
+    _warn_of_uncounted.cache_clear()
+    for _ in range(2):
+        state = {"all": ModelState(trainer.model, trainer.optimizer)} if wrap else trainer.state
+        expected = {key: copied(value.state_dict()) for key, value in state.items()}
+        with held_copies() as copies:
+            take = partial(Snapshot.async_take, url, state, stage="lazy", options=options)
+            begun = in_thread(partial(take, overwrite=True))
+            wait_until(lambda copies=copies, begun=begun: copies.num_begun > 0 or begun.done())  # type: ignore[misc]
+            assert not begun.done(), "its tensors are not copied yet"
+            copies.open()
+            pending: Any = begun.result(PATIENCE_S)
+            trainer.step()
+            pending.wait()
+        assert_saved(url, expected)
+    (line,) = [r.getMessage() for r in caplog.records if "move no version counter" in r.msg]
+    assert "SGD" in line
+    assert "pending.guard(optimizer)" in line
+
+
+def test_a_fused_sgd_that_was_guarded_before_is_lazy_and_guarded_by_the_call() -> None:
+    trainer = with_fused_sgd(0.9)
+    for number in range(3):
+        expected = trainer.copy()
+        url = "memory://lazy/sgd-guarded"
+        with held_copies() as copies:
+            if number == 0:
+                copies.open()
+            pending = Snapshot.async_take(
+                url, trainer.state, stage="lazy", options=CHUNKS, overwrite=True
+            )
+            if number < 2:
+                pending.guard(trainer.optimizer)
+            trainer.forward_and_backward()
+            stepped = in_thread(trainer.optimizer.step)
+            if number:
+                wait_until_awaited(pending)
+                assert not stepped.done(), "its tensors are not copied yet"
+            copies.open()
+            stepped.result(PATIENCE_S)
+            pending.wait()
+        assert_saved(url, expected)
+        assert trainer.num_hooks() == 0
 
 
 def test_memory_that_is_given_back_is_not_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
 from actorsnap.testing import SimulatedSave, run_blocking_in_thread
 from tests.api.facades import Facade, each_facade
+from tests.api.same import assert_same
 from tests.state.saved import ATTEMPT, Part, Saved
 from tests.state.test_shards import fake_rank, index
 
@@ -295,11 +297,88 @@ def test_generators_are_each_ranks_own(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     path = written(tmp_path, *more)
-    with pytest.raises(IncompatibleState, match="rng: rank 2 wants") as caught:
-        restored_by(2, path, {"rng": RNGState()})
-    assert caught.value.missing == ("rng",)
-    report = restored_by(2, path, {"rng": RNGState()}, strict=False)
-    assert report.missing == ("rng",)
+    for strict in (True, False):
+        target = {"rng": RNGState(), "model": module()}
+        before = RNGState().state_dict()
+        report = restored_by(2, path, target, strict=strict)
+        assert report.is_complete
+        (line,) = report.kept
+        assert line.startswith("rng: rank 2 keeps the states of its random generators")
+        assert "ranks 0, 1 of 2" in line
+        assert_same(RNGState().state_dict(), before)
+    with pytest.raises(IncompatibleState) as caught:
+        restored_by(2, path, {"other": RNGState()})
+    assert caught.value.missing == ("other",)
+
+
+def test_generators_that_are_partly_alike_are_kept_whole(tmp_path: Path) -> None:
+    """A rank that did not save would get Python's generator, seeded alike, without torch's."""
+    more: list[list[Part | Entry]] = [
+        [
+            ValueEntry(path="rng/python/version", value=3),
+            Part("rng/python/words", torch.zeros(625, dtype=torch.int64)),
+            ValueEntry(path="rng/python/gauss_next", value=None),
+            Part("rng/torch", torch.full_like(torch.get_rng_state(), rank)),
+        ]
+        for rank in range(2)
+    ]
+    path = written(tmp_path, *more)
+    before = RNGState().state_dict()
+    report = restored_by(2, path, {"rng": RNGState()})
+    assert len(report.kept) == 1
+    assert_same(RNGState().state_dict(), before)
+
+
+def test_the_readmes_app_state_goes_from_two_ranks_to_three(tmp_path: Path) -> None:
+    """Each rank saves its generators, and the third one has none to take over."""
+
+    def trainer() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "progress": StateDict(step=3),
+            "rng": RNGState(),
+        }
+
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    state = trainer()
+    ranks = [state, {**state, "rng": OtherGenerator()}]
+
+    async def save() -> None:
+        storage = open_storage(tmp_path, context)
+        world = SimulatedSave(
+            storages=[storage] * 2,
+            states=ranks,
+            run_blocking=run_blocking_in_thread,
+            attempt=ATTEMPT,
+            replicated=["model/**", "optimizer/**", "progress/**"],
+        )
+        assert await world.run() == dict.fromkeys(range(2))
+        await storage.aclose()
+
+    anyio.run(save)
+    for rank in range(3):
+        target = trainer()
+        report = restored_by(rank, tmp_path, target)
+        assert report.is_complete
+        assert len(report.kept) == (rank == 2)
+        assert_same(target["model"].state_dict(), state["model"].state_dict())
+
+
+class OtherGenerator(RNGState):
+    """Another process' generators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        before = torch.get_rng_state()
+        torch.manual_seed(1)
+        state = super().state_dict()
+        torch.set_rng_state(before)
+        return state
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from actorsnap import IncompatibleState, RestoreReport, StateDict, prime_optimizer
-from actorsnap.state import ModelState
+from actorsnap import IncompatibleState, ModelState, RestoreReport, StateDict, prime_optimizer
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 

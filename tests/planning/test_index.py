@@ -346,3 +346,17 @@ def test_every_rank_gets_its_own_and_everybodys(
         assert [path for path in found if path in set(own)] == own
         names = {record.key for record in islice(index.objects, len(manifests[rank].objects))}
         assert names == {record.key for record in manifests[rank].objects}
+
+
+def test_classes_of_optimizers_are_the_ranks_own_then_those_of_the_lowest() -> None:
+    manifests = world([value("o")], [value("o")], [value("o")])
+    assert index_of(manifests, rank=1).optimizers == {}, "nothing is recorded in older snapshots"
+    recorded = [{"a": "A0"}, {"a": "A1", "b": "B1"}, {"b": "B2", "c": "C2"}]
+    manifests = {
+        rank: msgspec.structs.replace(manifest, optimizers=recorded[rank])
+        for rank, manifest in manifests.items()
+    }
+    for rank, expected in enumerate(["A0 B1 C2", "A1 B1 C2", "A0 B2 C2", "A0 B1 C2"]):
+        found = index_of(manifests, rank=rank).optimizers
+        assert " ".join(found[path] for path in "abc") == expected
+    assert index_of({0: manifests[0]}, rank=0).optimizers == {"a": "A0"}

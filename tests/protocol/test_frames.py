@@ -51,6 +51,7 @@ def test_frames_come_back_as_they_were() -> None:
         copied=[0],
         entries=b"[]",
         values=[1],
+        optimizers={"o": "torch.optim.sgd.SGD"},
     )
     save = Save(
         number=7,

@@ -180,7 +180,7 @@ def test_what_the_process_saves_is_what_was_given(tmp_path: Path) -> None:
     }
     for offloaded, name in ((True, "process"), (False, "thread")):
         options = Options(offload="process" if offloaded else "thread", fsync=False)
-        Snapshot.async_take(f"{tmp_path}/{name}", given, options=options).wait()  # type: ignore[arg-type]
+        Snapshot.async_take(f"{tmp_path}/{name}", given, options=options).wait()
     assert uploader().pid is not None
     one, other = Snapshot(f"{tmp_path}/process"), Snapshot(f"{tmp_path}/thread")
     assert one.verify("full").ok

@@ -42,6 +42,8 @@ from actorsnap.runtime.gathering import Alone
 from actorsnap.runtime.host import run_sync
 from actorsnap.runtime.place import Place, Source
 from actorsnap.runtime.restoring import restore_by
+from actorsnap.state.capture import capture
+from actorsnap.state.lazy import find_lazy
 from actorsnap.state.objects import encode_inline
 from actorsnap.state.optim import ModelState, prime_optimizer
 from actorsnap.state.shards import (
@@ -622,3 +624,35 @@ def restored() -> None:
         train(model, optimizer)
         state = ModelState(model, optimizer)
         check_restored(state, lambda model=model, opt=optimizer: train(model, opt))  # type: ignore[misc]
+
+
+# Steps that no counter shows ----------------------------------------------------------------
+
+
+@case(2)
+def lazy_steps() -> None:
+    """A step of a lazily staged model is seen, or what it changes was copied before."""
+    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.RMSprop(p, foreach=True),
+    ]
+    rank = dist.get_rank()
+    for number, kind in enumerate(kinds):
+        model = nn.Linear(6, 6)
+        fully_shard(model)
+        optimizer = kind(model.parameters())
+        for _ in range(2):  # without a state, and with it
+            app_state = {"m": model, "o": optimizer}
+            leaves = capture(app_state, ranks=(0, 1), rank=rank).leaves
+            before = [leaf.source for leaf in leaves]
+            lazy = find_lazy(app_state, leaves)
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            for n, leaf in enumerate(leaves):
+                if leaf.item.path.startswith("m/") and n not in lazy.eager:
+                    is_copied = leaf.source is not before[n]
+                    assert is_copied or lazy.changed([n]) == n, (number, leaf.item.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,55 @@ def test_a_step_is_seen(kind: str) -> None:
     for number, path in enumerate(found.paths):
         if path.startswith("m/"):
             assert found.state.changed([number]) == number, path
+
+
+def kinds_with(flag: str) -> list[str]:
+    kinds = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)]
+    return [name for name in kinds if flag in signature(getattr(torch.optim, name)).parameters]
+
+
+@pytest.mark.parametrize("kind", kinds_with("fused"))
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["stepped", "new"])
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])
+def test_a_fused_step_is_seen_or_nothing_of_it_is_lazy(
+    kind: str, has_stepped: bool, wrap: bool
+) -> None:
+    """Whichever classes torch has: one that is new here is copied eagerly."""
+    more: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" and has_stepped else {}
+    model = torch.nn.Linear(4, 4)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True, **more)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    if has_stepped:
+        step()
+    state = ModelState(model, optimizer) if wrap else None
+    found = Found({"s": state} if state else {"m": model, "o": optimizer})
+    assert found.changed() is None
+    step()
+    for number, path in enumerate(found.paths):
+        is_trained = path.startswith(("m/", "s/model/"))
+        if is_trained and path in found.lazy:
+            assert found.state.changed([number]) == number, path
+    assert bool(found.lazy) == (kind != "SGD"), "what has been tested may be lazy"
+
+
+def test_what_says_fused_and_is_not_known_is_eager() -> None:
+    class Kernel(torch.optim.RMSprop):
+        """A kernel of somebody else, which writes by addresses."""
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = Kernel(model.parameters())
+    optimizer.defaults["fused"] = True
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert Found({"m": model, "o": optimizer}).lazy == set()
+    optimizer.param_groups[0]["fused"] = False
+    assert "m/weight" in Found({"m": model, "o": optimizer}).lazy
 
 
 def test_inference_tensors_have_no_counters() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.state.dist_world import run_worlds
 
 NAMES = {
-    2: ["ddp", "refusals", "tensor_parallel"],
+    2: ["ddp", "lazy_steps", "refusals", "tensor_parallel"],
     4: [
         "ddp_inside",
         "dtensors",

@@ -1,0 +1,143 @@
+"""An optimizer's state is restored into the class that it was saved from, or by an option."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actorsnap import IncompatibleState, ModelState, Options, StateDict
+from actorsnap.state import capture
+from actorsnap.sync import Snapshot
+from tests.api.same import assert_same
+
+pytestmark = pytest.mark.blocking
+
+ADAMW, SGD = "torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"
+ANYWAY = Options(allow_optimizer_change=True)
+
+
+class Trainer:
+    def __init__(self, kind: type[torch.optim.Optimizer], wrap: bool = False, **more: Any) -> None:
+        self.model = nn.Linear(2, 2)
+        make: Any = kind
+        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=0.1, **more)
+        self.step()
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if wrap:
+            self.state = {"train": ModelState(self.model, self.optimizer)}
+        self.state["own"] = StateDict(x=0)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_the_class_is_recorded(tmp_path: Path, offload: str) -> None:
+    trainer = Trainer(torch.optim.AdamW)
+    linear = nn.Linear(1, 1)
+    both = [torch.optim.SGD([linear.weight], lr=1.0), torch.optim.AdamW([linear.bias])]
+    state = trainer.state | {"a/b": ModelState(linear, both), "alone": ModelState(linear)}
+    options = Options(offload=offload, fsync=False)
+    Snapshot.async_take(tmp_path / "s", state, options=options).wait()
+    (manifest,) = (tmp_path / "s").glob("*/manifest/0.json")
+    recorded = json.loads(manifest.read_text())["optimizers"]
+    assert recorded == {"optimizer": ADAMW, "a%2Fb/optim": f"{ADAMW}, {SGD}"}
+    assert Snapshot(tmp_path / "s").restore(state).is_complete
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])
+def test_another_class_is_refused_by_name(tmp_path: Path, wrap: bool) -> None:
+    saved = Trainer(torch.optim.AdamW, wrap)
+    saved.state["own"]["x"] = 1
+    Snapshot.take(tmp_path / "s", saved.state)
+    snapshot = Snapshot(tmp_path / "s")
+    trainer = Trainer(torch.optim.SGD, wrap, momentum=0.9)
+    model, optimizer = (
+        copy.deepcopy(each.state_dict()) for each in (trainer.model, trainer.optimizer)
+    )
+    with pytest.raises(IncompatibleState, match="nothing was changed") as caught:
+        snapshot.restore(trainer.state)
+    (line,) = caught.value.mismatched
+    path = "train/optim" if wrap else "optimizer"
+    assert line.startswith(f"{path}: saved from {ADAMW}, the app state has {SGD};")
+    assert "Options(allow_optimizer_change=True)" in line
+    assert snapshot.plan_restore(trainer.state).mismatched == (line,)
+    assert_same(trainer.model.state_dict(), model)
+    # What does not fit is left out; the rest is restored, and training goes on.
+    report = snapshot.restore(trainer.state, strict=False)
+    assert (report.mismatched, report.missing, report.unexpected) == ((line,), (), ())
+    assert_same(trainer.model.state_dict(), saved.model.state_dict())
+    assert_same(trainer.optimizer.state_dict(), optimizer)
+    assert trainer.state["own"]["x"] == 1
+    trainer.step()
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])
+def test_an_option_restores_it_nevertheless(tmp_path: Path, wrap: bool) -> None:
+    saved = Trainer(torch.optim.AdamW, wrap)
+    Snapshot.take(tmp_path / "s", saved.state)
+    trainer = Trainer(torch.optim.Adam, wrap)
+    with pytest.raises(IncompatibleState, match="saved from"):
+        Snapshot(tmp_path / "s").restore(trainer.state)
+    assert Snapshot(tmp_path / "s", options=ANYWAY).restore(trainer.state).is_complete
+    for name in ("exp_avg", "step"):
+        found, expected = (
+            each.optimizer.state[each.model.weight][name] for each in (trainer, saved)
+        )
+        assert torch.equal(found, expected)
+    trainer.step()
+
+
+def test_a_class_may_move_and_be_derived_from(tmp_path: Path) -> None:
+    moved: Any = type("AdamW", (torch.optim.AdamW,), {"__module__": "another.place"})
+    derived: Any = type("Mine", (torch.optim.AdamW,), {"__module__": "my.train"})
+    for number, (kind, other, is_taken) in enumerate(
+        [
+            (torch.optim.AdamW, moved, True),
+            (moved, torch.optim.AdamW, True),
+            (torch.optim.AdamW, derived, True),
+            (derived, torch.optim.AdamW, False),
+            (torch.optim.Adam, torch.optim.AdamW, False),  # which torch has derived from it
+        ]
+    ):
+        snapshot = Snapshot.take(tmp_path / str(number), Trainer(kind).state)
+        plan = snapshot.plan_restore(Trainer(other).state)
+        assert plan.is_complete == is_taken, (kind, other)
+
+
+def test_several_optimizers_are_compared_as_a_set(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    one = torch.optim.SGD([model.weight], lr=0.1)
+    other = torch.optim.AdamW([model.bias])
+    Snapshot.take(tmp_path / "s", {"train": ModelState(model, [one, other])})
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.restore({"train": ModelState(model, [other, one])}).is_complete
+    both = [torch.optim.SGD([each], lr=0.1) for each in (model.weight, model.bias)]
+    with pytest.raises(IncompatibleState, match=f"saved from {ADAMW}, {SGD}, the app state has"):
+        snapshot.restore({"train": ModelState(model, both)})
+
+
+def test_what_recorded_nothing_is_restored_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "optimizers_in", lambda app_state: {})
+        Snapshot.take(tmp_path / "s", Trainer(torch.optim.AdamW).state)
+    trainer = Trainer(torch.optim.Adam)
+    assert Snapshot(tmp_path / "s").restore(trainer.state).is_complete
+
+
+def test_a_plain_stateful_takes_it(tmp_path: Path) -> None:
+    """To look into it, for example."""
+    Snapshot.take(tmp_path / "s", Trainer(torch.optim.AdamW).state)
+    seen = StateDict()
+    assert Snapshot(tmp_path / "s").restore({"optimizer": seen}).is_complete
+    assert "param_groups" in seen
