@@ -181,7 +181,8 @@ def test_what_lies_there(tmp_path: Path) -> None:
     actorsnap.sync.Snapshot.take(tmp_path / "plain", app_state(), options=PLAIN)
     actorsnap.sync.Snapshot.take(tmp_path / "zstd", app_state(), options=ZSTD)
     assert not list(tmp_path.glob("zstd/**/*.safetensors"))
-    for name, features in (("plain", ["block_sizes"]), ("zstd", ["block_sizes", "compression"])):
+    always = ["annotations", "block_sizes"]
+    for name, features in (("plain", always), ("zstd", [*always, "compression"])):
         assert json.loads((tmp_path / name / COMMIT_KEY).read_bytes())["features"] == features
     (document,) = (tmp_path / "zstd").glob("*/manifest/0.json")
     records = {r["key"]: r for r in json.loads(document.read_bytes())["objects"]}
