@@ -43,7 +43,13 @@ from actorsnap.state.memory import MemorySink
 from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut
 from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import DTYPES, c_strides, empty_tensor, sink_of_tensor
+from actorsnap.state.tensors import (
+    DTYPES,
+    address_of,
+    c_strides,
+    empty_tensor,
+    sink_of_tensor,
+)
 from actorsnap.state.tree import (
     Container,
     Skeleton,
@@ -399,9 +405,9 @@ class KeyRestore:
             assert isinstance(target, torch.Tensor)
             data = entry.data
             nbytes = data.stop - data.start
-            if target.untyped_storage().nbytes() >= nbytes:
+            start = address_of(target)
+            if not nbytes or (start and target.untyped_storage().nbytes() >= nbytes):
                 if nbytes:
-                    start = target.data_ptr()
                     sink = MemorySink(start, nbytes, target)
                     holders = None if entry.replicated else self._private
                     self.reads.append(Wanted(data, sink, holders))

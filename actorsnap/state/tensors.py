@@ -550,6 +550,18 @@ def refusal(tensor: torch.Tensor) -> str | None:
         )
     if tensor.is_nested:
         return "is a nested tensor; save its values and offsets, or x.to_padded_tensor(...)"
+    if torch._is_functional_tensor(tensor):
+        return (
+            "has no memory (torch.func.functionalize, or a compiler, wraps it); save what the "
+            "function returns, or torch._from_functional_tensor(x)"
+        )
+    if tensor.dtype in QUANTIZED and not tensor.is_quantized:
+        dtype = DTYPE_NAMES[tensor.dtype][0]
+        plain = dtype[1:] if dtype[1:] in DTYPES else "uint8"
+        return (
+            f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
+            f"x.view(torch.{plain})"
+        )
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:
