@@ -438,7 +438,8 @@ class _Collector:
             source = MemorySource(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
         leaf = Leaf(item, source, kind, name, requires_grad)
-        self._annotate(leaf, tensor)
+        if len(item.shape) > 3 or kind == "parameter" or self._attributes:
+            self._annotate(leaf, tensor)
         self._parts.append(leaf)
 
     def _annotate(
