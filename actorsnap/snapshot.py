@@ -249,7 +249,9 @@ class Snapshot:
           of a class of your own that is derived from it; or ``Options.allow_optimizer_change``.
 
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
-        has one on the meta device, which a module or ``StateDict`` takes over as its own. A
+        has one on the meta device, which a module or ``StateDict`` takes over as its own. A fresh
+        tensor has the memory format that was saved (channels last) and a parameter's plain
+        attributes; those that a module on meta has set on its parameters count before these. A
         read-only array is replaced by a writable one.
         What ranks divided among them is whole again in a plain tensor; a DTensor or ShardedTensor
         takes just what this process holds of it, whatever mesh saved it, also a plain tensor's. It
@@ -334,7 +336,8 @@ class Snapshot:
                 last, gaps included; an array with negative strides is copied into.
 
         Returns:
-            ``out``, or the value: tensors fresh on the CPU. A view of a larger tensor comes
+            ``out``, or the value: tensors fresh on the CPU, in the memory format that was saved
+            (channels last), parameters with their plain attributes. A view of a larger tensor comes
             alone, with its own bytes.
 
         Raises:

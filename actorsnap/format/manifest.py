@@ -254,7 +254,8 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
         type: ``tensor``, ``parameter``, ``buffer``, ``numpy`` or ``numpy_scalar``.
         replicated: Whether every rank held the same value.
         memory_format: How the tensor was strided, which a fresh one is again; None: row-major.
-        attributes: Plain attributes of a parameter, by name, in the inline encoding.
+        attributes: Plain attributes of a parameter, by name, in the inline encoding; None: it has
+            none.
     """
 
     path: _Text
@@ -267,7 +268,7 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
     offsets: tuple[_Size, ...] | None = None
     replicated: bool = False
     memory_format: MemoryFormat | None = None
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, Any] | None = None
 
 
 class ViewEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="view"):

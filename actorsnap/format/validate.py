@@ -61,6 +61,7 @@ COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Composite layout -> the names of its parts, in order."""
 
+_MEMORY_FORMAT_DIMS = {"channels_last": 4, "channels_last_3d": 5}
 _MAX_JSON_DEPTH = 500
 _MANY_DIMS = 64
 """Above it, products of sizes are bounded while they are formed; below it that is a waste."""
@@ -162,6 +163,8 @@ def check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
             _fail(key, f"{entry.path!r} of {num_bytes} bytes is no {entry.dtype:.80} {shape}")
         if entry.offsets is not None or entry.global_shape is not None:
             _check_shard(entry, key)
+        if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
+            _fail(key, f"{entry.path!r} of shape {shape} is not {entry.memory_format}")
 
 
 def _check_shard(entry: TensorEntry, key: str) -> None:

@@ -29,6 +29,7 @@ from actorsnap.format.manifest import (
     CompositeEntry,
     ContainerEntry,
     Entry,
+    MemoryFormat,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -67,7 +68,7 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A tensor of which there are boxes. Only in memory, never in a manifest.
 
     Attributes:
-        path, dtype, type, requires_grad: See ``TensorEntry``.
+        path, dtype, type, requires_grad, memory_format, attributes: See ``TensorEntry``.
         shape: Of the whole tensor.
         shards: In no order. Each box stands once. Whether they cover the tensor is not known.
     """
@@ -78,6 +79,8 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     type: TensorType
     requires_grad: bool
     shards: tuple[Shard, ...]
+    memory_format: MemoryFormat | None = None
+    attributes: dict[str, Any] | None = None
 
 
 AnyEntry: TypeAlias = Entry | ShardedEntry
@@ -297,6 +300,8 @@ class _Merger:
             shape=first.global_shape,
             type=first.type,
             requires_grad=first.requires_grad,
+            memory_format=first.memory_format,
+            attributes=first.attributes,
             shards=tuple(
                 [
                     Shard(box, self._moved(entry.data, manifest), box in disputed)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import ActorSnapError, printable, rebuild
+from actorsnap.format.manifest import MemoryFormat
 from actorsnap.planning.inventory import Division, Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.messages import Failure, sendable
@@ -124,6 +125,8 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
         requires_grad: Indices of those leaves that do.
         holders: Ranks that hold the same, and the indices of what they hold.
         led, copied: Indices of the leaves that are.
+        memory_formats: Of leaves that have one, by index.
+        attributes: Of leaves that have some, by index, as JSON.
         entries: The finished entries but for values, with their positions among all parts, as JSON.
         values: Positions of the values.
         optimizers: See ``RankManifest``.
@@ -139,6 +142,8 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     holders: list[tuple[tuple[int, ...], list[int]]]
     led: list[int]
     copied: list[int]
+    memory_formats: dict[int, MemoryFormat]
+    attributes: bytes
     entries: bytes
     values: list[int]
 

@@ -63,6 +63,12 @@ def describe(captured: Captured) -> Described:
         holders=list(holders.items()),
         led=[number for number, leaf in enumerate(leaves) if leaf.is_led],
         copied=[number for number, leaf in enumerate(leaves) if leaf.is_copied],
+        memory_formats={
+            n: leaf.memory_format for n, leaf in enumerate(leaves) if leaf.memory_format
+        },
+        attributes=encode(
+            [(n, leaf.attributes) for n, leaf in enumerate(leaves) if leaf.attributes]
+        ),
         entries=encode(entries),
         values=values,
     )
@@ -90,6 +96,10 @@ def rebuild(structure: Structure, values: list[bytes]) -> Captured:
         leaves[number].is_led = True
     for number in structure.copied:
         leaves[number].is_copied = True
+    for number, memory_format in structure.memory_formats.items():
+        leaves[number].memory_format = memory_format
+    for number, attributes in msgspec.json.decode(structure.attributes):
+        leaves[number].attributes = attributes
     remaining = iter(leaves)
     whole = [next(remaining) if part is None else part for part in parts]
     return Captured(whole, structure.globs, structure.sharded, structure.optimizers)

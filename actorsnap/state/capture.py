@@ -31,7 +31,7 @@ from actorsnap.state import devices, objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.leaves import Captured, Leaf, Part
 from actorsnap.state.memory import ByteSource, MemorySource
-from actorsnap.state.optim import ModelState, class_names
+from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.sharing import Region
 from actorsnap.state.stateful import RNGState, validate_app_state
@@ -44,6 +44,7 @@ from actorsnap.state.tensors import (
     address_of,
     c_strides,
     is_addressable,
+    memory_format_of,
     refusal,
     source_of_array,
     source_of_tensor,
@@ -101,7 +102,7 @@ def capture(
     globs = _Globs(replicated)
     states = _read_states(app_state, is_alone=len(ranks) == 1)
     replicas = replication(app_state) if len(ranks) > 1 else {}
-    collector = _Collector(globs, allow_pickle, ranks, rank)
+    collector = _Collector(globs, allow_pickle, ranks, rank, _attributes_in(app_state))
     for key in sorted(states):
         collector.add_state(key, states[key], replicas.get(key))
     collector.raise_refusals()
@@ -126,6 +127,25 @@ def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.O
             found[escape(key)] = (value,)
         elif isinstance(value, ModelState) and value.optimizers:
             found[join(key, "optim")] = value.optimizers
+    return found
+
+
+def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the attributes of modules' parameters, by path: a state dict has the parameters
+    detached, without them."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in app_state.items():
+        is_named = isinstance(value, ModelState)
+        module = value.model if is_named else value
+        if not isinstance(module, torch.nn.Module):
+            continue
+        held = [part._parameters.values() for part in submodules_of([module])]
+        if not any([vars(each) for parameters in held for each in parameters if each is not None]):
+            continue  # nearly all models
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            path = join(key, "model", plain_name(module, name)) if is_named else join(key, name)
+            if (attributes := objects.encode_attributes(parameter, path)) is not None:
+                found[path] = attributes
     return found
 
 
@@ -192,10 +212,18 @@ def _glob_regex(glob: str) -> str:
 class _Collector:
     """Turns leaves into parts; keeps dense ones in mind until shared memory is known."""
 
-    def __init__(self, globs: _Globs, allow_pickle: bool, ranks: Sequence[int], rank: int) -> None:
+    def __init__(
+        self,
+        globs: _Globs,
+        allow_pickle: bool,
+        ranks: Sequence[int],
+        rank: int,
+        attributes: Mapping[str, dict[str, Any]],
+    ) -> None:
         self.sharded: list[Sharded] = []
         self._ranks = ranks
         self._rank = rank
+        self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs._patterns else None
         self._allow_pickle = allow_pickle
@@ -409,7 +437,21 @@ class _Collector:
                 return
             source = MemorySource(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
-        self._parts.append(Leaf(item, source, kind, name, requires_grad))
+        leaf = Leaf(item, source, kind, name, requires_grad)
+        if len(item.shape) > 3 or kind == "parameter" or self._attributes:
+            self._annotate(leaf, tensor)
+        self._parts.append(leaf)
+
+    def _annotate(
+        self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
+    ) -> None:
+        """Notes what a fresh tensor is to have again, of a tensor, or of a part of ``whole``."""
+        if tensor.ndim > 3:
+            leaf.memory_format = memory_format_of(tensor)
+        path = leaf.item.path
+        leaf.attributes = self._attributes.get(path)
+        if leaf.kind == "parameter" and leaf.attributes is None:
+            leaf.attributes = objects.encode_attributes(tensor if whole is None else whole, path)
 
     # Leaves that several ranks hold, or hold parts of
 
@@ -431,6 +473,7 @@ class _Collector:
         for piece in found.pieces:
             holders = () if piece.holders is None else self._members(piece.holders)
             leaf = self._add_piece(path, found, piece.box, piece.tensor, holders)
+            self._annotate(leaf, piece.tensor, tensor)
             leaf.is_copied = not holders and len(found.ranks) < len(self._ranks)
 
     def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
@@ -507,7 +550,8 @@ class _Collector:
                 return True  # the first rank stores it
             item = Item(path, name, shape, value.nbytes, itemsize, replicated=True)
             source, kind = self._source(value), tensor_type(value)
-            self._parts.append(Leaf(item, source, kind, name, value.requires_grad, is_led=True))
+            leaf = Leaf(item, source, kind, name, value.requires_grad, is_led=True)
+            self._parts.append(leaf)
         else:
             # As one piece, so that any other rank can restore it, too. Who leads one group cannot
             # speak for another one, in which the same name may be another buffer.
@@ -519,6 +563,7 @@ class _Collector:
             holders = () if replica.is_led else members
             leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
             leaf.is_copied = replica.is_led
+        self._annotate(leaf, value)
         return True
 
     def mark_devices(self) -> None:

@@ -32,7 +32,7 @@ from actorsnap.planning.backlog import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.leaves import Leaf
 from actorsnap.state.memory import MemorySource, gather
-from actorsnap.state.optim import ModelState
+from actorsnap.state.optim import ModelState, submodules_of
 from actorsnap.state.sharing import Extents, Region, touched_without_gaps
 from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
 
@@ -220,7 +220,7 @@ def _steady_tensors(
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
     averaged = torch.optim.swa_utils.AveragedModel
-    for part in _with_submodules(modules):
+    for part in submodules_of(modules):
         if isinstance(part, averaged):
             others += part.parameters()  # changed between steps
         if part._buffers:
@@ -297,19 +297,6 @@ def _has_state(states: _States, parameter: torch.Tensor) -> bool:
     """Whether an optimizer has tensors for the parameter: an empty state may come by a look."""
     state = states.get(parameter)
     return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
-
-
-def _with_submodules(modules: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
-    """All of them once. A quarter of the time of ``Module.modules()``, which is a generator for
-    each level."""
-    found = dict.fromkeys(modules)
-    left = list(found)
-    for module in left:
-        for part in module._modules.values():
-            if part is not None and part not in found:
-                found[part] = None
-                left.append(part)
-    return found
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

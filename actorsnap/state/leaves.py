@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.format.manifest import BytesEntry, Entry, Stored, TensorEntry
+from actorsnap.format.manifest import BytesEntry, Entry, MemoryFormat, Stored, TensorEntry
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, ItemBox
 from actorsnap.state.memory import ByteSource
@@ -30,6 +30,7 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         kind: ``type`` of the entry.
         dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
         requires_grad: As the tensor.
+        memory_format, attributes: See ``TensorEntry``.
         holders: Ranks of the group that hold it with the same value, if some do and not all.
         is_led: All ranks hold it, but the value that counts is this rank's.
         is_copied: Ranks that it is not known of may hold the same: those of other meshes, or
@@ -44,6 +45,8 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     holders: tuple[int, ...] = ()
     is_led: bool = False
     is_copied: bool = False
+    memory_format: MemoryFormat | None = None
+    attributes: dict[str, Any] | None = None
 
     @property
     def scope(self) -> tuple[int, ...] | None:
@@ -69,6 +72,8 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
             global_shape=place.global_shape,
             offsets=place.offsets,
             replicated=item.replicated,
+            memory_format=self.memory_format,
+            attributes=self.attributes,
         )
 
 

@@ -12,7 +12,8 @@ import io
 import struct
 import warnings
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import isfinite
 from typing import Any, Final, Literal
 
@@ -32,7 +33,9 @@ __all__ = [
     "array_from_npy",
     "array_to_npy",
     "bytes_of",
+    "decode_attributes",
     "decode_inline",
+    "encode_attributes",
     "encode_inline",
     "numpy_name",
     "pickled",
@@ -261,6 +264,46 @@ _DECODERS: Final[dict[str, Any]] = {
     "memory_format": _MEMORY_FORMATS.__getitem__,
     "npdtype": _decode_dtype,
 }
+
+
+# Attributes ----------------------------------------------------------------------------------
+
+
+def _is_attribute(name: object) -> bool:
+    """Whether a parameter may have an attribute of that name of the user's own."""
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and not name.startswith("_")
+        and not hasattr(torch.nn.Parameter, name)
+    )
+
+
+def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
+    """Returns the plain attributes of a parameter in the inline encoding, None if it has none.
+
+    Left out are names that begin with ``_``, which are a library's, those of torch itself, values
+    outside of the safe set, and those that are longer than is stored inline.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(parameter).items():
+        if _is_attribute(name):
+            with suppress(NotInline, UsageError):
+                encoded = encode_inline(value, path)
+                if len(msgspec.json.encode(encoded)) <= INLINE_BYTES:
+                    found[name] = encoded
+    return found or None
+
+
+def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the attributes that ``encode_attributes`` took.
+
+    Raises:
+        FormatError: One of them is not the inline encoding of any value. Names ``path``.
+    """
+    return {
+        name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
+    }
 
 
 # Bytes --------------------------------------------------------------------------------------

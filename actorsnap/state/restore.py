@@ -43,7 +43,13 @@ from actorsnap.state.memory import MemorySink
 from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut
 from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import DTYPES, c_strides, empty_tensor
+from actorsnap.state.tensors import (
+    DTYPES,
+    address_of,
+    c_strides,
+    empty_tensor,
+    sink_of_tensor,
+)
 from actorsnap.state.tree import (
     Container,
     Skeleton,
@@ -193,6 +199,7 @@ class KeyRestore:
         self._bases: dict[str, TensorEntry] = {}
         self._members: dict[str, list[Member]] = {}
         self._composites: list[CompositeEntry] = []
+        self._attributes: dict[str, dict[str, Any]] = {}
         self._describer = Describer()
         self._add_entries(entries)
         if self._root not in self._skeleton:
@@ -231,6 +238,10 @@ class KeyRestore:
         finishers, self._finishers = self._finishers, []
         for finish in finishers:
             finish()
+        for path, attributes in self._attributes.items():
+            value = self._values.get(path)
+            if isinstance(value, torch.Tensor) and value is not self._targets.get(path):
+                vars(value).update(attributes)
         if self._skeleton.is_leaf(self._root) and self._root not in self._values:
             return self._target  # an unexpected leaf that was not asked for
         return self._skeleton.build(self._values)
@@ -370,6 +381,8 @@ class KeyRestore:
     def _add_tensor(self, entry: TensorEntry) -> None:
         path = entry.path
         dtype = check_tensor(entry)
+        if entry.attributes:
+            self._attributes[path] = objects.decode_attributes(entry.attributes, path)
         if path in self._viewed:
             self._dense[path] = entry
         is_wanted, target = self._find(entry)
@@ -392,9 +405,9 @@ class KeyRestore:
             assert isinstance(target, torch.Tensor)
             data = entry.data
             nbytes = data.stop - data.start
-            if target.untyped_storage().nbytes() >= nbytes:
+            start = address_of(target)
+            if not nbytes or (start and target.untyped_storage().nbytes() >= nbytes):
                 if nbytes:
-                    start = target.data_ptr()
                     sink = MemorySink(start, nbytes, target)
                     holders = None if entry.replicated else self._private
                     self.reads.append(Wanted(data, sink, holders))
@@ -410,7 +423,9 @@ class KeyRestore:
         if not is_wanted:
             return
         is_viewed = path in self._viewed
-        has_memory = isinstance(target, torch.Tensor | np.ndarray)
+        has_memory = isinstance(target, torch.Tensor | np.ndarray) and not (
+            isinstance(target, torch.Tensor) and target.is_meta
+        )
         if dtype is not None and not is_viewed and not has_memory:
             self._values[path] = self._fresh(entry, dtype)
             return
@@ -431,12 +446,11 @@ class KeyRestore:
 
     def _fresh(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         try:
-            tensor = empty_tensor(entry.shape, dtype)
+            tensor = empty_tensor(entry.shape, dtype, memory_format=entry.memory_format)
         except MemoryError as error:
             raise MemoryError(f"{entry.path!r}: {error}") from error
-        nbytes = tensor.nbytes
-        if nbytes:
-            sink = MemorySink(tensor.data_ptr(), nbytes, tensor)
+        if tensor.nbytes:
+            sink = sink_of_tensor(tensor)
             self.reads.append(Wanted(entry.data, sink, self._holders(entry)))
         if entry.type == "tensor" and not entry.requires_grad:
             return tensor
@@ -447,6 +461,8 @@ class KeyRestore:
     def _add_sharded(self, entry: ShardedEntry) -> None:
         path, shape, shards = entry.path, entry.shape, entry.shards
         dtype = check_sharded(entry)
+        if entry.attributes:
+            self._attributes[path] = objects.decode_attributes(entry.attributes, path)
         is_wanted, target = self._find(entry)
         if not is_wanted:
             return
@@ -478,7 +494,7 @@ class KeyRestore:
         path, shape = entry.path, entry.shape
         made = dtype or DTYPES[objects.NUMPY_DTYPES[entry.dtype][1]]
         try:
-            tensor = empty_tensor(shape, made)
+            tensor = empty_tensor(shape, made, memory_format=entry.memory_format)
         except MemoryError as error:
             raise MemoryError(f"{path!r}: {error}") from error
         fresh = tensor if dtype is not None else tensor.numpy()
@@ -671,14 +687,14 @@ class KeyRestore:
             member = self._add_member(dense, _ABSENT)
             self.claims += claim(entry.path, held, dense.of, member)
             return
-        check_tensor(dense)
+        dtype = check_tensor(dense)
         shape = dense.shape
         member = Member(path, "tensor", dense.dtype, shape, c_strides(shape), 0, False, _ABSENT)
         self.claims += claim(entry.path, held, path, member)
         if path in self._viewed:
             self._members.setdefault(path, []).append(member)
-        else:
-            self._place(dense, [member])
+        elif dtype is not None:
+            self._values[path] = self._fresh(dense, dtype)
 
     def _place(self, base: TensorEntry, members: list[Member]) -> None:
         """Finds memory for entries that share stored bytes, most often for just one."""

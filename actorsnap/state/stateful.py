@@ -288,10 +288,13 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
         of = (id(held), value.data_ptr())
         if of not in made:
             holder = held.untyped_storage()._cdata
+            attributes = vars(value)
             if holders.setdefault(value.untyped_storage()._cdata, holder) != holder:
                 value = value.detach().clone().requires_grad_(value.requires_grad)
             if isinstance(held, torch.nn.Parameter):
                 value = torch.nn.Parameter(value, requires_grad=held.requires_grad)
+                if type(held) is torch.nn.Parameter:  # what the module has set itself counts
+                    vars(value).update({**attributes, **vars(held)})
             made[of] = value
         state[name] = made[of]
     return state

@@ -18,7 +18,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from actorsnap.format.geometry import Box, flat_range_boxes
-from actorsnap.format.manifest import TensorType
+from actorsnap.format.manifest import MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
 from actorsnap.state.memory import (
@@ -51,6 +51,7 @@ __all__ = [
     "empty_tensor",
     "extent_bytes",
     "is_addressable",
+    "memory_format_of",
     "refusal",
     "sink_of_array",
     "sink_of_tensor",
@@ -85,8 +86,18 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
 """By item size, a dtype that every kernel can copy: bits and sub-byte dtypes cannot all."""
 
 
+_MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
+    None: torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+
+
 def empty_tensor(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    memory_format: MemoryFormat | None = None,
 ) -> torch.Tensor:
     """Returns an uninitialised tensor.
 
@@ -96,10 +107,23 @@ def empty_tensor(
     # torch.empty warns that complex32 is experimental.
     made = torch.int32 if dtype is torch.complex32 else dtype
     try:
-        tensor = torch.empty(shape, dtype=made, device=device)
+        strided = _MEMORY_FORMATS[memory_format]
+        tensor = torch.empty(shape, dtype=made, device=device, memory_format=strided)
     except RuntimeError as error:
         raise MemoryError(f"no memory for {prod(shape) * dtype.itemsize} bytes") from error
     return tensor if made is dtype else tensor.view(dtype)
+
+
+def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
+    """Returns how a dense tensor is strided, if it is not row-major and that has a name."""
+    if tensor.ndim == 4:
+        name: MemoryFormat = "channels_last"
+    elif tensor.ndim == 5:
+        name = "channels_last_3d"
+    else:
+        return None
+    is_so = tensor.is_contiguous(memory_format=_MEMORY_FORMATS[name])
+    return name if is_so and not tensor.is_contiguous() else None
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
@@ -526,6 +550,18 @@ def refusal(tensor: torch.Tensor) -> str | None:
         )
     if tensor.is_nested:
         return "is a nested tensor; save its values and offsets, or x.to_padded_tensor(...)"
+    if torch._is_functional_tensor(tensor):
+        return (
+            "has no memory (torch.func.functionalize, or a compiler, wraps it); save what the "
+            "function returns, or torch._from_functional_tensor(x)"
+        )
+    if tensor.dtype in QUANTIZED and not tensor.is_quantized:
+        dtype = DTYPE_NAMES[tensor.dtype][0]
+        plain = dtype[1:] if dtype[1:] in DTYPES else "uint8"
+        return (
+            f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
+            f"x.view(torch.{plain})"
+        )
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:

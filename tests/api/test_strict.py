@@ -143,6 +143,21 @@ class Recorder:
         self.given = state_dict
 
 
+TARGETS_WITHOUT_MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "functional": lambda: torch._to_functional_tensor(torch.zeros(4, dtype=torch.uint8)),
+    "zeros of autograd": lambda: torch._efficientzerotensor((4,), dtype=torch.uint8),
+    "no quantizer": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS_WITHOUT_MEMORY)
+def test_targets_that_nothing_can_be_read_into(shelf: Shelf, name: str) -> None:
+    shelf.save(StateDict(x=torch.ones(4, dtype=torch.uint8)))
+    (line,) = shelf.refuse(StateDict(x=TARGETS_WITHOUT_MEMORY[name]())).mismatched
+    assert line.startswith("s/x: tensor in the snapshot; the app state's has ")
+    assert "; save " in line
+
+
 @either
 def test_others_get_exactly_what_was_saved(shelf: Shelf, strict: bool) -> None:
     def state() -> dict[str, Any]:

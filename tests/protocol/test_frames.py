@@ -49,6 +49,8 @@ def test_frames_come_back_as_they_were() -> None:
         holders=[((0, 2), [0])],
         led=[],
         copied=[0],
+        memory_formats={0: "channels_last"},
+        attributes=b"[]",
         entries=b"[]",
         values=[1],
         optimizers={"o": "torch.optim.sgd.SGD"},

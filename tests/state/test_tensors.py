@@ -448,6 +448,11 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "zeros column": zeros.t(),
         "other zeros column": zeros[:2].t(),
         "wrapped": wrapped[0],
+        "functional": torch._to_functional_tensor(torch.ones(3)),
+        "functional column": torch._to_functional_tensor(torch.ones(3, 3))[:, 1],
+        "no quantizer": torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
+        "no signed quantizer": torch.zeros(4, dtype=torch.int32).view(torch.qint32),
+        "no packed quantizer": torch.zeros(4, dtype=torch.uint8).view(torch.quint4x2),
         "good": torch.ones(3),
     }
     with pytest.raises(UsageError) as caught:
@@ -469,6 +474,11 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "zeros column": "x.clone()",
         "other zeros column": "x.clone()",
         "wrapped": "torch.func",
+        "functional": "save what the function returns",
+        "functional column": "save what the function returns",
+        "no quantizer": "has the dtype quint8, but no scale and zero point",
+        "no signed quantizer": "save x.view(torch.int32)",
+        "no packed quantizer": "save x.view(torch.uint8)",
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line
