@@ -157,7 +157,6 @@ class Source:
                     host, self.place, fsync=True, run_blocking=run_blocking, on_retry=on_retry
                 )
 
-
                 async def read_head() -> bytes | None:
                     return await self._read_head(host, run_blocking)
 

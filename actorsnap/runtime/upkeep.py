@@ -44,6 +44,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import MAX_SMALL_READS, Source, collect_garbage, find_attempts
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.state.memory import MemorySink
+from actorsnap.state.trial import Doubtful, try_manifests
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 
@@ -62,10 +63,11 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a verification found.
 
     Attributes:
-        level: ``quick`` (index, existence and sizes) or ``full`` (every byte).
+        level: ``quick`` (index, existence and sizes) or ``full`` (every byte, and whether each
+            rank could restore what its manifests say).
         num_objects: Data objects looked at.
         nbytes: Bytes compared with checksums.
-        problems: An error per damaged or missing object.
+        problems: An error per damaged or missing object, and per entry that cannot be restored.
     """
 
     level: str
@@ -242,6 +244,25 @@ def verify(
                     raise
                 problems.append(_leaves(damage)[0])
 
+        async def build(leaf: Doubtful) -> None:
+            try:
+                part = await run_blocking(leaf.restore)
+                await pool.fetch(
+                    [Request(leaf.index, want.stored, want.sink) for want in part.reads]
+                )
+                await run_blocking(part.build)
+            except FormatError as error:
+                found: list[Any] = [error]
+            except BaseExceptionGroup as group:
+                damage, other = group.split(FormatError)
+                if damage is None or other is not None:
+                    raise
+                found = _leaves(damage)
+            else:
+                return
+            # What differs from its checksum was found before, object by object.
+            problems.extend(error for error in found if not isinstance(error, ChecksumMismatch))
+
         await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
         in_order = [manifests[r.key] for r in commit.manifests if r.key in manifests]
         held, contradictions = await run_blocking(_stored_in, in_order)
@@ -257,6 +278,11 @@ def verify(
         parallel_objects = storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
+        if level == "full" and len(manifests) == len(commit.manifests):
+            trial = await run_blocking(try_manifests, dict(enumerate(in_order)))
+            known = {getattr(problem, "key", "") for problem in problems}
+            problems += [problem for problem in trial.problems if problem.key not in known]
+            await for_each(trial.doubtful, build, at_once=1)
         if problems:
             await reader.check_replaced()
         return VerifyReport(
