@@ -111,6 +111,7 @@ class KeyRestore:
         world_size: How many ranks saved. What one of several kept to itself, only the same rank
             is likely to want.
         is_trial: Only check the entries: no memory is taken, and there is nothing to build.
+            Whether shards cover their tensor is left to ``planning.index.holes``.
 
     Attributes:
         missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
@@ -465,14 +466,12 @@ class KeyRestore:
         is_wanted, target = self._fit(path, target, kind, entry.dtype, shape)
         if not is_wanted:
             return
+        if self._is_trial:
+            return
         # Before memory is taken: the manifest may claim any global shape.
         whole = Box.whole(shape)
         itemsize = (dtype or DTYPES[objects.NUMPY_DTYPES[entry.dtype][1]]).itemsize
-        if self._is_trial and any(shard.is_disputed for shard in shards):
-            return  # nobody gets the whole, but each rank its own
         planned = plan_shards(path, shards, [whole], itemsize)
-        if self._is_trial:
-            return
         into: torch.Tensor | None = None
         if isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
             into = targets.tensor_over(target)

@@ -1,8 +1,8 @@
 """Finds what a restore would refuse of a snapshot, from its manifests.
 
-Decides which ranks' views are tried, and which leaves have to be built to know whether they can be:
-those whose bytes may be no value. It must not know storage. Bytes that differ from their checksums
-are found elsewhere.
+Decides which views are tried, and which leaves have to be built to know whether they can be: those
+whose bytes may be no value. It must not know storage. Bytes that differ from their checksums are
+found elsewhere, and so are shards that do not cover their tensor (``planning.index.holes``).
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import (
     BytesEntry,
     CompositeEntry,
+    Entry,
     RankManifest,
     Stored,
     TensorEntry,
+    ValueEntry,
     ViewEntry,
 )
-from actorsnap.planning.index import AnyEntry, Index, index_of
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
 from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.tree import part_path
 
 __all__ = ["Doubtful", "Trial", "try_manifests"]
 
-_MAX_VISITS = 2_000_000
-"""Entries that are looked at, over all views: some seconds. Of more ranks, some are tried."""
+_MAX_CONFIRMED = 16
+"""Ranks whose findings are confirmed with all manifests; then enough is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,77 +68,86 @@ class Trial:
 def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
     """Restores every key of every rank, and of a rank that did not save, without memory.
 
-    Of very many ranks, some are tried; of the others only what they keep to themselves is.
+    Merging all manifests again for each rank would take the square of their number. So a rank's
+    entries are tried with those that everybody may read, and what is found is confirmed.
 
     Args:
         manifests: Of all ranks that saved, by rank.
     """
-    problems: dict[tuple[str, str], FormatError] = {}
-    doubtful: dict[object, Doubtful] = {}
-    tried = _ranks_to_try(manifests)
-    newcomer = [len(manifests)] if len(manifests) > 1 else []
-    for rank in (*tried, *newcomer):
-        try:
-            index = index_of(manifests, rank=rank)
-        except FormatError as error:
-            problems.setdefault((error.key, error.detail), error)
-            continue
-        _try_index(index, problems, doubtful)
-    for rank in manifests.keys() - set(tried):
-        _try_index(_alone(manifests[rank]), problems, doubtful)
-    return Trial(tuple(problems.values()), tuple(doubtful.values()))
-
-
-def _ranks_to_try(manifests: Mapping[int, RankManifest]) -> Sequence[int]:
-    num_entries = sum([len(manifest.entries) for manifest in manifests.values()])
-    ranks = sorted(manifests)
-    step = 1 + num_entries * (len(ranks) + 1) // _MAX_VISITS
-    return sorted({*ranks[::step], ranks[-1]})
-
-
-def _alone(manifest: RankManifest) -> Index:
-    """Returns the entries of a rank that refer to no other rank's."""
-    held = {entry.path for entry in manifest.entries}
-    torn = [
-        f"{entry.path}@"
-        for entry in manifest.entries
-        if isinstance(entry, CompositeEntry)
-        and not all(part_path(entry.path, part) in held for part in entry.parts)
-    ]
-    return Index(
-        attempt=manifest.attempt,
-        world_size=1,
-        objects=manifest.objects,
-        entries=tuple(
-            [
-                entry
-                for entry in manifest.entries
-                if not (isinstance(entry, TensorEntry) and entry.offsets is not None)
-                and not f"{entry.path}@".startswith(tuple(torn))
-            ]
-        ),
-        elsewhere={},
-    )
-
-
-def _try_index(
-    index: Index,
-    problems: dict[tuple[str, str], FormatError],
-    doubtful: dict[object, Doubtful],
-) -> None:
+    found = _Findings()
     try:
-        by_key = entries_by_key(index.entries)
+        index = index_of(manifests, rank=len(manifests))
     except FormatError as error:
-        problems.setdefault((error.key, error.detail), error)
-        return
-    for key, entries in by_key.items():
+        found.add(error)
+        return found.trial()
+    found.try_index(index)
+    if len(manifests) == 1:
+        return found.trial()
+    common = RankManifest(
+        attempt=index.attempt,
+        rank=0,
+        objects=index.objects,
+        entries=_without_shards(index.entries, is_replicated=True),
+    )
+    confirmed = 0
+    for rank, manifest in manifests.items():
+        entries = _without_shards(manifest.entries)
+        own = msgspec.structs.replace(manifest, entries=entries)
+        attempt = _Findings(found)
+        attempt.try_index(index_of({0: common, 1: own}, rank=1))
+        if attempt.problems.keys() <= found.problems.keys():
+            found.doubtful.update(attempt.doubtful)
+        elif confirmed < _MAX_CONFIRMED:
+            confirmed += 1
+            found.try_index(index_of(manifests, rank=rank))
+    return found.trial()
+
+
+def _without_shards(
+    entries: Sequence[AnyEntry], *, is_replicated: bool = False
+) -> tuple[Entry, ...]:
+    """Returns the entries with another leaf in the place of each sharded tensor."""
+    kept: dict[str, Entry] = {}
+    for entry in entries:
+        if isinstance(entry, ShardedEntry) or (
+            isinstance(entry, TensorEntry) and entry.offsets is not None
+        ):
+            kept[entry.path] = ValueEntry(path=entry.path, replicated=is_replicated)
+        else:
+            kept[entry.path] = entry
+    return tuple(kept.values())
+
+
+class _Findings:
+    """What trials of several views have found; each problem and each leaf once."""
+
+    def __init__(self, before: _Findings | None = None) -> None:
+        self.problems: dict[tuple[str, str], FormatError] = {}
+        if before is not None:
+            self.problems.update(before.problems)
+        self.doubtful: dict[object, Doubtful] = {}
+
+    def add(self, error: FormatError) -> None:
+        self.problems.setdefault((error.key, error.detail), error)
+
+    def trial(self) -> Trial:
+        return Trial(tuple(self.problems.values()), tuple(self.doubtful.values()))
+
+    def try_index(self, index: Index) -> None:
+        """Restores every key of a view."""
         try:
-            KeyRestore(key, entries, target=None, allow_pickle=True, is_trial=True)
+            by_key = entries_by_key(index.entries)
         except FormatError as error:
-            problems.setdefault((error.key, error.detail), error)
-            continue
-        for identity, found in _find_doubtful(index, entries):
-            doubtful.setdefault(identity, found)
+            self.add(error)
+            return
+        for key, entries in by_key.items():
+            try:
+                KeyRestore(key, entries, target=None, allow_pickle=True, is_trial=True)
+            except FormatError as error:
+                self.add(error)
+                continue
+            for identity, found in _find_doubtful(index, entries):
+                self.doubtful.setdefault(identity, found)
 
 
 def _find_doubtful(index: Index, entries: Sequence[AnyEntry]) -> Iterator[tuple[object, Doubtful]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import resource
 from collections import Counter, OrderedDict
@@ -182,59 +183,52 @@ MEMBERS = {
 }
 
 
+_GONE = object()
+
+
+def edited(manifest: Json, *way: str | int, to: object) -> Json:
+    """A copy of the manifest with another value at a place, or without what is there."""
+    forged = copy.deepcopy(manifest)
+    at = forged
+    for step in way[:-1]:
+        at = at[step]
+    if to is _GONE:
+        at.pop(way[-1])
+    else:
+        at[way[-1]] = to
+    return forged
+
+
 def forgeries(manifest: Json) -> Iterator[tuple[str, Json]]:
     """Yields a name and a changed manifest, each with one thing wrong, or only different."""
-
-    def changed(change: Callable[[Json], None]) -> Json:
-        forged = copy.deepcopy(manifest)
-        change(forged)
-        return forged
-
-    for number, entry in enumerate(manifest["entries"]):
+    entries = manifest["entries"]
+    with_data = [entry for entry in entries if "data" in entry]
+    for number, entry in enumerate(entries):
+        path = entry["path"]
         for member, values in STRANGE.items():
             for value in values if member in MEMBERS[entry["kind"]] else values[:1]:
                 if entry.get(member) != value:
-                    yield (
-                        f"{entry['path']}: {member}={value}"[:120],
-                        changed(
-                            lambda m, n=number, k=member, v=value: m["entries"][n].update({k: v})
-                        ),
-                    )
+                    forged = edited(manifest, "entries", number, member, to=value)
+                    yield f"{path}: {member}={value}"[:120], forged
         for member in entry:
-            yield (
-                f"{entry['path']}: no {member}",
-                changed(lambda m, n=number, k=member: m["entries"][n].pop(k)),
-            )
-        yield f"no {entry['path']}", changed(lambda m, n=number: m["entries"].pop(n))
-        yield (
-            f"{entry['path']} twice",
-            changed(lambda m, n=number: m["entries"].append(m["entries"][n])),
-        )
+            yield f"{path}: no {member}", edited(manifest, "entries", number, member, to=_GONE)
+        yield f"no {path}", edited(manifest, "entries", number, to=_GONE)
+        yield f"{path} twice", edited(manifest, "entries", to=[*entries, entry])
         if "data" in entry:
+            data = entry["data"]
             for at, more in ((0, 1), (1, 64), (1, -64), (2, 64), (2, -4), (2, 1 << 40)):
-                yield (
-                    f"{entry['path']}: data[{at}] += {more}",
-                    changed(lambda m, n=number, i=at, k=more: _add(m["entries"][n]["data"], i, k)),
-                )
-            with_data = [other for other in manifest["entries"] if "data" in other]
+                forged = edited(manifest, "entries", number, "data", at, to=data[at] + more)
+                yield f"{path}: data[{at}] += {more}", forged
             other = with_data[with_data.index(entry) - 1]
-            yield (
-                f"{entry['path']} has the bytes of {other['path']}",
-                changed(lambda m, n=number, d=other["data"]: m["entries"][n].update(data=d)),
-            )
+            forged = edited(manifest, "entries", number, "data", to=other["data"])
+            yield f"{path} has the bytes of {other['path']}", forged
     for number, record in enumerate(manifest["objects"]):
         for member in ("size", "header_bytes", "header_crc32c"):
             for value in (0, 4096, 8192, record[member] + 1, 1 << 40):
-                yield (
-                    f"{record['key']}: {member}={value}",
-                    changed(lambda m, n=number, k=member, v=value: m["objects"][n].update({k: v})),
-                )
+                forged = edited(manifest, "objects", number, member, to=value)
+                yield f"{record['key']}: {member}={value}", forged
     for member, value in (("rank", 1), ("attempt", "other"), ("block_bytes", 1), ("objects", [])):
-        yield f"{member}={value}", changed(lambda m, k=member, v=value: m.update({k: v}))
-
-
-def _add(numbers: list[Json], at: int, more: int) -> None:
-    numbers[at] += more
+        yield f"{member}={value}", edited(manifest, member, to=value)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -255,28 +249,34 @@ def is_verified(snapshot: sync.Snapshot) -> bool:
         return False
 
 
+def readers(path: Path, rank: int, state: dict[str, Any]) -> list[Callable[[], object]]:
+    snapshot = sync.Snapshot(path, options=FAST)
+    found: list[Callable[[], object]] = [lambda: snapshot.restore(state, strict=False)]
+    for key in state:
+        found.append(functools.partial(snapshot.get_state_dict_for_key, key))
+        found.append(functools.partial(snapshot.read_object, f"{rank}/{key}"))
+    return found
+
+
 def unlike(path: Path, rank: int, state: Callable[[], dict[str, Any]]) -> tuple[list[str], int]:
     """Tries all forgeries; returns those that ``verify`` misses, and how many a reader refuses."""
     (file,) = path.glob(f"*/manifest/{rank}.json")
     manifest = json.loads(file.read_bytes())
     missed, num_refused = [], 0
     for name, forged in forgeries(manifest):
-        resign(path, lambda document, new=forged: (document.clear(), document.update(new)), rank)
-        snapshot = sync.Snapshot(path, options=Options(fsync=False, allow_pickle=True))
-        calls: list[Callable[[], object]] = [
-            lambda s=snapshot, k=key: s.get_state_dict_for_key(k) for key in state()
-        ]
-        calls.append(lambda s=snapshot: s.restore(state(), strict=False))
-        calls.append(lambda s=snapshot: [s.read_object(f"{rank}/{key}") for key in state()])
+
+        def forge(document: Json, forged: Json = forged) -> None:
+            document.clear()
+            document.update(forged)
+
+        resign(path, forge, rank)
         try:
-            refusals = [found for call in calls if (found := refusal(call))]
-            is_missed = bool(refusals) and is_verified(snapshot)
+            refusals = [found for call in readers(path, rank, state()) if (found := refusal(call))]
+            num_refused += bool(refusals)
+            if refusals and is_verified(sync.Snapshot(path)):
+                missed.append(f"{name}: {refusals[0]}")
         except Exception as error:
             missed.append(f"{name}: {error!r}")
-            continue
-        num_refused += bool(refusals)
-        if is_missed:
-            missed.append(f"{name}: {refusals[0]}")
     return missed, num_refused
 
 
