@@ -30,6 +30,7 @@ from actorsnap.planning.exchange import (
     want_of,
 )
 from actorsnap.planning.restore import Part, Range
+from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.state.memory import MemorySink
@@ -194,6 +195,13 @@ async def test_who_is_lost_is_named(who: str) -> None:
     assert "was not heard for 30 s" in said
     assert said.endswith(f"(rank {lost}, stage 'read')")
     assert len(set(world.outcomes.values())) == 1
+
+
+@pytest.mark.parametrize("lost", [RankLost(2, 0.0), CoordinatorLost.silent(2, 0.0)])
+def test_who_has_left_was_not_silent(lost: RankLost | CoordinatorLost) -> None:
+    """It said so: seconds of silence would send people looking for a network."""
+    assert lost.reason.startswith("rank 2")
+    assert lost.reason.endswith("has left: its process ended")
 
 
 async def test_a_coordinator_that_was_given_up_passes_no_step(
