@@ -214,7 +214,8 @@ class NotASnapshot(FormatError):
     Attributes:
         key: The URL.
         found: ``"absent"`` (nothing is there), ``"unfinished"`` (only attempts that never
-            committed), ``"foreign"`` (another library's checkpoint) or ``"unknown"``.
+            committed), ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a
+            folder or file of a snapshot, not all of it) or ``"unknown"``.
     """
 
     def __init__(self, *, key: str, detail: str, found: str, url: str = "") -> None:
