@@ -222,7 +222,9 @@ def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> 
 @app.command()
 def verify(
     path: PathArgument,
-    full: Annotated[bool, typer.Option("--full", help="Compare every byte.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Compare every byte, and check that it can be restored.")
+    ] = False,
     option: StorageOption = None,
 ) -> None:
     """Check that a snapshot is whole. Exit code 1 if it is damaged."""

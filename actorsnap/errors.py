@@ -12,7 +12,7 @@ package, so that every layer can raise from it.
     │   ├── AccessDenied (PermissionError)
     │   ├── StorageFull
     │   └── Throttled
-    ├── FormatError(key)
+    ├── FormatError(key, url)
     │   ├── UnsupportedFormat
     │   ├── ChecksumMismatch
     │   └── NotASnapshot(found)
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from shlex import quote
 from typing import Any
 
 __all__ = [
@@ -147,7 +148,7 @@ class StorageError(ActorSnapError):
         self.retry_after_s = retry_after_s
         where = f"{key!r} in {backend}" if key else backend
         super().__init__(
-            f"{op} of {where} failed: {detail or type(self).__name__}",
+            f"{detail or type(self).__name__} ({op} of {where})",
             op=op,
             key=key,
             backend=backend,
@@ -189,14 +190,26 @@ class FormatError(ActorSnapError):
     """What lies in storage is not what the format document allows.
 
     Attributes:
-        key: The object that is wrong.
+        key: The object that is wrong, or the path of the leaf.
         detail: What is wrong with it.
+        url: The snapshot, without secrets; empty where it is not known.
     """
 
-    def __init__(self, *, key: str, detail: str) -> None:
+    def __init__(self, *, key: str, detail: str, url: str = "") -> None:
         self.key = key
         self.detail = detail
-        super().__init__(f"{key}: {detail}", key=key, detail=detail)
+        self.url = url
+        super().__init__(self._text(), key=key, detail=detail, url=url)
+
+    def name_snapshot(self, url: str) -> None:
+        """Adds the snapshot's URL to the fields and the message; the first one given stays."""
+        if not self.url:
+            self.url = self.fields["url"] = url
+            self.message = self._text()
+            self.args = (self.message,)
+
+    def _text(self) -> str:
+        return f"{self.key}: {self.detail}" + (f" (snapshot {self.url})" if self.url else "")
 
 
 class UnsupportedFormat(FormatError):
@@ -206,19 +219,33 @@ class UnsupportedFormat(FormatError):
 class ChecksumMismatch(FormatError):
     """Bytes differ from what was written, or are missing."""
 
+    def _text(self) -> str:
+        text = f"{self.key}: {self.detail}"
+        if not self.url:
+            return text
+        return (
+            f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "
+            f"if it is a copy; `actorsnap verify {quote(self.url)} --full` shows all damage"
+        )
+
 
 class NotASnapshot(FormatError):
     """There is no committed snapshot at the URL.
 
     Attributes:
+        key: The URL.
         found: ``"absent"`` (nothing is there), ``"unfinished"`` (only attempts that never
-            committed), ``"foreign"`` (another library's checkpoint) or ``"unknown"``.
+            committed), ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a
+            folder or file of a snapshot, not all of it) or ``"unknown"``.
     """
 
-    def __init__(self, *, key: str, detail: str, found: str) -> None:
-        super().__init__(key=key, detail=detail)
+    def __init__(self, *, key: str, detail: str, found: str, url: str = "") -> None:
+        super().__init__(key=key, detail=detail, url=url)
         self.found = found
         self.fields["found"] = found
+
+    def _text(self) -> str:
+        return f"{self.key}: {self.detail}"
 
 
 def _listed(title: str, lines: Sequence[str]) -> list[str]:
@@ -291,14 +318,15 @@ class SnapshotReplaced(ActorSnapError):
         )
 
 
-def _where(rank: int | None, stage: str, key: str | None) -> str:
-    return "".join(
-        [
-            f" on rank {rank}" if rank is not None else "",
-            f" in stage {stage!r}" if stage else "",
-            f" at {key!r}" if key else "",
-        ]
-    )
+def _located(reason: str, rank: int | None, stage: str, key: str | None) -> str:
+    """Returns the reason, then what is known of the place."""
+    known = [
+        f"rank {rank}" if rank is not None else "",
+        f"stage {stage!r}" if stage else "",
+        f"key {key!r}" if key and repr(key) not in reason else "",
+    ]
+    where = ", ".join(filter(None, known))
+    return f"{reason} ({where})" if where else reason
 
 
 class SnapshotAborted(ActorSnapError):
@@ -328,10 +356,11 @@ class SnapshotAborted(ActorSnapError):
         self.key = key
         self.may_be_committed = may_be_committed
         doubt = (
-            ". The snapshot may be there nevertheless: look at the path before you delete or retry"
+            ". The snapshot may be committed nevertheless: look at the path before you delete or "
+            "retry"
         )
         super().__init__(
-            f"snapshot aborted{_where(rank, stage, key)}: {reason}"
+            f"snapshot aborted: {_located(reason, rank, stage, key)}"
             f"{doubt if may_be_committed else ''}",
             reason=reason,
             rank=rank,
@@ -351,7 +380,7 @@ class StateChanged(SnapshotAborted):
     def __init__(self, *, path: str, rank: int | None = None) -> None:
         self.path = path
         super().__init__(
-            reason="its tensor was changed before the lazy staging of it had ended. Guard all "
+            reason=f"the tensor {path!r} was changed before its lazy staging had ended. Guard all "
             "optimizers that train it (pending.guard(optimizer)), or wait for pending.staged() "
             "before the step",
             rank=rank,
@@ -381,7 +410,7 @@ class RestoreAborted(ActorSnapError):
         self.stage = stage
         self.key = key
         super().__init__(
-            f"restore aborted{_where(rank, stage, key)}: {reason}",
+            f"restore aborted: {_located(reason, rank, stage, key)}",
             reason=reason,
             rank=rank,
             stage=stage,

@@ -389,7 +389,9 @@ class Snapshot:
 
         Args:
             level: ``"quick"`` reads the index and looks at objects' sizes; ``"full"`` also
-                compares every byte with its checksum.
+                compares every byte with its checksum, and fails what a restore would refuse. It
+                builds long values, arrays, sparse and quantized tensors, one at a time, and so
+                takes as much memory as the largest. Pickled leaves are not unpickled.
 
         Raises:
             NotASnapshot, FormatError: there is no readable commit object. Other damage is

@@ -579,8 +579,10 @@ def test_what_is_damaged_is_said_with_its_place(saved: Path) -> None:
     (saved / COMMIT_KEY).write_bytes(b"x")
     with pytest.raises(ChecksumMismatch) as raised:
         Snapshot(saved).get_manifest()
-    assert raised.value.__notes__ == [f"read of {saved}"]
-    assert f"\nread of {saved}" in run("ls", saved).err
+    assert raised.value.url == str(saved)
+    for text in (str(raised.value), run("ls", saved).err.replace("\n", "")):
+        assert f"The snapshot {saved} is damaged: restore an older one" in text
+        assert f"`actorsnap verify {saved} --full`" in text
 
 
 def test_rm_of_a_damaged_one(saved: Path) -> None:

@@ -23,9 +23,10 @@ from actorsnap.errors import (
     NotASnapshot,
     ObjectNotFound,
     SnapshotReplaced,
+    StorageError,
 )
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
-from actorsnap.format.foreign import recognize
+from actorsnap.format.foreign import recognize, recognize_file
 from actorsnap.format.frames import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -99,14 +100,20 @@ class SnapshotReader:
     Args:
         storage: Open; stays the caller's.
         attempt: Whose objects are read, where the commit object was read before.
+        read_head: Returns the first bytes of a file that lies at the storage's own URL, or None.
     """
 
     def __init__(
-        self, storage: Storage, run_blocking: RunBlocking, attempt: str | None = None
+        self,
+        storage: Storage,
+        run_blocking: RunBlocking,
+        attempt: str | None = None,
+        read_head: Callable[[], Awaitable[bytes | None]] | None = None,
     ) -> None:
         self.storage = storage
         self._run_blocking = run_blocking
         self._attempt = attempt
+        self._read_head = read_head
 
     async def commit(self) -> Commit:
         """The commit object.
@@ -116,7 +123,15 @@ class SnapshotReader:
             FormatError: it is damaged, or of a newer format.
             StorageError: reading failed.
         """
-        commit = await find_commit(self.storage)
+        try:
+            commit = await find_commit(self.storage)
+        except StorageError as error:
+            # A file system's: where the folder should be, there is a file.
+            if isinstance(error.__cause__, NotADirectoryError):
+                what = await self._explain_file()
+                if what is not None:
+                    raise what from error
+            raise
         if commit is None:
             raise await self._explain_absence()
         self._attempt = commit.attempt
@@ -157,7 +172,18 @@ class SnapshotReader:
             keys.append(info.key)
             if len(keys) >= _MAX_LISTED:
                 break
-        found, detail = recognize(keys)
+        file = None if keys else await self._explain_file()
+        if file is not None:
+            return file
+        found, detail = recognize(keys, self.storage.url)
+        return NotASnapshot(key=self.storage.url, detail=detail, found=found)
+
+    async def _explain_file(self) -> NotASnapshot | None:
+        """Says what the file is that lies at the URL; None if there is none."""
+        head = None if self._read_head is None else await self._read_head()
+        if head is None:
+            return None
+        found, detail = recognize_file(head, self.storage.url)
         return NotASnapshot(key=self.storage.url, detail=detail, found=found)
 
 

@@ -1,44 +1,81 @@
-"""Tells, from the keys alone, what lies at a URL that has no commit object."""
+"""Tells what lies at a URL that has no commit object: from the keys, the URL, or a file's head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from actorsnap.format.layout import Attempt, manifest_key
+from actorsnap.format.manifest import COMMIT_KEY
 
-__all__ = ["recognize"]
+__all__ = ["HEAD_BYTES", "recognize", "recognize_file"]
 
-_SIGNS: tuple[tuple[str, str], ...] = (
-    (".metadata", "a torch.distributed.checkpoint (DCP) checkpoint"),
-    (".snapshot_metadata", "a torchsnapshot snapshot"),
-    ("model.safetensors.index.json", "a Hugging Face checkpoint"),
-    ("model.safetensors", "a Hugging Face checkpoint"),
-    ("pytorch_model.bin", "a Hugging Face checkpoint"),
-    ("_CHECKPOINT_METADATA", "an Orbax checkpoint"),
-    ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),
-    ("checkpoint", "a TensorFlow checkpoint"),
+HEAD_BYTES = 512
+"""Bytes of a file that ``recognize_file`` looks at."""
+
+_SIGNS: tuple[tuple[str, str, str], ...] = (
+    (
+        ".metadata",
+        "a torch.distributed.checkpoint (DCP) checkpoint",
+        "torch.distributed.checkpoint.load",
+    ),
+    (".snapshot_metadata", "a torchsnapshot snapshot", "torchsnapshot.Snapshot.restore"),
+    ("model.safetensors.index.json", "a Hugging Face checkpoint", "from_pretrained"),
+    ("model.safetensors", "a Hugging Face checkpoint", "from_pretrained"),
+    ("pytorch_model.bin", "a Hugging Face checkpoint", "from_pretrained"),
+    ("_CHECKPOINT_METADATA", "an Orbax checkpoint", "orbax.checkpoint"),
+    ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder", "Megatron-LM"),
+    ("checkpoint", "a TensorFlow checkpoint", "tf.train.load_checkpoint"),
 )
 
+_READERS: Mapping[str, str] = {
+    ".pt": "torch.load",
+    ".pth": "torch.load",
+    ".ckpt": "torch.load",
+    ".bin": "torch.load",
+    ".safetensors": "safetensors.torch.load_file",
+    ".distcp": "torch.distributed.checkpoint.load",
+}
+"""Suffix of another program's file -> what reads it."""
 
-def recognize(keys: Sequence[str]) -> tuple[str, str]:
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_OWN = re.compile(
+    rf"(?:.*/)?(?:manifest/{_NUMBER}\.json|{_NUMBER}-{_NUMBER}\.(?:safetensors|chunks/[0-9]+))"
+)
+"""Keys of rank manifests and data objects, below any folder."""
+
+_MAX_NAMED = 5
+
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""First bytes of what ``torch.save`` wrote before it wrote zip archives."""
+
+
+def recognize(keys: Sequence[str], url: str = "") -> tuple[str, str]:
     """Says what is there.
 
     Args:
         keys: Some or all object keys under the URL.
+        url: The URL, without secrets.
 
     Returns:
         ``NotASnapshot.found``, and a sentence for people with what to do next.
     """
+    inside = _snapshot_around(url)
+    if inside:
+        return "part", f"this is inside the snapshot {inside}: open that"
     if not keys:
         return "absent", "nothing is there; check the path"
     attempts: dict[str, int] = {}
-    nested = set()
+    snapshots: dict[str, None] = {}
+    unfinished: dict[str, None] = {}
     for key in keys:
         parts = key.split("/")
         if Attempt.parse(parts[0]) is not None:
             attempts[parts[0]] = attempts.get(parts[0], 0) + 1
-        elif len(parts) == 2 and parts[1] == ".actorsnap":
-            nested.add(parts[0])
+        elif len(parts) > 1 and parts[-1] == COMMIT_KEY:
+            snapshots[key.rpartition("/")[0]] = None
+        elif inside := _snapshot_around(key):
+            unfinished[inside] = None
     if attempts:
         listed = ", ".join(f"{name} ({n} objects)" for name, n in sorted(attempts.items()))
         if not {manifest_key(name, 0) for name in attempts}.isdisjoint(keys):
@@ -49,16 +86,66 @@ def recognize(keys: Sequence[str]) -> tuple[str, str]:
             "snapshot; the next take to this path, or `actorsnap rm --garbage`, cleans up",
         )
     present = set(keys)
-    for sign, what in _SIGNS:
+    for sign, what, reader in _SIGNS:
         if sign in present:
-            return "foreign", f"this is {what}, not an actorsnap snapshot"
-    if nested:
-        some = ", ".join(sorted(nested)[:5])
-        return "unknown", f"the snapshots are one level below: {some}"
+            return "foreign", f"this is {what}, not an actorsnap snapshot: {reader} reads it"
+    if snapshots:
+        return "unknown", f"this is a folder of snapshots: open one of them: {_some(snapshots)}"
+    if unfinished:
+        return "unfinished", f"only unfinished attempts are there, in {_some(unfinished)}"
+    if any(map(_OWN.fullmatch, keys)):
+        return (
+            "part",
+            f"these files are a part of an actorsnap snapshot, without its {COMMIT_KEY}: open the "
+            "folder that they came from, or copy all of it with `actorsnap copy`",
+        )
     for key in keys:
-        if key.endswith((".pt", ".pth", ".ckpt", ".distcp", ".bin", ".safetensors")):
+        reader = _READERS.get(f".{key.rpartition('.')[2]}", "")
+        if reader:
             return (
                 "foreign",
-                f"there is no commit object, but {key!r}, which another program wrote",
+                f"there is no commit object, but {key!r}, which another program wrote: "
+                f"{reader} reads it",
             )
     return "unknown", f"there is no commit object, but other files, for example {keys[0]!r}"
+
+
+def recognize_file(head: bytes, url: str) -> tuple[str, str]:
+    """Says what a file is that was given instead of a snapshot's folder.
+
+    Args:
+        head: Its first ``HEAD_BYTES``, or all of it.
+        url: Its URL, without secrets.
+
+    Returns:
+        As ``recognize``.
+    """
+    inside = _snapshot_around(url)
+    if inside:
+        return "part", f"this file is inside the snapshot {inside}: open that"
+    folder, _, name = url.rpartition("/")
+    if name == COMMIT_KEY and head.startswith(b'{"crc32c":'):
+        return "part", f"this file is the commit object of the snapshot {folder}: open that"
+    if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
+        return "foreign", "this is a file that torch.save wrote: torch.load reads it"
+    if head.startswith(_LEGACY_MAGIC):
+        return "foreign", "this is a file that an old torch.save wrote: torch.load reads it"
+    if head[8:10] == b'{"' and 2 <= int.from_bytes(head[:8], "little") < 1 << 32:
+        return "foreign", "this is a safetensors file: safetensors.torch.load_file reads it"
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "foreign", "this is a pickle file: pickle.load reads it, if you trust it"
+    return "unknown", "this is a file; a snapshot is a folder: check the path"
+
+
+def _snapshot_around(path: str) -> str:
+    """Returns what stands before the first attempt's name in ``path``; empty if there is none."""
+    parts = path.split("/")
+    for index, part in enumerate(parts):
+        if Attempt.parse(part) is not None:
+            return "/".join(parts[:index])
+    return ""
+
+
+def _some(names: Mapping[str, None]) -> str:
+    shown = ", ".join(sorted(names)[:_MAX_NAMED])
+    return f"{shown}, ..." if len(names) > _MAX_NAMED else shown

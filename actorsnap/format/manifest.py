@@ -422,8 +422,7 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
     if not has_checksum or not _is_intact(data):
         raise ChecksumMismatch(
             key=COMMIT_KEY,
-            detail="the commit object is damaged: its checksum does not fit. "
-            "Fetch it again, or restore an older snapshot",
+            detail="the commit object is damaged: its checksum does not fit",
         )
     if not is_ours:
         raise NotASnapshot(

@@ -79,6 +79,9 @@ def check_commit(commit: Commit, key: str) -> None:
     if commit.world_size < 1 or commit.world_size != len(commit.manifests):
         _fail(key, f"{len(commit.manifests)} manifests for a world size of {commit.world_size}")
     _check_keys([record.key for record in commit.manifests], attempt, key)
+    for rank, record in enumerate(commit.manifests):
+        if record.key != manifest_key(attempt, rank):
+            _fail(key, f"{record.key!r:.200} is not the manifest of rank {rank}")
 
 
 def check_place(manifest: RankManifest, key: str) -> None:

@@ -42,7 +42,7 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
 
 class RankLost(msgspec.Struct, frozen=True):
-    """A rank that was heard before was not heard for ``silent_s``."""
+    """A rank that was heard before was not heard for ``silent_s``; 0.0 if it has left."""
 
     rank: int
     silent_s: float
@@ -50,6 +50,8 @@ class RankLost(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         """For people."""
+        if not self.silent_s:
+            return f"rank {self.rank} has left: its process ended"
         return (
             f"rank {self.rank} was not heard for {self.silent_s:.0f} s: it was killed or stopped, "
             "or its machine or network is gone"
@@ -69,8 +71,9 @@ class CoordinatorLost(msgspec.Struct, frozen=True):
 
     @classmethod
     def silent(cls, rank: int, silent_s: float) -> CoordinatorLost:
-        """It was not heard for so long."""
-        return cls(f"rank {rank}, which coordinates, was not heard for {silent_s:.0f} s", rank)
+        """It was not heard for ``silent_s``; 0.0 if it has left."""
+        how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
+        return cls(f"rank {rank}, which coordinates, {how}", rank)
 
 
 class StepFailed(msgspec.Struct, frozen=True):

@@ -575,8 +575,11 @@ def _side(name: str, url: str) -> Iterator[None]:
         found = first_error(error)
         if not isinstance(found, FormatError | StorageError):
             raise
-        told = {**found.fields, "detail": f"{name} ({url}): {found.detail}"}
-        raise type(found)(**told) from error
+        told = {**found.fields, "detail": f"{name}: {found.detail}"}
+        named = type(found)(**told)
+        if isinstance(named, FormatError):
+            named.name_snapshot(url)
+        raise named from error
 
 
 def _checked(key: str, spans: tuple[Span, ...], view: memoryview) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import anyio
@@ -13,13 +13,14 @@ import anyio
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import FetcherPool, SnapshotReader, find_commit
 from actorsnap.errors import (
+    ActorSnapError,
     ChecksumMismatch,
     FormatError,
-    NotASnapshot,
     ObjectNotFound,
     StorageError,
 )
 from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
+from actorsnap.format.foreign import HEAD_BYTES
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
 from actorsnap.lines import Lines
@@ -30,7 +31,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
 from actorsnap.storage.many import for_each
-from actorsnap.storage.registry import find_opener, is_ready, open_storage
+from actorsnap.storage.registry import find_opener, folder_and_name, is_ready, open_storage
 
 __all__ = [
     "MAX_SMALL_READS",
@@ -155,14 +156,17 @@ class Source:
                 storage = await open_place(
                     host, self.place, fsync=True, run_blocking=run_blocking, on_retry=on_retry
                 )
-                reader = SnapshotReader(storage, run_blocking, attempt)
+
+                async def read_head() -> bytes | None:
+                    return await self._read_head(host, run_blocking)
+
+                reader = SnapshotReader(storage, run_blocking, attempt, read_head)
                 try:
-                    with _noting(f"{op} of {self.place.url}"):
+                    with self.naming():
                         yield storage, reader, errands
                 except Exception as error:
                     if _is_damage(error):
-                        with _noting(f"{op} of {self.place.url}"):
-                            await errands.run(reader.check_replaced)
+                        await errands.run(reader.check_replaced)
                     raise
                 finally:
                     await errands.clean_up(storage.aclose)
@@ -175,6 +179,35 @@ class Source:
                 "answer. Raise Options.timeout_s if it is that slow",
                 retryable=True,
             )
+
+    async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
+        """The first bytes of the file or object that has the place's own URL, if there is one."""
+        parts = folder_and_name(self.place.at)
+        if parts is None:
+            return None
+        folder, name = parts
+        try:
+            beside = await open_place(
+                host, replace(self.place, at=folder), fsync=False, run_blocking=run_blocking
+            )
+            try:
+                size = (await beside.stat(name)).size
+                return await beside.get(name, 0, min(size, HEAD_BYTES))
+            finally:
+                await beside.aclose()
+        except ActorSnapError:
+            return None
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Names the snapshot in errors about the format, which are raised by object or path."""
+        try:
+            yield
+        except Exception as error:
+            found = first_error(error)
+            if isinstance(found, FormatError):
+                found.name_snapshot(self.place.url)
+            raise
 
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
         """The commit object, read anew, and all rank manifests, kept until it is another one."""
@@ -208,18 +241,6 @@ class Source:
             "num_fetchers": self.options.num_uploaders,
         }
         return FetcherPool(storage, **(settings | changes))
-
-
-@contextmanager
-def _noting(what: str) -> Iterator[None]:
-    """Says in errors about the format, which name the object only, what was done where."""
-    try:
-        yield
-    except Exception as error:
-        found = first_error(error)
-        if isinstance(found, FormatError) and not isinstance(found, NotASnapshot):
-            found.add_note(what)
-        raise
 
 
 @asynccontextmanager

@@ -45,18 +45,22 @@ _MAX_TRIES = 3
 def begins_anew(
     script: Callable[Concatenate[Source, P], Script[T]],
 ) -> Callable[Concatenate[Source, P], Script[T]]:
-    """Makes a reading call begin anew where the snapshot is replaced while it reads."""
+    """Makes a reading call begin anew where the snapshot is replaced while it reads.
+
+    What it raises about the format names the snapshot.
+    """
 
     @functools.wraps(script)
     def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
-        for _ in range(_MAX_TRIES - 1):
-            try:
-                return (yield from script(source, *args, **kwargs))
-            except SnapshotReplaced as error:
-                if error.is_deleted:
-                    raise
-                logger.info("%s Reading the new one", error)
-        return (yield from script(source, *args, **kwargs))
+        with source.naming():
+            for _ in range(_MAX_TRIES - 1):
+                try:
+                    return (yield from script(source, *args, **kwargs))
+                except SnapshotReplaced as error:
+                    if error.is_deleted:
+                        raise
+                    logger.info("%s Reading the new one", error)
+            return (yield from script(source, *args, **kwargs))
 
     return wrapped
 

@@ -45,6 +45,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import MAX_SMALL_READS, Source, collect_garbage, find_attempts
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.state.memory import MemorySink
+from actorsnap.state.trial import Doubtful, try_manifests
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 
@@ -66,10 +67,11 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a verification found.
 
     Attributes:
-        level: ``quick`` (index, existence and sizes) or ``full`` (every byte).
+        level: ``quick`` (index, existence and sizes) or ``full`` (every byte, and whether each
+            rank could restore what its manifests say).
         num_objects: Data objects looked at.
         nbytes: Bytes compared with checksums.
-        problems: An error per damaged or missing object.
+        problems: An error per damaged or missing object, and per entry that cannot be restored.
     """
 
     level: str
@@ -245,11 +247,11 @@ class DataCheck:
     async def run(
         self, manifests: Sequence[RankManifest], *, is_complete: bool
     ) -> list[ActorSnapError]:
-        """Returns an error per damaged or missing object, and per tensor that has holes.
+        """Returns an error per damaged or missing object, and per entry that cannot be restored.
 
         Args:
             manifests: In the order of ranks.
-            is_complete: These are all; else holes are not looked for.
+            is_complete: These are all; else only objects are checked.
 
         Raises:
             UnsupportedFormat: A package is missing that reads the data.
@@ -287,7 +289,36 @@ class DataCheck:
         at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
         self.num_objects = len(records)
+        if self._level == "full" and is_complete:
+            trial = await self._run_blocking(try_manifests, dict(enumerate(manifests)))
+            known = {getattr(problem, "key", "") for problem in problems}
+            problems += [problem for problem in trial.problems if problem.key not in known]
+
+            async def build(leaf: Doubtful) -> None:
+                problems.extend(await self._build(leaf))
+
+            await for_each(trial.doubtful, build, at_once=1)
         return problems
+
+    async def _build(self, leaf: Doubtful) -> list[FormatError]:
+        """Returns why the leaf cannot be built, if it cannot."""
+        try:
+            part = await self._run_blocking(leaf.restore)
+            await self._pool.fetch(
+                [Request(leaf.index, want.stored, want.sink) for want in part.reads]
+            )
+            await self._run_blocking(part.build)
+        except FormatError as error:
+            found: list[Any] = [error]
+        except BaseExceptionGroup as group:
+            damage, other = group.split(FormatError)
+            if damage is None or other is not None:
+                raise
+            found = _leaves(damage)
+        else:
+            return []
+        # What differs from its checksum was found before, object by object.
+        return [error for error in found if not isinstance(error, ChecksumMismatch)]
 
     async def _check(self, record: ObjectRecord) -> None:
         await self._check_sizes(record)

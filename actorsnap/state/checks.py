@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import prod
 from typing import Final, NoReturn
 
+import numpy as np
 import torch
 
 from actorsnap.errors import FormatError
@@ -36,6 +37,8 @@ TENSOR_KINDS: Final = frozenset({"tensor", "parameter", "buffer"})
 NUMPY_KINDS: Final = frozenset({"numpy", "numpy_scalar"})
 
 _MAX_BYTES = 1 << 62
+_MANY_DIMS = 32
+"""Dims that every release of numpy has."""
 
 
 def fail(path: str, detail: str) -> NoReturn:
@@ -52,7 +55,7 @@ def check_stored(path: str, data: Stored) -> int:
 
 
 def check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
-    """Checks type and dtype; returns the torch dtype of a tensor, None for numpy's."""
+    """Checks type, dtype and number of dims; returns the torch dtype, None for numpy's."""
     kind = entry.type
     dtype: torch.dtype | None
     if kind in TENSOR_KINDS:
@@ -64,6 +67,11 @@ def check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | N
         return dtype
     if kind not in NUMPY_KINDS or entry.dtype not in NUMPY_DTYPES:
         fail(entry.path, f"no {kind!r:.80} has dtype {entry.dtype!r:.80}")
+    if len(entry.shape) > _MANY_DIMS:
+        try:
+            np.empty([0] * len(entry.shape))
+        except ValueError as error:
+            fail(entry.path, f"there is no such array: {error}")
     return None
 
 

@@ -15,12 +15,12 @@ import torch
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.index import Shard
-from actorsnap.planning.restore import plan_boxes
+from actorsnap.planning.restore import BoxRead, plan_boxes
 from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.shards import Ranks
 from actorsnap.state.tensors import BoxSink, is_addressable
 
-__all__ = ["BoxTarget", "Wanted", "box_reads", "cut"]
+__all__ = ["BoxTarget", "Wanted", "box_reads", "cut", "plan_shards"]
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -52,28 +52,42 @@ class BoxTarget(msgspec.Struct, frozen=True, gc=False, eq=False):
     holders: Ranks | None
 
 
-def box_reads(
-    path: str, shards: Sequence[Shard], targets: Sequence[BoxTarget], itemsize: int
-) -> list[Wanted]:
-    """Returns what to read to fill the targets.
+def plan_shards(
+    path: str, shards: Sequence[Shard], boxes: Sequence[Box], itemsize: int
+) -> list[BoxRead]:
+    """Returns what to read of the shards to fill boxes. Takes no memory for them.
 
     Args:
         path: Of the tensor, for errors.
         shards: Of the tensor.
-        targets: Boxes that do not overlap.
+        boxes: Boxes that do not overlap.
         itemsize: Bytes of an element.
 
     Raises:
         FormatError: The shards do not have all elements, overlap, or are disputed.
     """
-    stored = [shard.box for shard in shards]
-    blocks = [shard.data.block_bytes for shard in shards]
-    disputed = {number for number, shard in enumerate(shards) if shard.is_disputed}
-    boxes = [target.box for target in targets]
+    return plan_boxes(
+        path,
+        [shard.box for shard in shards],
+        boxes,
+        itemsize=itemsize,
+        block_bytes=[shard.data.block_bytes for shard in shards],
+        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
+    )
+
+
+def box_reads(
+    planned: Sequence[BoxRead], shards: Sequence[Shard], targets: Sequence[BoxTarget]
+) -> list[Wanted]:
+    """Returns what ``plan_shards`` has planned, with the memory that it goes to.
+
+    Args:
+        planned: The plan for the boxes of ``targets``.
+        shards: Those that were planned for.
+        targets: In the order of the plan's boxes.
+    """
     wanted: list[Wanted] = []
-    for read in plan_boxes(
-        path, stored, boxes, itemsize=itemsize, block_bytes=blocks, disputed=disputed
-    ):
+    for read in planned:
         shard = shards[read.stored]
         found = [targets[number] for number in read.wanted]
         nbytes = read.stop - read.start

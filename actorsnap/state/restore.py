@@ -40,7 +40,7 @@ from actorsnap.state.claims import Claim, claim
 from actorsnap.state.composite import assemble, part_shape, take_apart
 from actorsnap.state.members import Member, place, settle
 from actorsnap.state.memory import MemorySink
-from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut
+from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut, plan_shards
 from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import (
@@ -116,6 +116,8 @@ class KeyRestore:
         apart: Paths of leaves that get memory of their own instead of the target's.
         world_size: How many ranks saved. What one of several kept to itself, only the same rank
             is likely to want.
+        is_trial: Only check the entries: no memory is taken, and there is nothing to build.
+            Whether shards cover their tensor is left to ``planning.index.holes``.
 
     Attributes:
         missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
@@ -149,6 +151,7 @@ class KeyRestore:
         root: str | None = None,
         apart: Iterable[str] = (),
         world_size: int = 1,
+        is_trial: bool = False,
     ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -162,6 +165,7 @@ class KeyRestore:
         self._root = escape(key) if root is None else root
         self._matching = matching
         self._allow_pickle = allow_pickle
+        self._is_trial = is_trial
         self._pickles: list[str] = []
         self._skeleton = Skeleton(self._root)
         self._values: dict[str, object] = {}
@@ -444,7 +448,9 @@ class KeyRestore:
         else:
             self._place(entry, [member])
 
-    def _fresh(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    def _fresh(self, entry: TensorEntry, dtype: torch.dtype) -> object:
+        if self._is_trial:
+            return None
         try:
             tensor = empty_tensor(entry.shape, dtype, memory_format=entry.memory_format)
         except MemoryError as error:
@@ -476,6 +482,12 @@ class KeyRestore:
         is_wanted, target = self._fit(path, target, kind, entry.dtype, shape)
         if not is_wanted:
             return
+        if self._is_trial:
+            return
+        # Before memory is taken: the manifest may claim any global shape.
+        whole = Box.whole(shape)
+        itemsize = (dtype or DTYPES[objects.NUMPY_DTYPES[entry.dtype][1]]).itemsize
+        planned = plan_shards(path, shards, [whole], itemsize)
         into: torch.Tensor | None = None
         if isinstance(target, torch.Tensor | np.ndarray) and targets.is_writable(target):
             into = targets.tensor_over(target)
@@ -484,8 +496,7 @@ class KeyRestore:
             self.claims += claim(path, target, base)
         else:
             into = self._whole(entry, dtype, target)
-        whole = BoxTarget(Box.whole(shape), into, None)
-        self.reads += box_reads(path, shards, [whole], into.itemsize)
+        self.reads += box_reads(planned, shards, [BoxTarget(whole, into, None)])
 
     def _whole(
         self, entry: ShardedEntry, dtype: torch.dtype | None, target: object
@@ -527,7 +538,8 @@ class KeyRestore:
         for piece in found.pieces:
             self.claims += claim(path, piece.tensor, base, origin=piece.box.offsets)
         into = [BoxTarget(piece.box, piece.tensor, piece.holders or ()) for piece in found.pieces]
-        reads = box_reads(path, shards, into, DTYPES[dtype].itemsize)
+        planned = plan_shards(path, shards, [each.box for each in into], DTYPES[dtype].itemsize)
+        reads = box_reads(planned, shards, into)
         self.reads += reads
         self.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)
         self.surplus_bytes -= sum(target.tensor.nbytes for target in into)
@@ -605,6 +617,8 @@ class KeyRestore:
             return
         if kind == "pickle" and not self._allow_pickle:
             self._pickles.append(path)
+            return
+        if self._is_trial:
             return
         try:
             data = bytearray(nbytes)
@@ -698,6 +712,8 @@ class KeyRestore:
 
     def _place(self, base: TensorEntry, members: list[Member]) -> None:
         """Finds memory for entries that share stored bytes, most often for just one."""
+        if self._is_trial:
+            return
         data = base.data
         try:
             nbytes = data.stop - data.start

@@ -62,6 +62,7 @@ from actorsnap.storage.posix import (
     truncated,
     unlink_object,
     walk,
+    working_folder,
 )
 from actorsnap.storage.vectored import num_bytes, pread_into, pwrite_from
 
@@ -105,8 +106,7 @@ class FsStorage(Storage):
 
     def __init__(self, root: str, context: StorageContext) -> None:
         # Absolute now: the process may change its working folder while a save is running.
-        # (getcwd only looks into the kernel's memory; abspath counts as blocking for any path.)
-        self.root = simplified(root if os.path.isabs(root) else f"{os.getcwd()}/{root}")
+        self.root = simplified(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking

@@ -24,6 +24,7 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
     StorageFull,
+    UsageError,
 )
 from actorsnap.storage.base import ObjectInfo
 
@@ -41,6 +42,7 @@ __all__ = [
     "truncated",
     "unlink_object",
     "walk",
+    "working_folder",
 ]
 
 # Creating a file loses against a concurrent prune of its folder at most this often.
@@ -284,6 +286,22 @@ def unlink_object(path: str) -> None:
         raise
 
 
+def working_folder(path: str) -> str:
+    """The working folder, which ``path`` is relative to.
+
+    Raises:
+        UsageError: it was deleted.
+    """
+    # getcwd only looks into the kernel's memory; abspath counts as blocking for any path.
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path!r} is relative to the working folder, which was deleted: pass an absolute "
+            "path, or change to a folder that exists"
+        ) from error
+
+
 def simplified(path: str) -> str:
     """An absolute path without what means nothing. ``..`` stays: behind a symbolic link, only
     the kernel knows where it leads."""
@@ -395,8 +413,14 @@ def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageErr
             AccessDenied,
             f"{said}; check owner and mode of the folder, this process has uid {os.geteuid()}",
         )
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return make(StorageFull, f"{said}; {free(root)}. Delete old snapshots or store elsewhere")
+    if number == errno.ENOSPC:
+        return make(StorageFull, f"{said}: {free(root)}. Delete old snapshots or store elsewhere")
+    if number == errno.EDQUOT:
+        return make(
+            StorageFull,
+            f"{said}: a quota of bytes or of files is used up, `quota -s` shows yours. Delete old "
+            "snapshots or store elsewhere",
+        )
     if number == errno.ENAMETOOLONG:
         what = "path" if is_too_long(root) else "key"
         return make(
@@ -443,4 +467,7 @@ def free(root: str) -> str:
         status = os.statvfs(folder)
     except OSError:
         return "the free space is unknown"
-    return f"{status.f_bavail * status.f_frsize} bytes are free"
+    nbytes = status.f_bavail * status.f_frsize
+    if nbytes and status.f_files and not status.f_favail:  # f_files is 0 where nobody counts them
+        return "no inodes are free, so no file can be created"
+    return f"{nbytes} bytes are free"

@@ -23,12 +23,14 @@ from importlib.util import find_spec
 
 from actorsnap.errors import UsageError
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
+from actorsnap.storage.posix import working_folder
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "absolute",
     "check_url",
     "find_opener",
+    "folder_and_name",
     "is_ready",
     "is_shared",
     "known_schemes",
@@ -139,11 +141,26 @@ def _split(url: object, text: str) -> tuple[str | None, str]:
 
 
 def absolute(url: str) -> str:
-    """The URL that names the same place when the process has changed its working folder."""
+    """The URL that names the same place when the process has changed its working folder.
+
+    Raises:
+        UsageError: the working folder was deleted.
+    """
     scheme, path = ("fs://", url[5:]) if url.lower().startswith("fs://") else ("", url)
     if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
         return url
-    return f"{scheme}{os.getcwd()}/{path}"
+    return f"{scheme}{working_folder(path)}/{path}"
+
+
+def folder_and_name(url: str) -> tuple[str, str] | None:
+    """The URL of the folder that a place lies in, and its name there; None if there is none."""
+    scheme, rest = _split(url, url)
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    if scheme is None:
+        return (folder or "/", name) if name else None
+    if not folder or not name or "?" in rest:
+        return None
+    return f"{url.removesuffix(rest)}{folder}", name
 
 
 def without_secrets(url: str) -> str:

@@ -30,6 +30,7 @@ from actorsnap.planning.exchange import (
     want_of,
 )
 from actorsnap.planning.restore import Part, Range
+from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.state.memory import MemorySink
@@ -146,7 +147,7 @@ async def test_a_failure_ends_the_work_of_all() -> None:
         await member.perform(anyio.sleep_forever)
 
     await world.run(body)
-    assert set(world.outcomes.values()) == {"get of 'k' in b failed: StorageError"}
+    assert set(world.outcomes.values()) == {"StorageError (get of 'k' in b)"}
     assert set(world.outcomes) == {0, 1, 2}
     assert world.took_s == 0
 
@@ -189,9 +190,18 @@ async def test_who_is_lost_is_named(who: str) -> None:
         await member.perform(anyio.sleep_forever)
 
     await world.run(body, has_coordinator=True)
-    assert f"restore aborted on rank {lost} in stage 'read'" in str(world.outcomes[1])
-    assert "not heard for 30 s" in str(world.outcomes[1])
+    said = str(world.outcomes[1])
+    assert said.startswith(f"restore aborted: rank {lost}")
+    assert "was not heard for 30 s" in said
+    assert said.endswith(f"(rank {lost}, stage 'read')")
     assert len(set(world.outcomes.values())) == 1
+
+
+@pytest.mark.parametrize("lost", [RankLost(2, 0.0), CoordinatorLost.silent(2, 0.0)])
+def test_who_has_left_was_not_silent(lost: RankLost | CoordinatorLost) -> None:
+    """It said so: seconds of silence would send people looking for a network."""
+    assert lost.reason.startswith("rank 2")
+    assert lost.reason.endswith("has left: its process ended")
 
 
 async def test_a_coordinator_that_was_given_up_passes_no_step(
@@ -207,7 +217,7 @@ async def test_a_coordinator_that_was_given_up_passes_no_step(
         await member.arrive()
 
     await world.run(body)
-    reason = "restore aborted on rank 0 in stage 'join': it was stopped"
+    reason = "restore aborted: it was stopped (rank 0, stage 'join')"
     assert world.outcomes == {0: reason, 1: reason}
 
 
@@ -452,7 +462,7 @@ async def test_a_rank_that_dies_in_a_broadcast_is_left() -> None:
     await world.run(body)
     assert {type(outcome) for outcome in world.outcomes.values()} == {str}
     (outcome,) = set(world.outcomes.values())
-    assert "restore aborted on rank 2" in str(outcome)
+    assert "restore aborted: rank 2" in str(outcome)
     assert 30 <= world.took_s < 34
 
 

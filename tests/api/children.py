@@ -244,6 +244,15 @@ def fill_disk(folder: str) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
+def fill_inodes(folder: str) -> dict[str, str]:
+    """Saves to a file system with room for megabytes, but for no further file."""
+    _mount_tmpfs(folder, size=64 << 20, nr_inodes=20)
+    while os.statvfs(folder).f_favail:
+        with open(f"{folder}/{os.statvfs(folder).f_favail}", "wb"):
+            pass
+    return outcome_of(lambda: sync.Snapshot.take(f"{folder}/s", state(1)))
+
+
 def _bytes_below(folder: str) -> int:
     return sum(
         os.stat(os.path.join(parent, name)).st_blocks * 512
@@ -252,15 +261,16 @@ def _bytes_below(folder: str) -> int:
     )
 
 
-def _mount_tmpfs(folder: str, *, size: int) -> None:
+def _mount_tmpfs(folder: str, **limits: int) -> None:
     """A file system that only this process sees, gone with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, private = 0x20000, 0x10000000, 0x44000  # MS_REC | MS_PRIVATE
+    options = ",".join(f"{name}={limit}" for name, limit in limits.items())
     flags = new_mounts if os.geteuid() == 0 else new_mounts | new_user
     for answer in (
         libc.unshare(flags),
         libc.mount(b"none", b"/", None, private, None),
-        libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, f"size={size}".encode()),
+        libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, options.encode()),
     ):
         if answer:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -42,9 +42,9 @@ def rewrite_commit(root: Path, change: Callable[[dict[str, Any]], None]) -> None
     path.write_bytes(body)
 
 
-def resign(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the rank manifest and makes all checksums fit, so that only the change is wrong."""
-    path = files(root)["manifest"]
+def resign(root: Path, change: Callable[[dict[str, Any]], None], rank: int = 0) -> None:
+    """Changes a rank manifest and makes all checksums fit, so that only the change is wrong."""
+    (path,) = root.glob(f"*/manifest/{rank}.json")
     document = json.loads(path.read_bytes())
     document.pop("crc32c", None)
     change(document)
@@ -52,6 +52,6 @@ def resign(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(data)
 
     def sign(commit: dict[str, Any]) -> None:
-        commit["manifests"][0].update(size=len(data), crc32c=crc32c(data))
+        commit["manifests"][rank].update(size=len(data), crc32c=crc32c(data))
 
     rewrite_commit(root, sign)

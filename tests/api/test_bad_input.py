@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +37,8 @@ from actorsnap import (
 )
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
-from actorsnap.testing import FaultyStorage
+from actorsnap.storage import StorageContext, open_storage
+from actorsnap.testing import FaultyStorage, run_blocking_in_thread
 from actorsnap.testing.faults import Verb
 from tests.api.damage import files, flip_bit, resign, rewrite_commit
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
@@ -244,8 +248,10 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, StorageError)
         with pytest.raises(SnapshotAborted, match="is a file"):
             call(path / "below", state(1))
-    with pytest.raises(StorageError, match="is a file; name a folder"):
+    with pytest.raises(NotASnapshot, match="a snapshot is a folder: check the path"):
         sync.Snapshot(path).restore(state(1))
+    with pytest.raises(StorageError, match=f"{path} is a file"):
+        sync.Snapshot(path / "below").restore(state(1))
     assert path.read_text() == "mine"
 
 
@@ -286,6 +292,29 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
     keys = {re.sub(r"^[0-9T]+-[0-9a-f-]+", "", one["key"]) for one in failures}
     assert {"/data/model/0-0.safetensors", "/manifest/0.json", ".actorsnap"} <= keys
     assert last == {"error": "", "older": 2, "left": []}
+
+
+def test_no_inodes(zygote: Zygote, tmp_path: Path) -> None:
+    """The bytes that are free would send people looking for other reasons."""
+    found = zygote.call("fill_inodes", folder=str(tmp_path)).result()
+    assert (found["error"], found["cause"]) == ("SnapshotAborted", "StorageFull")
+    assert "no inodes are free, so no file can be created. Delete old" in found["says"]
+    assert "bytes are free" not in found["says"]
+
+
+def test_the_reason_comes_first(tmp_path: Path) -> None:
+    with faulty(lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs={Verb.PUT})):
+        with pytest.raises(SnapshotAborted) as caught:
+            sync.Snapshot.take(faulty_url(str(tmp_path / "s")), state(1), options=FAST)
+    error = caught.value
+    assert error.rank == 0
+    assert error.stage == "store"
+    assert error.key is not None
+    key = re.escape(repr(error.key))
+    says = rf"snapshot aborted: a scripted fault \(put of {key} in .*\) \(rank 0, stage 'store'\)"
+    assert re.fullmatch(says, str(error))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.fields) == (str(error), error.fields)
 
 
 # What lies there
@@ -333,7 +362,14 @@ def test_reading_what_is_damaged(saved: Path, name: str, damage: str, reader: st
     else:
         assert isinstance(caught.value, ChecksumMismatch)
         assert caught.value.key == str(path.relative_to(saved))
-        assert caught.value.key in str(caught.value)
+        assert caught.value.url == str(saved)
+        said = str(caught.value)
+        reason = f"{caught.value.key}: {caught.value.detail}"
+        assert said.startswith(f"{reason}. The snapshot {saved} is damaged: ")
+        assert "restore an older one, or copy it again" in said
+        assert f"`actorsnap verify {saved} --full` shows all damage" in said
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.fields) == (said, caught.value.fields)
 
 
 @pytest.mark.parametrize("name", ["manifest", "data"])
@@ -474,10 +510,10 @@ def _delete(path: Path) -> None:
 
 
 FOREIGN = [
-    (_write_dcp, r"torch\.distributed\.checkpoint \(DCP\)"),
-    (_write_torchsnapshot, "torchsnapshot"),
-    (_write_hugging_face, "Hugging Face"),
-    (_write_torch_save, r"'last\.pt', which another program wrote"),
+    (_write_dcp, r"\(DCP\) checkpoint, .*: torch\.distributed\.checkpoint\.load reads it"),
+    (_write_torchsnapshot, r"torchsnapshot snapshot.*: torchsnapshot\.Snapshot\.restore reads it"),
+    (_write_hugging_face, "Hugging Face checkpoint.*: from_pretrained reads it"),
+    (_write_torch_save, r"'last\.pt', which another program wrote: torch\.load reads it"),
 ]
 
 
@@ -498,11 +534,98 @@ def test_another_librarys_folder(tmp_path: Path, write: Callable[[Path], None], 
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
 
+def _verify(path: Path) -> None:
+    sync.Snapshot(path).verify()
+
+
+def _save_file(path: Path) -> None:
+    path.write_bytes(safetensors.torch.save({"w": torch.ones(3)}))
+
+
+FILES: list[tuple[Callable[[Path], object], str, str]] = [
+    (
+        lambda path: torch.save({"w": torch.ones(3)}, path),
+        "foreign",
+        r"a file that torch\.save wrote: torch\.load reads it",
+    ),
+    (
+        lambda path: torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False),
+        "foreign",
+        r"a file that an old torch\.save wrote: torch\.load reads it",
+    ),
+    (_save_file, "foreign", r"a safetensors file: safetensors\.torch\.load_file reads it"),
+    (
+        lambda path: path.write_bytes(pickle.dumps({"w": 1})),
+        "foreign",
+        r"a pickle file: pickle\.load reads it",
+    ),
+    (lambda path: path.write_bytes(b""), "unknown", "this is a file; a snapshot is a folder"),
+    (lambda path: path.write_text("hello"), "unknown", "this is a file; a snapshot is a folder"),
+]
+
+
+@pytest.mark.parametrize(("write", "found", "says"), FILES)
+def test_a_file_is_told_by_its_content(
+    tmp_path: Path, write: Callable[[Path], object], found: str, says: str
+) -> None:
+    path = tmp_path / "model.pt"
+    write(path)
+    readers: list[Callable[[Path], object]] = [*READERS.values(), _delete, _verify]
+    for reader in readers:
+        with pytest.raises(NotASnapshot, match=says) as caught:
+            reader(path)
+        assert caught.value.found == found
+        assert caught.value.key == str(path)
+
+
+async def test_an_object_is_told_by_its_content() -> None:
+    """In an object store, nothing is below the URL of a file, and something is at it."""
+    storage = open_storage("memory://files", StorageContext(run_blocking=run_blocking_in_thread))
+    await storage.put("run/model.bin", [memoryview(safetensors.torch.save({"w": torch.ones(3)}))])
+    with pytest.raises(NotASnapshot, match="this is a safetensors file") as caught:
+        await Snapshot("memory://files/run/model.bin").get_manifest()
+    assert caught.value.found == "foreign"
+    with pytest.raises(NotASnapshot, match="nothing is there"):
+        await Snapshot("memory://files/run/other.bin").get_manifest()
+
+
+def test_our_own_files_are_called_so(saved: Path) -> None:
+    (attempt,) = (path for path in saved.iterdir() if path.is_dir())
+    inside = [attempt, attempt / "data", attempt / "data" / "model", attempt / "manifest"]
+    for path in (*inside, attempt / "nothing", *files(saved).values()):
+        with pytest.raises(NotASnapshot, match=f"the snapshot {saved}: open that") as caught:
+            sync.Snapshot(path).restore(state(-1))
+        assert caught.value.found == "part"
+
+
+def test_a_part_that_was_copied_elsewhere(saved: Path, tmp_path: Path) -> None:
+    (attempt,) = (path for path in saved.iterdir() if path.is_dir())
+    for number, part in enumerate((attempt, attempt / "data", attempt / "data" / "model")):
+        shutil.copytree(part, tmp_path / str(number))
+        with pytest.raises(NotASnapshot, match="these files are a part of an actorsnap") as caught:
+            sync.Snapshot(tmp_path / str(number)).restore(state(-1))
+        assert caught.value.found == "part"
+
+
+def test_snapshots_and_attempts_further_below(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    shutil.copytree(saved, tmp_path / "runs" / "a" / "s")
+    with pytest.raises(
+        NotASnapshot, match="a folder of snapshots: open one of them: a/s"
+    ) as caught:
+        sync.Snapshot(tmp_path / "runs").restore(state(-1))
+    assert caught.value.found == "unknown"
+    files(tmp_path / "runs" / "a" / "s")["commit"].unlink()
+    with pytest.raises(NotASnapshot, match="only unfinished attempts are there, in a/s") as caught:
+        sync.Snapshot(tmp_path / "runs").restore(state(-1))
+    assert caught.value.found == "unfinished"
+
+
 def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
     with pytest.raises(NotASnapshot, match="nothing is there; check the path") as caught:
         sync.Snapshot(saved.parent / "svaed").restore(state(-1))
     assert caught.value.found == "absent"
-    with pytest.raises(NotASnapshot, match="one level below: saved"):
+    with pytest.raises(NotASnapshot, match="a folder of snapshots: open one of them: saved"):
         sync.Snapshot(saved.parent).restore(state(-1))
 
 

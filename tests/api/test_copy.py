@@ -288,7 +288,7 @@ async def test_a_bit_flipped_while_reading_is_read_again(saved: str, memory: str
 async def test_a_bit_that_stays_flipped_ends_the_copy(saved: str, memory: str) -> None:
     with faulty(lambda inner: _Flipping(inner, at=2, is_lasting=True, writes=False)):
         with pytest.raises(
-            ChecksumMismatch, match="the copy's source .* differ from what"
+            ChecksumMismatch, match="the copy's source: .* differ from what"
         ) as caught:
             await Snapshot(faulty_url(saved), options=_SMALL_CHUNKS).copy_to(memory)
     assert caught.value.key.endswith(".safetensors")

@@ -160,8 +160,8 @@ def test_the_interpreter_exits_with_a_snapshot_that_fails(tmp_path: Path) -> Non
         tmp_path,
     )
     assert done.returncode == 3, done.stderr
-    assert "snapshot aborted on rank 0 in stage 'store'" in done.stderr
-    assert "a scripted fault" in done.stderr
+    assert "snapshot aborted: a scripted fault" in done.stderr
+    assert "(rank 0, stage 'store'" in done.stderr
     assert os.listdir(tmp_path) == []
 
 

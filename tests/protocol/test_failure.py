@@ -20,6 +20,7 @@ EXAMPLES: list[ActorSnapError] = [
     errors.FormatError(**_FORMAT),
     errors.UnsupportedFormat(**_FORMAT),
     errors.ChecksumMismatch(**_FORMAT),
+    errors.ChecksumMismatch(**_FORMAT, url="s3://bucket/run"),
     errors.NotASnapshot(**_FORMAT, found="absent"),
     errors.IncompatibleState(missing=["a"], mismatched=["b: c"], is_untouched=False),
     errors.SnapshotReplaced(url="u", is_deleted=True),

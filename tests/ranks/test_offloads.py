@@ -7,6 +7,7 @@ save there again, and no process and no memory is left behind.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -306,6 +307,8 @@ def test_a_trainer_is_killed(
         assert rank["error"] == "SnapshotAborted", rank
         assert rank["rank"] == victim
         assert rank["seconds"] < 30
+        assert "heard for 0 s" not in rank["text"]
+        assert re.search("ended|heard for [1-9]", rank["text"]), rank["text"]
     check_saved(tmp_path / "s", 1)  # the one before
 
 

@@ -27,7 +27,7 @@ def test_all_pass(director: Director) -> None:
 def test_what_one_raises_all_raise(director: Director, whom: int) -> None:
     found = director.play("direct_go", num_ranks=2, trouble="storage", whom=whom)
     for rank, said in enumerate(found):
-        assert said["error"] == ["StorageError", "read of 'k' in b failed: StorageError"]
+        assert said["error"] == ["StorageError", "StorageError (read of 'k' in b)"]
         assert said["cause"] == "None"
         note = f"actorsnap: it began on rank {whom}, in stage 'read'"
         assert said["notes"] == ([] if rank == whom else [note])
@@ -37,7 +37,7 @@ def test_what_one_raises_all_raise(director: Director, whom: int) -> None:
 
 def test_what_is_no_error_of_ours_is_the_cause_of_one(director: Director) -> None:
     found = director.play("direct_go", num_ranks=2, trouble="other", whom=1)
-    message = "restore aborted on rank 1 in stage 'read': ValueError: boom"
+    message = "restore aborted: ValueError: boom (rank 1, stage 'read')"
     assert [said["error"] for said in found] == [["RestoreAborted", message]] * 2
     assert [said["cause"] for said in found] == ["None", "ValueError('boom')"]
     assert [said["again"] for said in found] == ["x", "x"]
@@ -46,7 +46,7 @@ def test_what_is_no_error_of_ours_is_the_cause_of_one(director: Director) -> Non
 @pytest.mark.parametrize("whom", [0, 1])
 def test_who_is_interrupted_takes_leave(director: Director, whom: int) -> None:
     found = director.play("direct_go", num_ranks=2, trouble="interrupt", whom=whom)
-    message = f"restore aborted on rank {whom} in stage 'cancel': the caller was interrupted"
+    message = f"restore aborted: the caller was interrupted (rank {whom}, stage 'cancel')"
     assert found[whom]["error"][0] == "KeyboardInterrupt"
     assert found[1 - whom]["error"] == ["RestoreAborted", message]
     assert found[1 - whom]["took_s"] < OPTIONS.timeout_s
@@ -60,5 +60,6 @@ def test_a_killed_rank_is_named(director: Director, trouble: str, whom: int) -> 
     assert len(found) == 2
     for said in found:
         assert said["error"][0] == "RestoreAborted"
-        assert said["error"][1].startswith(f"restore aborted on rank {whom} in stage 'read'")
+        assert said["error"][1].startswith(f"restore aborted: rank {whom}")
         assert "was not heard for" in said["error"][1]
+        assert said["error"][1].endswith(f"(rank {whom}, stage 'read')")

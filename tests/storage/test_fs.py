@@ -911,7 +911,7 @@ def test_a_full_error_is_picklable() -> None:
         (errno.EPERM, AccessDenied, False, "check owner and mode"),
         (errno.EROFS, AccessDenied, False, "remount it"),
         (errno.ENOSPC, StorageFull, False, "bytes are free"),
-        (errno.EDQUOT, StorageFull, False, "bytes are free"),
+        (errno.EDQUOT, StorageFull, False, "a quota of bytes or of files is used up"),
         (errno.ENAMETOOLONG, StorageError, False, "at most 255 bytes"),
         (errno.EMFILE, StorageError, True, "ulimit -n"),
         (errno.EIO, StorageError, False, "Input/output error"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from actorsnap.errors import StorageError
+from actorsnap import Snapshot, StateDict
+from actorsnap.errors import StorageError, UsageError
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.fs import FsStorage
+from actorsnap.storage.registry import folder_and_name
 from actorsnap.testing import run_blocking_in_thread
 
 
@@ -54,3 +56,41 @@ async def test_a_path_that_is_too_long(tmp_path: Path) -> None:
         await storage_at(tmp_path / ("n" * 300)).put("a", [memoryview(b"x")])
     with pytest.raises(StorageError, match="the key is too long"):
         await storage_at(tmp_path / "s").put("n" * 300, [memoryview(b"x")])
+
+
+async def test_a_relative_path_in_a_deleted_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    app_state = {"x": StateDict(a=1)}
+    for path in ("s", "./s", "fs://s"):
+        with pytest.raises(UsageError, match="the working folder, which was deleted: pass an abs"):
+            await Snapshot.take(path, app_state)
+        with pytest.raises(UsageError, match="the working folder, which was deleted"):
+            Snapshot(path)
+    with pytest.raises(UsageError, match="the working folder, which was deleted"):
+        storage_at("s")
+    await Snapshot.take(tmp_path / "s", app_state)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("/a/b/model.pt", ("/a/b", "model.pt")),
+        ("/a/b/", ("/a", "b")),
+        ("/a", ("/", "a")),
+        ("/", None),
+        ("s3://bucket/a/model.pt", ("s3://bucket/a", "model.pt")),
+        ("s3://bucket/a", ("s3://bucket", "a")),
+        ("s3://bucket", None),
+        ("s3://bucket/", None),
+        ("file:///a/b", ("file:///a", "b")),
+        ("file:///a", None),
+        ("https://host/a/b?signature=x/y", None),
+    ],
+)
+def test_the_folder_that_a_place_lies_in(url: str, parts: tuple[str, str] | None) -> None:
+    assert folder_and_name(url) == parts
