@@ -46,8 +46,10 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "describe",
     "printable",
     "rebuild",
+    "text_of",
 ]
 
 
@@ -58,6 +60,22 @@ def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> Acto
 def printable(text: str) -> str:
     """``text`` as UTF-8 can say it: a path may hold bytes, and a key surrogates, that it cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def text_of(error: BaseException) -> str:
+    """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its __str__ raises {type(failure).__name__}>"
+
+
+def describe(error: BaseException) -> str:
+    """Returns the class, the message and the notes of an exception on one line. Never raises."""
+    name, text = type(error).__name__, text_of(error)
+    said = [f"{name}: {text}" if text else name]
+    said += [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    return "; ".join(said)
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:

@@ -15,7 +15,13 @@ import msgspec
 import torch
 
 from actorsnap.actors.trace import Wait, Work
-from actorsnap.errors import ActorSnapError, IncompatibleState, RestoreAborted, printable
+from actorsnap.errors import (
+    ActorSnapError,
+    IncompatibleState,
+    RestoreAborted,
+    describe,
+    printable,
+)
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.lines import Lines
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
@@ -278,9 +284,8 @@ class _Turns:
     def _named(self, error: Exception, key: str, rank: int) -> ActorSnapError:
         if isinstance(error, ActorSnapError):
             return error
-        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         named = RestoreAborted(
-            reason="; ".join(said), rank=rank, stage=str(self._stage), key=escape(key)
+            reason=describe(error), rank=rank, stage=str(self._stage), key=escape(key)
         )
         named.__cause__ = error
         return named

@@ -20,6 +20,7 @@ from actorsnap.errors import (
     FormatError,
     NotASnapshot,
     ObjectNotFound,
+    StorageError,
     UnsupportedFormat,
     UsageError,
 )
@@ -143,22 +144,26 @@ class _NullSink:
 
 
 class _Meter:
-    """Adds up what worker threads have done, and reports it to the caller's ``progress``."""
+    """Adds up what worker threads have done, and reports it to the caller's ``progress``.
+
+    Attributes:
+        done, total: Bytes compared, and to compare.
+    """
 
     def __init__(self, progress: Callable[[int, int], None] | None) -> None:
         self._progress = progress
         self._lock = threading.Lock()
-        self._done = self._total = 0
+        self.done = self.total = 0
 
     def begin(self, total: int) -> None:
-        self._total = total
+        self.total = total
         self.add(0)
 
     def add(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress(self._done, self._total)
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self.total)
 
 
 @begins_anew
@@ -179,7 +184,7 @@ def verify(
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
         manifests: dict[str, RankManifest] = {}
-        done = 0
+        done = num_checked = 0
         meter = _Meter(progress)
 
         async def read(record: ManifestRecord) -> None:
@@ -217,7 +222,7 @@ def verify(
                     )
 
         async def check(record: ObjectRecord) -> None:
-            nonlocal done
+            nonlocal done, num_checked
             try:
                 await check_sizes(record)
                 if level == "full":
@@ -228,6 +233,7 @@ def verify(
                     ]
                     await pool.fetch(requests)
                     done += record.size
+                num_checked += 1
             except ObjectNotFound as error:
                 missing = ChecksumMismatch(key=error.key, detail="the object is missing")
                 missing.__cause__ = error
@@ -259,6 +265,14 @@ def verify(
         await for_each(records, check, at_once=at_once)
         if problems:
             await reader.check_replaced()
+        elif num_checked != len(records) or (level == "full" and meter.done < meter.total):
+            raise StorageError(
+                op="verify",
+                key="",
+                backend=source.place.url,
+                detail=f"only {num_checked} of {len(records)} objects and {meter.done} of "
+                f"{meter.total} bytes were compared, and nothing failed",
+            )
         return VerifyReport(
             level=level, num_objects=len(records), nbytes=done, problems=tuple(problems)
         )

@@ -12,7 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import (
+    UsageError,
+    describe,
+)
 
 __all__ = ["ModelState", "plain_name", "prime_optimizer"]
 
@@ -156,7 +159,7 @@ def _step_on_zeros(
             step(optimizer)
     except Exception as error:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot be primed ({type(error).__name__}: {error}); "
+            f"{type(optimizer).__name__} cannot be primed ({describe(error)}); "
             "run one step before the restore"
         ) from error
     finally:
