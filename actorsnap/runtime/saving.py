@@ -115,6 +115,7 @@ class SaveJob(Job):
         if self._attempt is not None:
             self.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
+        self._superseded: Storage | None = None  # closed at the end: it may hang
         self._level: int | None = None
         self._samples_level: int | None = None
         self._choice: CompressionChoice | None = None
@@ -271,8 +272,9 @@ class SaveJob(Job):
             if coordinator is not None:
                 await self._collect(errands, coordinator.replaced, deadline)
         finally:
-            if self._storage is not None:
-                await self._close(self._storage, errands, deadline)
+            for storage in (self._storage, self._superseded):
+                if storage is not None:
+                    await self._close(storage, errands, deadline)
 
     async def _prepare(self, errands: Errands, deadline: float) -> bool:
         """Opens the storage and looks what is there; returns whether all must be durable."""
@@ -281,7 +283,7 @@ class SaveJob(Job):
         older = await self._look(storage, errands, deadline)
         if older is not None and older.fsync and not fsync:
             # Else a power loss could leave neither the older one nor this one.
-            await self._close(storage, errands, deadline)
+            self._superseded = storage
             self._storage = await self._open(errands, str(self._attempt), fsync=True)
             return True
         return fsync
