@@ -12,7 +12,7 @@ import errno
 import math
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 
@@ -29,6 +29,7 @@ from actorsnap.storage.wrappers import Wrapper
 __all__ = ["TranslatedStorage", "ends_this_task", "translate_opening"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _KINDS: dict[int | None, type[StorageError]] = {
     errno.EACCES: AccessDenied,
@@ -44,18 +45,22 @@ only an ``ObjectNotFound`` or ``ObjectExists`` of the backend itself may tell th
 class TranslatedStorage(Wrapper):
     """Passes every verb on to ``inner``; raises ``ActorSnapError`` and cancellations only."""
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         try:
-            return await call()
+            return await call(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ActorSnapError) or ends_this_task(error):
                 raise
             fault = _translated(error, op=op, key=key, backend=self.url)
             raise fault from fault.__cause__ or error
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         try:
-            return call()
+            return call(*args, **kwargs)
         except ActorSnapError:
             raise
         except BaseException as error:

@@ -29,7 +29,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 
@@ -51,6 +51,7 @@ __all__ = [
 logger = Lines(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @asynccontextmanager
@@ -80,43 +81,48 @@ class Wrapper(Storage):
         self.url = inner.url
         self.capabilities = inner.capabilities
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Awaits ``call``, the verb ``op`` on ``key``; each step of a ``list`` is a call."""
-        return await call()
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Awaits ``call(...)``, the verb ``op`` on ``key``; each step of a ``list`` is a call.
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+        ``call`` is no closure: the frame of one, in a traceback, would keep the caller's memory.
+        """
+        return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """``around`` for worker threads."""
-        return call()
+        return call(*args, **kwargs)
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self.around("put", key, lambda: self.inner.put(key, views))
+        await self.around("put", key, self.inner.put, key, views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        await self.around("put_if_absent", key, lambda: self.inner.put_if_absent(key, data))
+        await self.around("put_if_absent", key, self.inner.put_if_absent, key, data)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         return _AroundWriter(
             self,
-            await self.around("writer", key, lambda: self.inner.writer(key, size, older=older)),
+            await self.around("writer", key, self.inner.writer, key, size, older=older),
         )
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return _AroundWriter(
-            self, await self.around("join_writer", "", lambda: self.inner.join_writer(token))
+            self, await self.around("join_writer", "", self.inner.join_writer, token)
         )
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await self.around("get", key, lambda: self.inner.get(key, start, stop))
+        return await self.around("get", key, self.inner.get, key, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self.around("read_into", key, lambda: self.inner.read_into(key, offset, views))
+        await self.around("read_into", key, self.inner.read_into, key, offset, views)
 
     def read_into_blocking(
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
-        self.around_blocking(
-            "read_into", key, lambda: self.inner.read_into_blocking(key, offset, batches)
-        )
+        self.around_blocking("read_into", key, self.inner.read_into_blocking, key, offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         found: AsyncIterator[ObjectInfo] | None = None
@@ -136,16 +142,16 @@ class Wrapper(Storage):
 
     async def delete(self, keys: Sequence[str]) -> None:
         key = keys[0] if len(keys) == 1 else ""
-        await self.around("delete", key, lambda: self.inner.delete(keys))
+        await self.around("delete", key, self.inner.delete, keys)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        return await self.around("list_folders", folder, lambda: self.inner.list_folders(folder))
+        return await self.around("list_folders", folder, self.inner.list_folders, folder)
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        return await self.around("delete_folder", folder, lambda: self.inner.delete_folder(folder))
+        return await self.around("delete_folder", folder, self.inner.delete_folder, folder)
 
     async def stat(self, key: str) -> ObjectInfo:
-        return await self.around("stat", key, lambda: self.inner.stat(key))
+        return await self.around("stat", key, self.inner.stat, key)
 
     async def aclose(self) -> None:
         await self.around("aclose", "", self.inner.aclose)
@@ -160,24 +166,28 @@ class WriterWrapper(ObjectWriter):
         self.size = inner.size
         self.token = inner.token
 
-    async def around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """See ``Wrapper.around``."""
-        return await call()
+        return await call(*args, **kwargs)
 
-    def around_blocking(self, op: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """See ``Wrapper.around_blocking``."""
-        return call()
+        return call(*args, **kwargs)
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self.around("write_at", lambda: self.inner.write_at(offset, views, crc32c))
+        await self.around("write_at", self.inner.write_at, offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        self.around_blocking("write_at", lambda: self.inner.write_at_blocking(offset, views))
+        self.around_blocking("write_at", self.inner.write_at_blocking, offset, views)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        return await self.around("reuse", lambda: self.inner.reuse(offset, views, crc32c))
+        return await self.around("reuse", self.inner.reuse, offset, views, crc32c)
 
     async def complete(self) -> None:
         await self.around("complete", self.inner.complete)
@@ -196,11 +206,15 @@ class _AroundWriter(WriterWrapper):
         super().__init__(inner)
         self._storage = storage
 
-    async def around(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await self._storage.around(op, self.key, call)
+    async def around(
+        self, op: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await self._storage.around(op, self.key, call, *args, **kwargs)
 
-    def around_blocking(self, op: str, call: Callable[[], T]) -> T:
-        return self._storage.around_blocking(op, self.key, call)
+    def around_blocking(
+        self, op: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return self._storage.around_blocking(op, self.key, call, *args, **kwargs)
 
 
 _CLEANUP = frozenset({"abort", "aclose"})
@@ -219,13 +233,17 @@ class PrefixStorage(Wrapper):
         self._prefix = f"{check_key(prefix)}/"
         self.url = f"{inner.url.rstrip('/')}/{prefix}"
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         with self._relative():
-            return await call()
+            return await call(*args, **kwargs)
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         with self._relative():
-            return call()
+            return call(*args, **kwargs)
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         await super().put(self._full(key), views)
@@ -308,13 +326,17 @@ class TurnsStorage(Wrapper):
     def _turn(self) -> AbstractAsyncContextManager[object]:
         """Waits for the turn of an operation, which ends with the context."""
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         if op in _CLEANUP:
-            return await call()
+            return await call(*args, **kwargs)
         async with self._turn():
-            return await call()
+            return await call(*args, **kwargs)
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         raise NotImplementedError("who waits for a turn has no blocking I/O")
 
 
@@ -432,10 +454,21 @@ class RetryStorage(Wrapper):
         self._sleep = sleep
         self._clock = clock
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await (call() if op in _CLEANUP else self._retry(call))
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
+        failures = _Failures()
+        while True:
+            try:
+                return await call(*args, **kwargs)
+            except StorageError as error:
+                await self._wait(error, failures)
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         raise NotImplementedError("a retrying storage has no blocking I/O")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
@@ -470,14 +503,6 @@ class RetryStorage(Wrapper):
             return await self.get(key) == data
         except ObjectNotFound:
             return False
-
-    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        failures = _Failures()
-        while True:
-            try:
-                return await call()
-            except StorageError as error:
-                await self._wait(error, failures)
 
     async def _wait(self, error: StorageError, failures: _Failures) -> None:
         """Waits before the next try, or raises ``error`` if there is to be none."""

@@ -10,13 +10,14 @@ import asyncio
 import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.wrappers import Wrapper, without_blocking_io
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Unspeakable(Exception):
@@ -83,13 +84,17 @@ class Raising(Wrapper):
         self._make = make
         self.was_hit = False
 
-    async def around(self, op: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         self._strike(op)
-        return await call()
+        return await call(*args, **kwargs)
 
-    def around_blocking(self, op: str, key: str, call: Callable[[], T]) -> T:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         self._strike(op)
-        return call()
+        return call(*args, **kwargs)
 
     def _strike(self, op: str) -> None:
         if op == self._verb:
