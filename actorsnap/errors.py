@@ -48,9 +48,11 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "describe",
     "did_you_mean",
     "printable",
     "rebuild",
+    "text_of",
 ]
 
 
@@ -80,6 +82,22 @@ def did_you_mean(
     """
     near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
     return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""
+
+
+def text_of(error: BaseException) -> str:
+    """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its __str__ raises {type(failure).__name__}>"
+
+
+def describe(error: BaseException) -> str:
+    """Returns the class, the message and the notes of an exception on one line. Never raises."""
+    name, text = type(error).__name__, text_of(error)
+    said = [f"{name}: {text}" if text else name]
+    said += [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    return "; ".join(said)
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
+from actorsnap.errors import text_of
+
 __all__ = ["Lines"]
 
 _Failure = (
@@ -47,6 +49,8 @@ class Lines(logging.LoggerAdapter[logging.Logger]):
         """
         if not self.isEnabledFor(level):
             return
+        # Another package's exception may raise while it is formatted.
+        args = tuple([text_of(a) if isinstance(a, BaseException) else a for a in args])
         name = self.logger.name
         record = logging.LogRecord(name, level, "", 0, msg, args, None)
         try:

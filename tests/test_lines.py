@@ -67,6 +67,21 @@ def broken_handler(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.setLevel(before)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_exception_that_cannot_be_shown_breaks_no_line(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO):
+        Lines("some").warning("of %d: %s", 3, Unspeakable(), exc_info=Unspeakable())
+    (record,) = caplog.records
+    assert record.getMessage() == "of 3: <its __str__ raises RuntimeError>"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.usefixtures("own_fields")
 def test_fields_of_the_application_stay_its_own(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):

@@ -6,10 +6,11 @@ It owns the attempt's deadline and the one operation that makes a snapshot: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +24,7 @@ from actorsnap.errors import (
     ObjectExists,
     ObjectNotFound,
     StorageError,
+    describe,
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -43,6 +45,8 @@ from actorsnap.protocol.coordinator import (
 )
 from actorsnap.protocol.messages import Failed, Failure, Stage
 from actorsnap.storage.base import Storage
+from actorsnap.storage.many import for_each
+from actorsnap.storage.translated import ends_this_task
 from actorsnap.transport.base import Broken, CoordinatorEnd, Lost
 
 __all__ = ["CommitTemplate", "CoordinatorActor"]
@@ -151,7 +155,7 @@ class CoordinatorActor:
             return message
         assert scope.cancelled_caught
         self._deadline = math.inf
-        return DeadlinePassed(self._timeout_s)
+        return DeadlinePassed(self._timeout_s, self._errands.trouble)
 
     async def _handle(self, event: CoordinatorEvent) -> None:
         for command in self._machine.handle(event):
@@ -201,19 +205,20 @@ class CoordinatorActor:
                     await self._storage.put_if_absent(COMMIT_KEY, data)
                 if row is not None:
                     row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
-        except Exception as error:  # whatever a backend raises: what was stored must not be lost
+        except BaseException as error:  # whatever a backend raises: what is stored must not be lost
+            if ends_this_task(error):
+                raise
             return await self._failed(first_error(error))
         return CommitWritten()
 
     async def _look_before(self, commit: Commit) -> None:
         """Sees what is about to be replaced, and that what is to be named is still there."""
-        async with anyio.create_task_group() as tasks:
-            if self._template.overwrite:
-                tasks.start_soon(self._look_for_older)
-            # The iterator is shared.
-            ranks = iter(enumerate(commit.manifests))
-            for _ in range(min(_NUM_LOOKERS, len(commit.manifests))):
-                tasks.start_soon(self._look_for, ranks)
+        looks: list[Callable[[], Awaitable[None]]] = [
+            partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
+        ]
+        if self._template.overwrite:
+            looks.insert(0, self._look_for_older)
+        await for_each(looks, lambda look: look(), at_once=min(_NUM_LOOKERS, len(looks)))
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def _look_for_older(self) -> None:
@@ -221,21 +226,20 @@ class CoordinatorActor:
             older = await find_commit(self._storage)
             self.replaced = older.attempt if older is not None else None
 
-    async def _look_for(self, manifests: Iterator[tuple[int, ManifestRecord]]) -> None:
-        """Sees that what ranks have written is there, also for this rank."""
-        for rank, record in manifests:
-            try:
-                await self._storage.stat(record.key)
-            except ObjectNotFound as error:
-                if rank == 0:
-                    raise
-                raise StorageError(
-                    op="stat",
-                    key=record.key,
-                    backend=self._storage.url,
-                    detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
-                    "it: save to a path on storage that all ranks share",
-                ) from error
+    async def _look_for(self, rank: int, record: ManifestRecord) -> None:
+        """Sees that what a rank has written is there, also for this rank."""
+        try:
+            await self._storage.stat(record.key)
+        except ObjectNotFound as error:
+            if rank == 0:
+                raise
+            raise StorageError(
+                op="stat",
+                key=record.key,
+                backend=self._storage.url,
+                detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
+                "it: save to a path on storage that all ranks share",
+            ) from error
 
     async def _failed(self, error: BaseException) -> CommitWritten | CommitFailed:
         visible = await self._visible() if self._is_asked else _Visible.NONE
@@ -261,7 +265,7 @@ class CoordinatorActor:
             )
         return CommitFailed(
             Failure(
-                reason=str(error) if isinstance(error, ActorSnapError) else repr(error),
+                reason=str(error) if isinstance(error, ActorSnapError) else describe(error),
                 stage=Stage.COMMIT,
                 rank=0,
                 key=(error.key if isinstance(error, StorageError) else None) or COMMIT_KEY,

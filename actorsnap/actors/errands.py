@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import anyio
 import anyio.abc
 
+from actorsnap.errors import StorageError, describe
 from actorsnap.lines import Lines
 from actorsnap.storage.base import RunBlocking
+from actorsnap.storage.translated import ends_this_task
 
 __all__ = ["Errands", "first_error"]
 
@@ -40,6 +42,7 @@ class Errands:
         run_blocking: Where their blocking calls go.
         run_bulk: Where those go that move bytes; None: to the others.
         label: Of the call, for messages.
+        on_retry: See ``StorageContext``.
     """
 
     def __init__(
@@ -49,11 +52,14 @@ class Errands:
         run_blocking: RunBlocking,
         run_bulk: RunBlocking | None = None,
         label: str,
+        on_retry: Callable[[StorageError, float], None] | None = None,
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
         self._run_bulk = run_bulk or run_blocking
         self._label = label
+        self._on_retry = on_retry
+        self._retried: tuple[StorageError, float] | None = None
         self._num_calls = 0
         self._left: list[anyio.Event] = []
 
@@ -72,6 +78,20 @@ class Errands:
             return await self._run_bulk(fn, *args)
         finally:
             self._num_calls -= 1
+
+    def note_retry(self, error: StorageError, delay_s: float) -> None:
+        """``StorageContext.on_retry`` of the call's storages."""
+        self._retried = error, anyio.current_time()
+        if self._on_retry is not None:
+            self._on_retry(error, delay_s)
+
+    @property
+    def trouble(self) -> str:
+        """The last error after which a storage was asked again; empty if there was none."""
+        if self._retried is None:
+            return ""
+        error, noted_s = self._retried
+        return f"{anyio.current_time() - noted_s:.1f} s ago the storage failed: {error}"
 
     async def run(self, step: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Awaits ``step(*args)`` in a task of its own.
@@ -92,10 +112,11 @@ class Errands:
                     results.append(await step(*args))
             except Exception as error:
                 errors.append(error)
-            except anyio.get_cancelled_exc_class():
-                raise
-            except BaseException as error:  # a storage client's: it must not end the runtime
-                plain = RuntimeError(f"the storage's code raised {first_error(error)!r}")
+            except BaseException as error:
+                if ends_this_task(error):
+                    raise
+                # It must not end the runtime, nor pass for a cancellation.
+                plain = RuntimeError(f"{self._label}: {describe(first_error(error))}")
                 plain.__cause__ = error
                 errors.append(plain)
             finally:
@@ -126,37 +147,48 @@ class Errands:
 
         Behind errands that were left it is left, too: it runs when they have returned.
         """
+        await self._end(step, _CLEANUP_S, "garbage was left")
+
+    async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
+        """``clean_up`` that closes a storage, for what is left of the scopes around it only.
+
+        A storage that hangs while it is closed must not keep the caller beyond its time.
+        """
+        left_s = anyio.current_effective_deadline() - anyio.current_time()
+        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
+        await self._end(aclose, limit_s, "the storage was not closed")
+
+    async def _end(self, step: Callable[[], Awaitable[None]], limit_s: float, left: str) -> None:
         if self._left:
             earlier, ended = tuple(self._left), anyio.Event()
             self._left.append(ended)
-            self._tasks.start_soon(self._clean_up_behind, earlier, step, ended)
+            self._tasks.start_soon(self._end_later, earlier, step, left, ended)
             return
-        with anyio.move_on_after(_CLEANUP_S, shield=True) as scope:
-            await self.run(self._tidy, step)
+        with anyio.move_on_after(limit_s, shield=True) as scope:
+            await self.run(self._tidy, step, left)
         if scope.cancelled_caught:
-            logger.warning(
-                "%s: garbage was left: cleaning up took over %g s", self._label, _CLEANUP_S
-            )
+            logger.warning("%s: %s: it took over %.3g s", self._label, left, limit_s)
 
-    async def _clean_up_behind(
+    async def _end_later(
         self,
         earlier: tuple[anyio.Event, ...],
         step: Callable[[], Awaitable[None]],
+        left: str,
         ended: anyio.Event,
     ) -> None:
         try:
             with anyio.CancelScope(shield=True):
                 for other in earlier:
                     await other.wait()
-                await self._tidy(step)
+                await self._tidy(step, left)
         finally:
             ended.set()
 
-    async def _tidy(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _tidy(self, step: Callable[[], Awaitable[None]], left: str) -> None:
         try:
             await step()
         except Exception:  # whatever a backend raises
-            logger.warning("%s: garbage was left", self._label, exc_info=True)
+            logger.warning("%s: %s", self._label, left, exc_info=True)
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
 from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost, Send, StepFailed
@@ -145,6 +146,9 @@ class MemberActor:
             await self._over.wait()
             tasks.cancel_scope.cancel()
         self._check()
+        if not results:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            raise RuntimeError("a step ended without a result or an error")
         return results.pop()
 
     async def fail(self, failure: Failure) -> None:

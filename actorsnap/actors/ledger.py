@@ -45,6 +45,7 @@ class ChecksumLedger:
             self._block_bytes.append(block_bytes)
             self._first.append(self._first[-1] - (start - end) // block_bytes)
         self._values: list[int | None] = [None] * self._first[-1]
+        self._recorded_bytes = 0
 
     @property
     def key(self) -> str:
@@ -64,11 +65,24 @@ class ChecksumLedger:
         self._chunks[chunk.start] = chunk
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
-        """Notes the checksums of a chunk's blocks."""
+        """Notes that a chunk is stored, and the checksums of its blocks."""
+        self._recorded_bytes += staged.chunk.stop - staged.chunk.start
         if checksums:
             piece = staged.pieces[0]
             first = self._first[piece.item] + piece.start // self._block_bytes[piece.item]
             self._values[first : first + len(checksums)] = checksums
+
+    def check_complete(self) -> None:
+        """Compares what is stored with the plan.
+
+        Raises:
+            RuntimeError: chunks are missing.
+        """
+        planned_bytes = sum([chunk.stop - chunk.start for chunk in self._plan.chunks])
+        if self._recorded_bytes != planned_bytes:
+            raise RuntimeError(
+                f"{self.key}: {self._recorded_bytes} of {planned_bytes} bytes were stored"
+            )
 
     def stored(self, item: int, number: int) -> Stored:
         """Where item ``item`` lies, in object number ``number`` of the rank manifest.

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from actorsnap.actors.budget import Budget, Purpose
 from actorsnap.actors.trace import Recorder, Row, Wait, Work, row_of
@@ -261,11 +262,12 @@ class FetcherPool:
             ChecksumMismatch: bytes are missing, or differ from what was written; names the
                 object and the leaf.
             UnsupportedFormat: they are compressed, and there is no library; nothing was read.
-            StorageError: reading failed.
+            StorageError: reading failed, or has not read all that was planned.
         Cancellation: reads in flight on threads end first. Sinks hold any mixture.
         """
         in_place, others, chunks = await self._run_blocking(self._plan, requests)
         has_ended = False
+        read_bytes: list[int] = []  # by read; threads may append to it
 
         def drain(row: Row | None) -> bool:
             """Reads on this thread for a while; True if there may be more."""
@@ -274,7 +276,7 @@ class FetcherPool:
                 row.note(Wait.THREAD)
             for read in ready:
                 with _missing_is_damage(read):
-                    self._read_in_place(requests, read, row)
+                    read_bytes.append(self._read_in_place(requests, read, row))
                 nbytes += read.stop - read.start
                 if has_ended or nbytes >= _TURN_BYTES:
                     return not has_ended
@@ -292,6 +294,7 @@ class FetcherPool:
                                 self._fetch_one, requests, read, chunks.get(read.key), row
                             ),
                         )
+                    read_bytes.append(read.stop - read.start)
 
         async def tell_threads() -> None:
             """A cancellation reaches threads by ``has_ended`` only."""
@@ -309,6 +312,17 @@ class FetcherPool:
                 for _ in range(min(self._num_fetchers, len(in_place) + len(others))):
                     tasks.start_soon(work)
             outer.cancel_scope.cancel()
+        planned_bytes = sum(read.stop - read.start for read in (*in_place, *others))
+        num_reads = len(in_place) + len(others)
+        if len(read_bytes) != num_reads or sum(read_bytes) != planned_bytes:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            raise StorageError(
+                op="read_into",
+                key="",
+                backend=self._storage.url,
+                detail=f"{len(read_bytes)} of {num_reads} reads brought {sum(read_bytes)} of "
+                f"{planned_bytes} bytes, and none of them failed",
+            )
 
     def _plan(
         self, requests: Sequence[Request]
@@ -428,11 +442,15 @@ class FetcherPool:
         if extent.frames:
             decompress(extent, stored[0], into, row)
 
-    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row | None) -> None:
-        self._storage.read_into_blocking(read.key, read.start, self._batches(requests, read, row))
+    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row | None) -> int:
+        """Returns how many bytes were filled and verified."""
+        filled: list[int] = []
+        batches = self._batches(requests, read, row, filled)
+        self._storage.read_into_blocking(read.key, read.start, batches)
+        return sum(filled)
 
     def _batches(
-        self, requests: Sequence[Request], read: Read, row: Row | None
+        self, requests: Sequence[Request], read: Read, row: Row | None, filled: list[int]
     ) -> Iterator[Sequence[memoryview]]:
         """Views to fill, up to 1 MiB at a time, verified while they are in the CPU's cache."""
         at, nbytes = read.start, 0
@@ -441,11 +459,13 @@ class FetcherPool:
             if nbytes + len(target.view) > MAX_BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
                 yield [target.view for target in batch]
                 self._end_batch(batch, read.key, at, nbytes, row)
+                filled.append(nbytes)
                 at, nbytes, batch = at + nbytes, 0, []
             batch.append(target)
             nbytes += len(target.view)
         yield [target.view for target in batch]
         self._end_batch(batch, read.key, at, nbytes, row)
+        filled.append(nbytes)
 
     def _end_batch(
         self, batch: Sequence[_Target], key: str, at: int, nbytes: int, row: Row | None

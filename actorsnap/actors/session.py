@@ -29,7 +29,7 @@ from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.stock import CopyHashes, Stock
 from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Row, Work, row_of
 from actorsnap.actors.uploader import UploaderActor
-from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError
+from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.frames import check_available
 from actorsnap.format.layout import manifest_key
@@ -74,6 +74,7 @@ from actorsnap.protocol.participant import (
 from actorsnap.state.leaves import Captured, Leaf
 from actorsnap.state.memory import MemorySource
 from actorsnap.storage.base import Storage
+from actorsnap.storage.translated import ends_this_task
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
 __all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
@@ -401,7 +402,9 @@ class ParticipantActor:
         """Turns a step's exception into an event; the first one recorded is the cause."""
         try:
             await step(*args)
-        except Exception as error:
+        except BaseException as error:
+            if ends_this_task(error):
+                raise
             cause = first_error(error)
             if not isinstance(cause, ActorSnapError):
                 logger.debug("%s: %s failed", self._board.label, stage, exc_info=cause)
@@ -409,8 +412,8 @@ class ParticipantActor:
             if isinstance(cause, StorageError) and cause.key:
                 key = cause.key
             if self._recorder is not None:
-                self._recorder.mark(f"{stage} failed", key=key or "", error=repr(cause))
-            reason = str(cause) if isinstance(cause, ActorSnapError) else repr(cause)
+                self._recorder.mark(f"{stage} failed", key=key or "", error=describe(cause))
+            reason = str(cause) if isinstance(cause, ActorSnapError) else describe(cause)
             rank = self._machine.rank
             failure = Failure(reason=reason, stage=stage, rank=rank, key=key)
             if isinstance(cause, StateChanged):
@@ -649,6 +652,8 @@ class ParticipantActor:
 
     def _encode_manifest(self) -> bytes:
         assert isinstance(self._captured, Captured)
+        for ledger in self._ledgers:
+            ledger.check_complete()
         return encode_rank_manifest(
             RankManifest(
                 attempt=self._attempt,

@@ -123,10 +123,13 @@ class UploaderActor:
         if self._sampler is not None and self._sampler.is_next():
             await self._run_blocking(self._sampler.sample, staged.views(), ledger.itemsizes(staged))
         if self._has_blocking_io and self._compressed is None:
-            checksums = await self._run_blocking(
+            written = await self._run_blocking(
                 _hash_and_write, writer, staged, ledger, self._is_stopped, row
             )
-            await anyio.lowlevel.checkpoint_if_cancelled()  # if it was stopped half-way
+            if written is None:
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                raise RuntimeError(f"{ledger.key}: a chunk was given up, and nothing was cancelled")
+            checksums = written
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
             key, at = ledger.key, staged.chunk.start
@@ -167,7 +170,8 @@ def _hash_and_write(
     ledger: ChecksumLedger,
     is_stopped: Callable[[], bool],
     row: Row | None,
-) -> list[int]:
+) -> list[int] | None:
+    """Returns the checksums of the blocks; None if it was stopped before the last one."""
     if row is not None:
         row.note(Wait.THREAD)
     checksums: list[int] = []
@@ -183,7 +187,7 @@ def _hash_and_write(
             batch_bytes += len(part)
             if batch_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_VIEWS:
                 if is_stopped():
-                    return []
+                    return None
                 _write(writer, ledger.key, at, batch, batch_bytes, row)
                 at += batch_bytes
                 batch, batch_bytes = [], 0

@@ -28,15 +28,27 @@ __all__ = [
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True):
-    """The time that the caller allowed is over; ``timeout_s`` is for people."""
+    """The time that the caller allowed is over.
+
+    Attributes:
+        timeout_s: For people.
+        trouble: The last error of a storage, for people; empty if there was none.
+    """
 
     timeout_s: float
+    trouble: str = ""
+
+    @property
+    def is_over(self) -> str:
+        """The beginning of every reason."""
+        trouble = f"; {self.trouble}" if self.trouble else ""
+        return f"timeout_s={self.timeout_s:g} is over{trouble}"
 
     def reason(self, absent: Sequence[int]) -> str:
         """Why it ends where these ranks are waited for."""
         named = ", ".join(map(str, absent[:16])) + (" ..." if len(absent) > 16 else "")
         return (
-            f"timeout_s={self.timeout_s:g} is over; still waiting for rank(s) {named}. Raise "
+            f"{self.is_over}; still waiting for rank(s) {named}. Raise "
             "Options.timeout_s if the storage is that slow"
         )
 

@@ -383,7 +383,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         return [StopCommit(event.failure.reason, has_grace=True)]
 
     def _on_late_deadline(self, event: DeadlinePassed) -> list[CoordinatorCommand]:
-        return [StopCommit(f"timeout_s={event.timeout_s:g} is over", has_grace=False)]
+        return [StopCommit(event.is_over, has_grace=False)]
 
     def _on_commit_written(self, event: CommitWritten) -> list[CoordinatorCommand]:
         self.state = _S.COMMITTED

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, printable, rebuild
+from actorsnap.errors import ActorSnapError, printable, rebuild, text_of
 from actorsnap.format.manifest import MemoryFormat
 from actorsnap.planning.inventory import Division, Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
@@ -86,7 +86,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def _of(cls, error: BaseException) -> Fault:
-        kind, text = type(error).__name__, printable(str(error))
+        kind, text = type(error).__name__, printable(text_of(error))
         if isinstance(error, ActorSnapError):
             return cls(kind, text, sendable(error.fields))
         if isinstance(error, OSError) and error.errno is not None:

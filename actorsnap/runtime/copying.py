@@ -142,12 +142,17 @@ async def _destination(
     copier = host.new_attempt()
     try:
         target = await open_place(
-            host, to, fsync=True, run_blocking=errands.run_blocking, scratch=str(copier)
+            host,
+            to,
+            fsync=True,
+            run_blocking=errands.run_blocking,
+            scratch=str(copier),
+            on_retry=errands.note_retry,
         )
         try:
             yield target, str(copier)
         finally:
-            await errands.clean_up(target.aclose)
+            await errands.close(target.aclose)
     finally:
         host.end_attempt(copier)
 
@@ -340,6 +345,9 @@ class _Copy:
         Raises:
             StorageError: it is not, or others may have taken this copy for dead.
         """
+        num_done = self._report.num_copied + self._report.num_skipped
+        if num_done != len(plan.objects):
+            raise self._incomplete("", f"{num_done} of {len(plan.objects)} objects")
         with self._writing():
             found = await self._sizes()
         for copied in plan.objects:
@@ -442,8 +450,17 @@ class _Copy:
                 self._stored.discard(copied.key)
                 await self._target.delete([copied.key])
             writer = await self._target.writer(copied.key, copied.size)
+        moved_bytes = 0
+
+        async def move(spans: tuple[Span, ...]) -> None:
+            nonlocal moved_bytes
+            await self._move(copied, spans, writer)
+            moved_bytes += spans[-1].stop - spans[0].start
+
         try:
-            await self._for_each_write(copied, lambda spans: self._move(copied, spans, writer))
+            await self._for_each_write(copied, move)
+            if moved_bytes != copied.size:
+                raise self._incomplete(copied.key, f"{moved_bytes} of {copied.size} bytes")
             with self._writing():
                 await writer.complete()
         except BaseException:
@@ -555,6 +572,10 @@ class _Copy:
 
     def _writing(self) -> AbstractContextManager[None]:
         return _side("the copy's destination", self._target.url)
+
+    def _incomplete(self, key: str, what: str) -> StorageError:
+        detail = f"only {what} were copied, and nothing failed"
+        return StorageError(op="copy", key=key, backend=self._target.url, detail=detail)
 
     def _refused(self, detail: str, *, retryable: bool = False) -> StorageError:
         return StorageError(

@@ -12,7 +12,11 @@ from typing import Protocol, TypeAlias, TypeVar
 import anyio
 
 from actorsnap.actors.gathering import GatheringActor, MemberActor
-from actorsnap.errors import ActorSnapError, RestoreAborted
+from actorsnap.errors import (
+    ActorSnapError,
+    RestoreAborted,
+    describe,
+)
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.protocol.gathering import Decide, GatheringMachine, MemberMachine
@@ -184,8 +188,7 @@ class Together:
     def _failure_of(self, error: Exception) -> Failure:
         rank, stage = self.rank, self.member.stage
         if not isinstance(error, ActorSnapError):
-            said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-            error = RestoreAborted(reason="; ".join(said), rank=rank, stage=str(stage))
+            error = RestoreAborted(reason=describe(error), rank=rank, stage=str(stage))
         return Failure.of(error, stage=stage, rank=rank)
 
 

@@ -32,9 +32,10 @@ import anyio.lowlevel
 # before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.errands import first_error
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.errors import ActorSnapError, UsageError, text_of
 from actorsnap.format.layout import Attempt
 from actorsnap.lines import Lines
 from actorsnap.options import may_block_running_loop
@@ -44,6 +45,7 @@ from actorsnap.runtime.async_call import how_to_await
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, is_running
+from actorsnap.storage.translated import ends_this_task
 
 if TYPE_CHECKING:
     from actorsnap.runtime.offload import Uploader
@@ -121,10 +123,14 @@ class Call(Generic[T]):
         try:
             with self._scope:
                 result = await self._coroutine
-        except BaseException as error:
+        except Exception as error:
             self.future.set_exception(error)
-            if not isinstance(error, Exception):
+        except BaseException as error:
+            if ends_this_task(error):
+                self.future.set_exception(error)
                 raise
+            # The caller must not take it for its own Ctrl-C, exit or cancellation.
+            self.future.set_exception(_contained(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
                 self.future.set_exception(CallCancelled())
@@ -259,9 +265,7 @@ class Host:
                 future.set_exception(error)
             else:
                 # No future takes it; or it would end the loop, or look like a cancellation.
-                fault = RuntimeError(f"{type(error).__name__} on a worker thread: {error}")
-                fault.__cause__ = error
-                future.set_exception(fault)
+                future.set_exception(_contained(error, "on a worker thread"))
 
         def done(result: Any, error: BaseException | None) -> None:
             # The loop is closed only when the process gives the runtime up.
@@ -424,6 +428,13 @@ class Host:
         for pool in (self._workers, self._bulk):
             pool.stop(timeout_s=_STOP_S)
         self.arena.close()
+
+
+def _contained(error: BaseException, where: str) -> RuntimeError:
+    """An error in place of one that no future takes, or that would end a loop or a task."""
+    fault = RuntimeError(f"{type(error).__name__} {where}: {text_of(error)}")
+    fault.__cause__ = error
+    return fault
 
 
 def _remember(attempts: dict[str, None], attempt: str) -> None:

@@ -17,7 +17,12 @@ from typing import TypeAlias
 import anyio
 
 from actorsnap.actors.trace import Record, Recorder
-from actorsnap.errors import StorageError, UsageError, printable
+from actorsnap.errors import (
+    StorageError,
+    UsageError,
+    describe,
+    printable,
+)
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.runtime import telemetry, tracefile
@@ -139,7 +144,7 @@ class Observation:
 
 def error_text(error: BaseException) -> str:
     """What ``About.error`` says of an error; the error itself would keep the app state."""
-    return f"{type(error).__name__}: {error}"
+    return describe(error)
 
 
 def _working_folder() -> str:

@@ -17,7 +17,10 @@ from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.line import LineActor
 from actorsnap.actors.reader import find_commit
-from actorsnap.errors import ActorSnapError
+from actorsnap.errors import (
+    ActorSnapError,
+    describe,
+)
 from actorsnap.lines import Lines
 from actorsnap.protocol.frames import Save, StagingWanted, TeamPlace
 from actorsnap.protocol.line import (
@@ -150,8 +153,7 @@ class OffloadedTeamSave(OffloadedSave):
                     await self._describe()
             except Exception as error:
                 self._cause = error
-                reason = f"{type(error).__name__}: {error}"
-                self._give_up(Failure(reason=reason, stage=Stage.JOIN, rank=self.rank))
+                self._give_up(Failure(reason=describe(error), stage=Stage.JOIN, rank=self.rank))
                 return
             await self._may_hand_over.wait()
             if self._is_given_up:
@@ -204,7 +206,7 @@ class OffloadedTeamSave(OffloadedSave):
                     commit = await self._errands.run(find_commit, storage)
                     found = commit is not None and commit.attempt == self._wanted.attempt
                 finally:
-                    await self._errands.clean_up(storage.aclose)
+                    await self._errands.close(storage.aclose)
             except Exception as error:  # whatever a backend raises
                 logger.warning("%s: whether it is committed is unknown: %s", self.label, error)
         return found
@@ -253,7 +255,7 @@ class OffloadedTeamSave(OffloadedSave):
         if isinstance(error, ActorSnapError):
             self._told = failure_of(error)
         elif error is not None:
-            self._told = Failure(reason=repr(error), stage=Stage.STORE, rank=self.rank)
+            self._told = Failure(reason=describe(error), stage=Stage.STORE, rank=self.rank)
         self._post(ProcessFinished(self._told))
 
     # Where there is no process

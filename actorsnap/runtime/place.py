@@ -32,6 +32,7 @@ from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
 from actorsnap.storage.many import for_each
 from actorsnap.storage.registry import find_opener, folder_and_name, is_ready, open_storage
+from actorsnap.storage.translated import translate_opening
 
 __all__ = [
     "MAX_SMALL_READS",
@@ -86,17 +87,19 @@ async def open_place(
 
     Raises:
         UsageError: unknown scheme or storage option.
+        StorageError: what another package's factory raises.
     """
     context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch, on_retry)
     if is_ready(place.at):
-        return open_storage(place.at, context)
+        return translate_opening(place.url, lambda: open_storage(place.at, context))
     opener = await host.run_blocking(find_opener, place.at)
-    return opener(context)
+    return translate_opening(place.url, lambda: opener(context))
 
 
 def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
     """``open_place`` where the backend ``is_ready``."""
-    return open_storage(place.at, _context(host, place, fsync, host.run_blocking))
+    context = _context(host, place, fsync, host.run_blocking)
+    return translate_opening(place.url, lambda: open_storage(place.at, context))
 
 
 def _context(
@@ -147,14 +150,18 @@ class Source:
         Raises:
             SnapshotReplaced: instead of ``ChecksumMismatch`` where another snapshot was
                 committed meanwhile, or this one deleted.
-            StorageError: the time is over.
+            StorageError: the time is over; quotes the last error of a storage that was retried.
         """
         host.set_budget(self.options.memory_budget_bytes)
-        async with _errands(host, f"{op} {self.place.url}") as errands:
+        async with _errands(host, f"{op} {self.place.url}", on_retry) as errands:
             with anyio.move_on_after(self.options.timeout_s) as scope:
                 run_blocking = errands.run_blocking
                 storage = await open_place(
-                    host, self.place, fsync=True, run_blocking=run_blocking, on_retry=on_retry
+                    host,
+                    self.place,
+                    fsync=True,
+                    run_blocking=run_blocking,
+                    on_retry=errands.note_retry,
                 )
 
                 async def read_head() -> bytes | None:
@@ -169,14 +176,15 @@ class Source:
                         await errands.run(reader.check_replaced)
                     raise
                 finally:
-                    await errands.clean_up(storage.aclose)
+                    await errands.close(storage.aclose)
         if scope.cancelled_caught:
             raise StorageError(
                 op=op,
                 key="",
                 backend=self.place.url,
-                detail=f"timeout_s={self.options.timeout_s:g} is over; the storage does not "
-                "answer. Raise Options.timeout_s if it is that slow",
+                detail=f"timeout_s={self.options.timeout_s:g} is over; "
+                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s if "
+                "it is that slow",
                 retryable=True,
             )
 
@@ -244,7 +252,7 @@ class Source:
 
 
 @asynccontextmanager
-async def _errands(host: Host, label: str) -> AsyncIterator[Errands]:
+async def _errands(host: Host, label: str, on_retry: OnRetry | None) -> AsyncIterator[Errands]:
     """Errands in a call of their own, which ends when the last one has returned."""
     tasks = anyio.create_task_group()
     begun, over = anyio.Event(), anyio.Event()
@@ -258,7 +266,7 @@ async def _errands(host: Host, label: str) -> AsyncIterator[Errands]:
     host.submit(keep())
     try:
         await begun.wait()
-        yield Errands(tasks, run_blocking=host.run_blocking, label=label)
+        yield Errands(tasks, run_blocking=host.run_blocking, label=label, on_retry=on_retry)
     finally:
         over.set()
 

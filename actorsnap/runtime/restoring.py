@@ -19,6 +19,7 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RestoreAborted,
+    describe,
     did_you_mean,
     printable,
 )
@@ -294,9 +295,8 @@ class _Turns:
     def _named(self, error: Exception, key: str, rank: int) -> ActorSnapError:
         if isinstance(error, ActorSnapError):
             return error
-        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         named = RestoreAborted(
-            reason="; ".join(said), rank=rank, stage=str(self._stage), key=escape(key)
+            reason=describe(error), rank=rank, stage=str(self._stage), key=escape(key)
         )
         named.__cause__ = error
         return named

@@ -58,7 +58,8 @@ __all__ = ["SaveJob", "failure_of"]
 logger = Lines(__name__)
 
 _PATIENCE_S = 5.0
-"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
+"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone, and for the
+storage to be closed."""
 
 _MAX_PUT_BYTES = 1 << 30
 """Object stores take at most 5 GiB in one request."""
@@ -114,6 +115,7 @@ class SaveJob(Job):
         if self._attempt is not None:
             self.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
+        self._superseded: Storage | None = None  # closed at the end: it may hang
         self._level: int | None = None
         self._samples_level: int | None = None
         self._choice: CompressionChoice | None = None
@@ -163,6 +165,7 @@ class SaveJob(Job):
                         run_blocking=self._host.run_blocking,
                         run_bulk=self._host.run_bulk,
                         label=self.label,
+                        on_retry=None if self._observation is None else self._observation.on_retry,
                     )
                 )
         finally:
@@ -269,8 +272,9 @@ class SaveJob(Job):
             if coordinator is not None:
                 await self._collect(errands, coordinator.replaced, deadline)
         finally:
-            if self._storage is not None:
-                await errands.clean_up(self._storage.aclose)
+            for storage in (self._storage, self._superseded):
+                if storage is not None:
+                    await self._close(storage, errands, deadline)
 
     async def _prepare(self, errands: Errands, deadline: float) -> bool:
         """Opens the storage and looks what is there; returns whether all must be durable."""
@@ -279,10 +283,14 @@ class SaveJob(Job):
         older = await self._look(storage, errands, deadline)
         if older is not None and older.fsync and not fsync:
             # Else a power loss could leave neither the older one nor this one.
-            await errands.clean_up(storage.aclose)
+            self._superseded = storage
             self._storage = await self._open(errands, str(self._attempt), fsync=True)
             return True
         return fsync
+
+    async def _close(self, storage: Storage, errands: Errands, deadline: float) -> None:
+        with anyio.CancelScope(deadline=min(deadline, anyio.current_time() + _PATIENCE_S)):
+            await errands.close(storage.aclose)
 
     async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:
         return await open_place(
@@ -291,7 +299,7 @@ class SaveJob(Job):
             fsync=fsync,
             run_blocking=errands.run_blocking,
             scratch=attempt,
-            on_retry=None if self._observation is None else self._observation.on_retry,
+            on_retry=errands.note_retry,
         )
 
     async def _open_assigned(self, errands: Errands, command: StartStoring) -> Storage:
@@ -307,8 +315,7 @@ class SaveJob(Job):
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
         """``_older``, within the deadline and until a cancellation."""
-        reason = f"timeout_s={self.options.timeout_s:g} is over; the storage did not answer"
-        stage = Stage.JOIN
+        reason, stage = "", Stage.JOIN
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
                 if self._ended_by is None and self._cancel_reason is None:
@@ -324,6 +331,9 @@ class SaveJob(Job):
             reason = str(error)
         finally:
             self._scope = None
+        if not reason:
+            trouble = errands.trouble or "the storage did not answer"
+            reason = f"timeout_s={self.options.timeout_s:g} is over; {trouble}"
         raise self._error(Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY))
 
     async def _older(self, storage: Storage) -> Commit | None:

@@ -21,7 +21,7 @@ import msgspec
 
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Work
-from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.errors import ActorSnapError, UsageError, describe
 from actorsnap.format.frames import check_available
 from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
@@ -316,8 +316,7 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
 def _failure_of(error: Exception, rank: int) -> Failure:
     if isinstance(error, ActorSnapError):
         return Failure.of(error, stage=Stage.CAPTURE, rank=rank)
-    said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return Failure(reason=said, stage=Stage.CAPTURE, rank=rank)
+    return Failure(reason=describe(error), stage=Stage.CAPTURE, rank=rank)
 
 
 def _failing(

@@ -21,6 +21,7 @@ from actorsnap.errors import (
     FormatError,
     NotASnapshot,
     ObjectNotFound,
+    StorageError,
     UnsupportedFormat,
     UsageError,
 )
@@ -149,22 +150,26 @@ class _NullSink:
 
 
 class _Meter:
-    """Adds up what worker threads have done, and reports it to the caller's ``progress``."""
+    """Adds up what worker threads have done, and reports it to the caller's ``progress``.
+
+    Attributes:
+        done, total: Bytes compared, and to compare.
+    """
 
     def __init__(self, progress: Callable[[int, int], None] | None) -> None:
         self._progress = progress
         self._lock = threading.Lock()
-        self._done = self._total = 0
+        self.done = self.total = 0
 
     def begin(self, total: int) -> None:
-        self._total = total
+        self.total = total
         self.add(0)
 
     def add(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress(self._done, self._total)
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self.total)
 
 
 @begins_anew
@@ -234,6 +239,7 @@ class DataCheck:
         level: str,
         progress: Callable[[int, int], None] | None,
     ) -> None:
+        self._url = source.place.url
         self._storage = storage
         self._run_blocking = run_blocking
         self._level = level
@@ -265,10 +271,13 @@ class DataCheck:
             problems += await self._run_blocking(lambda: [*holes(manifests), *_gaps(held)])
         total = sum(at.stop - at.start for each in held for _, at in each.leaves)
         await self._run_blocking(self._meter.begin, total)
+        num_checked = 0
 
         async def check(record: ObjectRecord) -> None:
+            nonlocal num_checked
             try:
                 await self._check(record)
+                num_checked += 1
             except ObjectNotFound as error:
                 missing = ChecksumMismatch(key=error.key, detail="the object is missing")
                 missing.__cause__ = error
@@ -289,6 +298,17 @@ class DataCheck:
         at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
         self.num_objects = len(records)
+        meter = self._meter
+        if not problems and (
+            num_checked != len(records) or (self._level == "full" and meter.done < meter.total)
+        ):
+            raise StorageError(
+                op="verify",
+                key="",
+                backend=self._url,
+                detail=f"only {num_checked} of {len(records)} objects and {meter.done} of "
+                f"{meter.total} bytes were compared, and nothing failed",
+            )
         if self._level == "full" and is_complete:
             trial = await self._run_blocking(try_manifests, dict(enumerate(manifests)))
             known = {getattr(problem, "key", "") for problem in problems}

@@ -15,7 +15,11 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import UsageError, printable
+from actorsnap.errors import (
+    UsageError,
+    printable,
+    text_of,
+)
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     CompositeEntry,
@@ -309,7 +313,7 @@ class _Collector:
             data = objects.pickled(value)
         except Exception as error:  # pickling runs the value's own code
             self._refused.append(
-                f"{path!r} is a {type(value).__qualname__} and cannot be pickled: {error}"
+                f"{path!r} is a {type(value).__qualname__} and cannot be pickled: {text_of(error)}"
             )
         else:
             self._add_bytes(path, "pickle", data, replicated)

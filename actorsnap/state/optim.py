@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from actorsnap.errors import UsageError, printable
+from actorsnap.errors import UsageError, describe, printable
 
 __all__ = [
     "ModelState",
@@ -163,7 +163,7 @@ def _step_on_zeros(
             step(optimizer)
     except Exception as error:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot be primed ({type(error).__name__}: {error}); "
+            f"{type(optimizer).__name__} cannot be primed ({describe(error)}); "
             "run one step before the restore"
         ) from error
     finally:

@@ -14,7 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from actorsnap.errors import FormatError, UsageError
+from actorsnap.errors import (
+    FormatError,
+    UsageError,
+    text_of,
+)
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -642,7 +646,7 @@ class KeyRestore:
                     self._values[path] = objects.value_of(kind, data)
             except Exception as error:
                 raise FormatError(
-                    key=path, detail=f"its bytes are no {kind} value: {error}"
+                    key=path, detail=f"its bytes are no {kind} value: {text_of(error)}"
                 ) from error
 
         self._finishers.append(finish)

@@ -6,9 +6,10 @@ are stateless, except for ``writer``. All are safe to call concurrently from tas
 event loop. This module knows nothing of snapshots, tensors, retries or budgets; those are
 policies (``wrappers.py``) or callers.
 
-Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``.
-A backend never returns partial data as success. ``actorsnap.testing.StorageConformance`` is
-this docstring as a test suite; every backend, also a stranger's, must pass it.
+Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
+runtime turns any other exception into one (``translated.py``), but knows less about it. A backend
+never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
+a test suite; every backend, also a stranger's, must pass it.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from actorsnap.errors import (
     StorageError,
     Throttled,
     UsageError,
+    describe,
 )
 from actorsnap.lines import Lines
 from actorsnap.storage.base import (
@@ -455,7 +456,7 @@ class FsspecStorage(Storage):
             raise self._error(op, key, error) from error
 
     def _error(self, op: str, key: str, error: Exception) -> StorageError:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = describe(error)
         for name, value in self._options.items():
             if isinstance(value, str) and value and _SECRET_NAME.search(name):
                 said = said.replace(value, "...")

@@ -8,6 +8,7 @@ that the caller gave. Must not know buckets or requests.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from gcloud.aio.auth import Token
 from gcloud.aio.storage import SCOPES
 
 from actorsnap.storage.base import RunBlocking
+from actorsnap.storage.wire import is_unknown_host
 
 __all__ = ["Credentials", "CredentialsError", "GivenToken"]
 
@@ -106,7 +108,8 @@ class Credentials:
                 ) from error
             except aiohttp.ClientError as error:
                 raise CredentialsError(
-                    f"no access token can be fetched: {error}. {_REMEDY}", is_retryable=True
+                    f"no access token can be fetched: {error}. {_REMEDY}",
+                    is_retryable=not is_unknown_host(error),
                 ) from error
             except (OSError, ValueError, LookupError) as error:
                 raise CredentialsError(
@@ -129,4 +132,11 @@ class Credentials:
             self._source.acquiring.cancel()
 
     def _load(self) -> Token:
-        return Token(service_file=self._file, session=self._session, scopes=SCOPES)
+        return _Token(service_file=self._file, session=self._session, scopes=SCOPES)
+
+
+class _Token(Token):  # type: ignore[misc]
+    """Asks for a token once: retries are a policy of the storage, and gcloud-aio's are silent."""
+
+    async def acquire_access_token(self) -> None:
+        await inspect.unwrap(Token.acquire_access_token)(self)

@@ -45,7 +45,7 @@ from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.many import try_each
 from actorsnap.storage.options import NetworkOptions, check_secret
 from actorsnap.storage.vectored import flat, num_bytes
-from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength
+from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
 __all__ = ["GsClient", "GsOptions", "Page", "Resource", "truncated"]
 
@@ -604,7 +604,7 @@ class GsClient:
             return self._error(op, key, said)
         said = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
         detail = f"{said}; {_remedy(isinstance(error, TimeoutError))}"
-        return self._error(op, key, detail, retryable=True)
+        return self._error(op, key, detail, retryable=not is_unknown_host(error))
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
         detail = f"bucket {self._bucket!r}: {detail}"

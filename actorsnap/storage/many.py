@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError
 
@@ -21,16 +22,25 @@ async def for_each(
 
     Raises:
         ExceptionGroup: what ``perform`` raised; the others were cancelled.
+        RuntimeError: some have not ended. A task group passes over a ``CancelledError`` also where
+            nobody has cancelled anything.
     """
     waiting = iter(items)
+    num_begun = num_done = 0
 
     async def work() -> None:
+        nonlocal num_begun, num_done
         for item in waiting:
+            num_begun += 1
             await perform(item)
+            num_done += 1
 
     async with anyio.create_task_group() as tasks:
         for _ in range(at_once):
             tasks.start_soon(work)
+    if num_done != num_begun:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        raise RuntimeError(f"{num_begun - num_done} operations ended without a result or an error")
 
 
 async def try_each(

@@ -26,7 +26,7 @@ import anyio.lowlevel
 
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["Request", "Response", "Wire", "WireError", "WrongLength"]
+__all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 
 _SMALL_BYTES = 64 * 1024
 """Smaller neighbours are joined to so much: copying them costs less than a system call each."""
@@ -91,6 +91,17 @@ class WrongLength(WireError):
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
         self.num_bytes = num_bytes
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Whether a request failed because no such host exists; asking again later is of no use.
+
+    Clients keep the resolver's error as ``os_error`` or as the cause.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, socket.gaierror):
+        seen = getattr(seen, "os_error", None) or seen.__cause__
+    return seen is not None and seen.errno != socket.EAI_AGAIN
 
 
 class Wire:
@@ -397,7 +408,7 @@ class _Connection(http.client.HTTPConnection):
         if isinstance(error, socket.gaierror):
             return WireError(
                 f"the host of {place} is not known: {error.strerror}",
-                is_retryable=error.errno == socket.EAI_AGAIN,
+                is_retryable=not is_unknown_host(error),
             )
         if isinstance(error, ssl.SSLCertVerificationError):
             return WireError(

@@ -3,14 +3,15 @@
 Each wrapper decides one thing and passes everything else on. They must not know backends,
 snapshots or threads. A wrapper owns what it wraps: its ``aclose`` closes that too.
 
-``Wrapper`` keeps ``has_blocking_io``: a subclass that overrides ``read_into`` or whose writer
-overrides ``write_at`` must either override the blocking twin or switch the capability off
-(``without_blocking_io``); else its policy is passed by.
+``Wrapper`` keeps ``has_blocking_io``: a subclass that overrides ``around``, ``read_into`` or its
+writer's ``write_at`` must either override the blocking twin or switch the capability off
+(``without_blocking_io``). Otherwise blocking calls bypass its policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from abc import abstractmethod
 from collections.abc import (
@@ -22,9 +23,13 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 
@@ -46,6 +51,7 @@ __all__ = [
 logger = Lines(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @asynccontextmanager
@@ -64,57 +70,95 @@ def without_blocking_io(capabilities: Capabilities) -> Capabilities:
 
 
 class Wrapper(Storage):
-    """Passes every verb on to ``inner``. Errors, cancellation and atomicity are the inner's."""
+    """Passes every verb on to ``inner``. Errors, cancellation and atomicity are the inner's.
+
+    Every call of the inner storage and of its writers goes through ``around``, or on a worker
+    thread through ``around_blocking``. A policy for all verbs overrides these two.
+    """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.url = inner.url
         self.capabilities = inner.capabilities
 
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Awaits ``call(...)``, the verb ``op`` on ``key``; each step of a ``list`` is a call.
+
+        ``call`` is no closure: the frame of one, in a traceback, would keep the caller's memory.
+        """
+        return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """``around`` for worker threads."""
+        return call(*args, **kwargs)
+
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self.inner.put(key, views)
+        await self.around("put", key, self.inner.put, key, views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        await self.inner.put_if_absent(key, data)
+        await self.around("put_if_absent", key, self.inner.put_if_absent, key, data)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return await self.inner.writer(key, size, older=older)
+        return _AroundWriter(
+            self,
+            await self.around("writer", key, self.inner.writer, key, size, older=older),
+        )
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        return await self.inner.join_writer(token)
+        return _AroundWriter(
+            self, await self.around("join_writer", "", self.inner.join_writer, token)
+        )
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await self.inner.get(key, start, stop)
+        return await self.around("get", key, self.inner.get, key, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self.inner.read_into(key, offset, views)
+        await self.around("read_into", key, self.inner.read_into, key, offset, views)
 
     def read_into_blocking(
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
-        self.inner.read_into_blocking(key, offset, batches)
+        self.around_blocking("read_into", key, self.inner.read_into_blocking, key, offset, batches)
 
-    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        return self.inner.list(prefix)
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        found: AsyncIterator[ObjectInfo] | None = None
+
+        async def step() -> ObjectInfo | None:
+            nonlocal found
+            if found is None:
+                found = self.inner.list(prefix)
+            return await anext(found, None)
+
+        try:
+            while (info := await self.around("list", prefix, step)) is not None:
+                yield info
+        finally:
+            if isinstance(found, AsyncGenerator):
+                await found.aclose()
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self.inner.delete(keys)
+        key = keys[0] if len(keys) == 1 else ""
+        await self.around("delete", key, self.inner.delete, keys)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        return await self.inner.list_folders(folder)
+        return await self.around("list_folders", folder, self.inner.list_folders, folder)
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        return await self.inner.delete_folder(folder)
+        return await self.around("delete_folder", folder, self.inner.delete_folder, folder)
 
     async def stat(self, key: str) -> ObjectInfo:
-        return await self.inner.stat(key)
+        return await self.around("stat", key, self.inner.stat, key)
 
     async def aclose(self) -> None:
-        await self.inner.aclose()
+        await self.around("aclose", "", self.inner.aclose)
 
 
 class WriterWrapper(ObjectWriter):
-    """Passes every verb on to ``inner``."""
+    """Passes every verb on to ``inner``, through ``around`` and ``around_blocking``."""
 
     def __init__(self, inner: ObjectWriter) -> None:
         self.inner = inner
@@ -122,25 +166,59 @@ class WriterWrapper(ObjectWriter):
         self.size = inner.size
         self.token = inner.token
 
+    async def around(
+        self, op: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """See ``Wrapper.around``."""
+        return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """See ``Wrapper.around_blocking``."""
+        return call(*args, **kwargs)
+
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self.inner.write_at(offset, views, crc32c)
+        await self.around("write_at", self.inner.write_at, offset, views, crc32c)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        self.inner.write_at_blocking(offset, views)
+        self.around_blocking("write_at", self.inner.write_at_blocking, offset, views)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        return await self.inner.reuse(offset, views, crc32c)
+        return await self.around("reuse", self.inner.reuse, offset, views, crc32c)
 
     async def complete(self) -> None:
-        await self.inner.complete()
+        await self.around("complete", self.inner.complete)
 
     async def release(self) -> None:
-        await self.inner.release()
+        await self.around("release", self.inner.release)
 
     async def abort(self) -> None:
-        await self.inner.abort()
+        await self.around("abort", self.inner.abort)
+
+
+class _AroundWriter(WriterWrapper):
+    """A writer whose verbs go through the hooks of its storage."""
+
+    def __init__(self, storage: Wrapper, inner: ObjectWriter) -> None:
+        super().__init__(inner)
+        self._storage = storage
+
+    async def around(
+        self, op: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await self._storage.around(op, self.key, call, *args, **kwargs)
+
+    def around_blocking(
+        self, op: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return self._storage.around_blocking(op, self.key, call, *args, **kwargs)
+
+
+_CLEANUP = frozenset({"abort", "aclose"})
+"""Verbs that no policy delays."""
 
 
 class PrefixStorage(Wrapper):
@@ -155,71 +233,69 @@ class PrefixStorage(Wrapper):
         self._prefix = f"{check_key(prefix)}/"
         self.url = f"{inner.url.rstrip('/')}/{prefix}"
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         with self._relative():
-            await self.inner.put(self._full(key), views)
+            return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._relative():
+            return call(*args, **kwargs)
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await super().put(self._full(key), views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        with self._relative():
-            await self.inner.put_if_absent(self._full(key), data)
+        await super().put_if_absent(self._full(key), data)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        with self._relative():
-            full = [self._full(name) for name in older]
-            inner = await self.inner.writer(self._full(key), size, older=full)
-        return _PrefixWriter(self, inner)
+        full = [self._full(name) for name in older]
+        return self._named(await super().writer(self._full(key), size, older=full))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        with self._relative():
-            return _PrefixWriter(self, await self.inner.join_writer(token))
+        return self._named(await super().join_writer(token))
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._relative():
-            return await self.inner.get(self._full(key), start, stop)
+        return await super().get(self._full(key), start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        with self._relative():
-            await self.inner.read_into(self._full(key), offset, views)
+        await super().read_into(self._full(key), offset, views)
 
     def read_into_blocking(
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
-        with self._relative():
-            self.inner.read_into_blocking(self._full(key), offset, batches)
+        super().read_into_blocking(self._full(key), offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with _closing(self.inner.list(self._prefix + prefix)) as found:
-            while True:
-                # Not around the yield: what the consumer raises there is none of our business.
-                with self._relative():
-                    info = await anext(found, None)
-                if info is None:
-                    return
+        async with _closing(super().list(self._prefix + prefix)) as found:
+            async for info in found:
                 yield dataclasses.replace(info, key=self._stripped(info.key))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        with self._relative():
-            await self.inner.delete([self._full(key) for key in keys])
+        await super().delete([self._full(key) for key in keys])
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        with self._relative():
-            full = self._full(folder) if folder else self._prefix.removesuffix("/")
-            return await self.inner.list_folders(full)
+        full = self._full(folder) if folder else self._prefix.removesuffix("/")
+        return await super().list_folders(full)
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        with self._relative():
-            return [*map(self._stripped, await self.inner.delete_folder(self._full(folder)))]
+        return [*map(self._stripped, await super().delete_folder(self._full(folder)))]
 
     async def stat(self, key: str) -> ObjectInfo:
-        with self._relative():
-            info = await self.inner.stat(self._full(key))
-        return dataclasses.replace(info, key=key)
+        return dataclasses.replace(await super().stat(self._full(key)), key=key)
 
     def _full(self, key: str) -> str:
         return self._prefix + check_key(key)
 
     def _stripped(self, key: str) -> str:
         return key.removeprefix(self._prefix)
+
+    def _named(self, writer: ObjectWriter) -> ObjectWriter:
+        writer.key = self._stripped(writer.key)
+        return writer
 
     @contextmanager
     def _relative(self) -> Iterator[None]:
@@ -230,35 +306,6 @@ class PrefixStorage(Wrapper):
             raise type(error)(**{**error.fields, **here}) from error
         except FormatError as error:
             raise type(error)(**{**error.fields, "key": self._stripped(error.key)}) from error
-
-
-class _PrefixWriter(WriterWrapper):
-    def __init__(self, storage: PrefixStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
-        self.key = storage._stripped(inner.key)
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        with self._storage._relative():
-            await self.inner.write_at(offset, views, crc32c)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        with self._storage._relative():
-            self.inner.write_at_blocking(offset, views)
-
-    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        with self._storage._relative():
-            return await self.inner.reuse(offset, views, crc32c)
-
-    async def complete(self) -> None:
-        with self._storage._relative():
-            await self.inner.complete()
-
-    async def release(self) -> None:
-        with self._storage._relative():
-            await self.inner.release()
 
 
 class TurnsStorage(Wrapper):
@@ -279,86 +326,18 @@ class TurnsStorage(Wrapper):
     def _turn(self) -> AbstractAsyncContextManager[object]:
         """Waits for the turn of an operation, which ends with the context."""
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
         async with self._turn():
-            await self.inner.put(key, views)
+            return await call(*args, **kwargs)
 
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        async with self._turn():
-            await self.inner.put_if_absent(key, data)
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        async with self._turn():
-            return _TurnsWriter(self, await self.inner.writer(key, size, older=older))
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        async with self._turn():
-            return _TurnsWriter(self, await self.inner.join_writer(token))
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        async with self._turn():
-            return await self.inner.get(key, start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        async with self._turn():
-            await self.inner.read_into(key, offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         raise NotImplementedError("who waits for a turn has no blocking I/O")
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with _closing(self.inner.list(prefix)) as found:
-            while True:
-                async with self._turn():
-                    info = await anext(found, None)
-                if info is None:
-                    return
-                yield info
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        async with self._turn():
-            await self.inner.delete(keys)
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        async with self._turn():
-            return await self.inner.list_folders(folder)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        async with self._turn():
-            return await self.inner.delete_folder(folder)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        async with self._turn():
-            return await self.inner.stat(key)
-
-
-class _TurnsWriter(WriterWrapper):
-    def __init__(self, storage: TurnsStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._turn = storage._turn
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        async with self._turn():
-            await self.inner.write_at(offset, views, crc32c)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError("who waits for a turn has no blocking I/O")
-
-    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        async with self._turn():
-            return await self.inner.reuse(offset, views, crc32c)
-
-    async def complete(self) -> None:
-        async with self._turn():
-            await self.inner.complete()
-
-    async def release(self) -> None:
-        async with self._turn():
-            await self.inner.release()
 
 
 class LimitedStorage(TurnsStorage):
@@ -475,8 +454,22 @@ class RetryStorage(Wrapper):
         self._sleep = sleep
         self._clock = clock
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self._retry(lambda: self.inner.put(key, views))
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
+        failures = _Failures()
+        while True:
+            try:
+                return await call(*args, **kwargs)
+            except StorageError as error:
+                await self._wait(error, failures)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        raise NotImplementedError("a retrying storage has no blocking I/O")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         failures = _Failures()
@@ -489,24 +482,6 @@ class RetryStorage(Wrapper):
                 return None
             except StorageError as error:
                 await self._wait(error, failures)
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        inner = await self._retry(lambda: self.inner.writer(key, size, older=older))
-        return _RetryWriter(self, inner)
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        return _RetryWriter(self, await self._retry(lambda: self.inner.join_writer(token)))
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await self._retry(lambda: self.inner.get(key, start, stop))
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self._retry(lambda: self.inner.read_into(key, offset, views))
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        raise NotImplementedError("a retrying storage has no blocking I/O")
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         last = ""
@@ -523,31 +498,11 @@ class RetryStorage(Wrapper):
             except StorageError as error:
                 await self._wait(error, failures)
 
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._retry(lambda: self.inner.delete(keys))
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        return await self._retry(lambda: self.inner.list_folders(folder))
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        return await self._retry(lambda: self.inner.delete_folder(folder))
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._retry(lambda: self.inner.stat(key))
-
     async def _holds(self, key: str, data: bytes) -> bool:
         try:
             return await self.get(key) == data
         except ObjectNotFound:
             return False
-
-    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        failures = _Failures()
-        while True:
-            try:
-                return await call()
-            except StorageError as error:
-                await self._wait(error, failures)
 
     async def _wait(self, error: StorageError, failures: _Failures) -> None:
         """Waits before the next try, or raises ``error`` if there is to be none."""
@@ -568,8 +523,10 @@ class RetryStorage(Wrapper):
             if failures.count > 1:
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
-        text = "%s; trying again in %.1f s"
-        logger.info(text, error, delay_s, extra={"stage": error.op, "key": error.key})
+        # A call that fails twice may be held up for minutes, and its caller should know why.
+        level = logging.WARNING if failures.count == 2 else logging.INFO
+        where = {"stage": error.op, "key": error.key}
+        logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
         if self._on_retry is not None:
             self._on_retry(error, delay_s)
         await self._sleep(delay_s)
@@ -581,26 +538,3 @@ class _Failures:
 
     count: int = 0
     first_s: float = 0.0
-
-
-class _RetryWriter(WriterWrapper):
-    def __init__(self, storage: RetryStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        await self._storage._retry(lambda: self.inner.write_at(offset, views, crc32c))
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError("a retrying storage has no blocking I/O")
-
-    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        return await self._storage._retry(lambda: self.inner.reuse(offset, views, crc32c))
-
-    async def complete(self) -> None:
-        await self._storage._retry(self.inner.complete)
-
-    async def release(self) -> None:
-        await self._storage._retry(self.inner.release)

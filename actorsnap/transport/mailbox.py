@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from actorsnap.errors import describe, text_of
 from actorsnap.lines import Lines
 
 __all__ = [
@@ -390,7 +391,7 @@ class Mailbox:
                 encoded = (job.message, self._encoder.encode(job.message))
             except Exception as error:  # a defect, but of one message only
                 logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
-                self._post(Fault(f"a message cannot be encoded: {error!r}", job.number))
+                self._post(Fault(f"a message cannot be encoded: {describe(error)}", job.number))
                 return encoded
         payload = encoded[1]
         for begin in range(0, max(1, len(payload)), PIECE_BYTES):
@@ -421,5 +422,5 @@ def _explain(error: Exception) -> str:
             "another process takes messages out of this rank's mailbox: two jobs use one store; "
             "give each of them a PrefixStore"
         )
-    said = str(error).split("\n", 1)[0][:200]
+    said = text_of(error).split("\n", 1)[0][:200]
     return f"the job's store does not work any more ({kind}: {said})"

@@ -58,7 +58,7 @@ def number_of(app_state: dict[str, StateDict]) -> int:
     return int(number)
 
 
-async def number_at(url: object) -> int | None:
+async def number_at(url: object, *, num_floats: int = 270_000) -> int | None:
     """The number of the state that is committed at a place, verified to the last byte, or
     None where nothing is."""
     snapshot = Snapshot(str(url))
@@ -69,7 +69,7 @@ async def number_at(url: object) -> int | None:
             raise
         return None
     assert report.ok, report.problems
-    target = state(-1)
+    target = state(-1, num_floats=num_floats)
     await Snapshot(str(url)).restore(target)
     return number_of(target)
 

@@ -288,7 +288,7 @@ def staging_taken_out() -> Iterator[None]:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
             writer = await self._writer_of(staged.chunk.object)
-            await writer.gate.pass_through(nbytes)
+            await writer.inner.gate.pass_through(nbytes)  # below the outermost wrapper
             late.pop(id(staged.lease.view))()
         await store(self, staged, row)
 

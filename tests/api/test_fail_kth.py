@@ -131,6 +131,14 @@ async def failure_of(url: str) -> AsyncIterator[list[ActorSnapError]]:
     assert_idle()
 
 
+def assert_names(error: SnapshotAborted, verb: str) -> None:
+    cause = error.__cause__
+    assert isinstance(cause, StorageError)
+    assert cause.op == verb
+    assert error.rank == 0
+    assert error.key == cause.key != ""
+
+
 Save = Callable[..., Awaitable[None]]
 
 
@@ -322,9 +330,10 @@ async def test_a_backend_that_wants_to_leave(place: Place, error: BaseException)
     for verb in ("writer", "put_if_absent"):
         with (
             place.failing(fail_at=1, fail_verbs=[verb], error=cast("Any", error)),
-            pytest.raises(RuntimeError, match="leave"),
+            pytest.raises(SnapshotAborted, match=f"{type(error).__name__}: leave") as caught,
         ):
             await take(faulty_url(url), 1)
+        assert_names(caught.value, verb)
     await take(url, 2)
     await assert_whole(url, 2)
 

@@ -167,3 +167,37 @@ def test_a_group_of_some_ranks(director: Director, tmp_path: Path) -> None:
         assert "not a member of group" in said[rank]["refused"]["text"]
     found = assemble(tmp_path / "s")
     assert [float(found.private[n, "own/x"][0]) for n in range(2)] == [1.0, 3.0]
+
+
+_CELLS = [
+    ("writer", "CancelledError", 0),
+    ("join_writer", "KeyboardInterrupt", 1),
+    ("write_at", "CancelledError", 1),
+    ("release", "SystemExit", 1),
+    ("complete", "GeneratorExit", 0),
+    ("put", "Unspeakable", 1),
+    ("stat", "CancelledError", 0),
+    ("put_if_absent", "BaseExceptionGroup", 0),
+    ("read_into", "CancelledError", 1),
+    ("read_into", "KeyboardInterrupt", 0),
+    ("state_dict", "Unspeakable", 1),
+]
+
+
+def test_odd_endings_of_a_storage_on_one_rank(director: Director, tmp_path: Path) -> None:
+    """Whatever it raises, all ranks end alike, and know where it was."""
+    path = tmp_path / "s"
+    said = director.play("direct_odd_endings", num_ranks=2, path=str(path), cells=_CELLS)
+    for number, (verb, kind, rank) in enumerate(_CELLS):
+        firsts = [one[number]["first"] for one in said]
+        cell = f"{verb} {kind} on rank {rank}: {firsts}"
+        assert {first["error"] for first in firsts} <= {"SnapshotAborted", "StorageError"}, cell
+        assert len({first["text"] for first in firsts}) == 1, cell
+        assert ("Unspeakable" if verb == "state_dict" else f"{verb} of ") in firsts[0]["text"], cell
+        if firsts[0]["error"] == "SnapshotAborted":
+            assert {first["rank"] for first in firsts} == {rank}, cell
+            assert firsts[0]["stage"] in ("capture", "join", "store", "commit"), cell
+        assert max(first["seconds"] for first in firsts) < 40, cell  # of 60
+        assert {one[number]["again"] for one in said} == {""}, cell
+    check_whole(tmp_path / "s-whole", 2)
+    check_whole(tmp_path / "s-0", 2)

@@ -19,6 +19,7 @@ from actorsnap.storage.registry import open_storage, register
 from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
+from tests.held.actorsnap_raising import KINDS, Raising
 from tests.worlds import Rank, World
 
 LOST_AFTER_S = 3.0
@@ -280,6 +281,53 @@ def group_of_some(me: Rank, path: str) -> dict[str, Any]:
 
 def direct_group_of_some(path: str) -> list[Any]:
     world = World(4, group_of_some, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+class _Unspeakable:
+    def state_dict(self) -> dict[str, Any]:
+        raise KINDS["Unspeakable"]()
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def odd_endings(me: Rank, path: str, cells: list[tuple[str, str, int]]) -> list[Any]:
+    """Per cell, the verb of one rank's storage raises in a save or a restore by all ranks."""
+    me.join_gloo()
+    takes(f"{path}-whole", me.rank)
+    said = []
+    for number, (verb, kind, rank) in enumerate(cells):
+        raises: AbstractContextManager[None] = nullcontext()
+        there = f"{path}-{number}"
+        if me.rank == rank:
+            raises = faulty(lambda inner, verb=verb, kind=kind: Raising(inner, verb, KINDS[kind]))  # type: ignore[misc]
+        app: dict[str, Any] = state(me.rank)
+        with raises:
+            if verb == "read_into":
+                url = faulty_url(f"{path}-whole")
+                app = state(me.rank, fill=-1.0)
+                first = outcome(lambda: Snapshot(url, options=OPTIONS).restore(app))  # noqa: B023
+                there = f"{path}-whole"
+            elif verb == "state_dict":
+                if me.rank == rank:
+                    app["odd"] = _Unspeakable()
+                first = outcome(
+                    lambda: Snapshot.take(there, app, replicated=["model/**"], options=OPTIONS)  # noqa: B023
+                )
+            else:
+                first = takes(faulty_url(there), me.rank)
+        dist.barrier()
+        again = takes(there, me.rank, overwrite=True)
+        said.append({"first": first, "again": again["error"]})
+    return said
+
+
+def direct_odd_endings(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, odd_endings, **arguments)
     try:
         return world.results()
     finally:

@@ -399,6 +399,29 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
     assert str(cause.__cause__) == "the client's own error"
 
 
+@pytest.mark.parametrize(
+    ("verb", "kind", "stage"),
+    [
+        ("get", "KeyboardInterrupt", "join"),
+        ("writer", "SystemExit", "store"),
+        ("write_at", "CancelledError", "store"),
+        ("put", "Unspeakable", "store"),
+        ("stat", "CancelledError", "commit"),
+        ("put_if_absent", "BaseExceptionGroup", "commit"),
+    ],
+)
+def test_odd_endings_in_the_process(tmp_path: Path, verb: str, kind: str, stage: str) -> None:
+    """What the storage raises ends the save, and not the process."""
+    with pytest.raises(SnapshotAborted, match=f"{verb} of .*the storage raised") as caught:
+        save(f"raising://{verb}.{kind}{tmp_path}/s", 1).wait()
+    assert (caught.value.rank, caught.value.stage) == (0, stage)
+    assert caught.value.key is not None
+    assert isinstance(caught.value.__cause__, StorageError)
+    save(f"raising://aclose.{kind}{tmp_path}/s", 2).wait()
+    assert number_at(tmp_path / "s") == 2
+    assert uploader().incarnation == 1
+
+
 def test_the_process_has_the_environment_of_the_call(
     tmp_path: Path, holds: Holds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

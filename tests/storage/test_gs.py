@@ -6,13 +6,15 @@ import json
 import logging
 import random
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from urllib.parse import parse_qs
 
+import aiohttp
 import anyio
 import pytest
 import torch
@@ -34,6 +36,7 @@ from actorsnap.storage import Storage, StorageContext
 from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.gs import open_gs
 from actorsnap.storage.gs_client import GsClient, GsOptions
+from actorsnap.storage.wire import is_unknown_host
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
 from actorsnap.testing.proxy import (
@@ -800,6 +803,63 @@ async def test_credentials_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(AccessDenied, match=r"missing.json.*credentials_file"):
         await storage.stat("key")
     await storage.aclose()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts whose address is looked for; there are none."""
+    found: list[str] = []
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> NoReturn:
+        found.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return found
+
+
+@bounded(30)
+async def test_no_credentials_are_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """No file names any, and no metadata server exists: neither changes while one waits."""
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    retried: list[object] = []
+    context = StorageContext(
+        run_blocking=run_blocking_in_thread, on_retry=lambda *what: retried.append(what)
+    )
+    storage = open_gs("gs://bucket", context)
+    with pytest.raises(AccessDenied, match="gcloud auth application-default login"):
+        await storage.stat("key")
+    await storage.aclose()
+    assert asked == ["metadata.google.internal"]
+    assert retried == []
+
+
+@bounded(30)
+async def test_an_unknown_host_is_an_error_at_once(asked: list[str]) -> None:
+    retried: list[object] = []
+    options = {"endpoint_url": "http://nothing.invalid", "anonymous": True}
+    context = StorageContext(
+        run_blocking=run_blocking_in_thread,
+        options=options,
+        on_retry=lambda *what: retried.append(what),
+    )
+    storage = open_gs("gs://bucket", context)
+    with pytest.raises(StorageError, match=r"nothing\.invalid"):
+        await storage.stat("key")
+    await storage.aclose()
+    assert asked == ["nothing.invalid"]
+    assert retried == []
+
+
+@pytest.mark.parametrize("number", [socket.EAI_NONAME, socket.EAI_AGAIN])
+def test_a_resolver_that_fails_for_now_is_asked_again(number: int) -> None:
+    error = aiohttp.ClientConnectionError()
+    error.__cause__ = socket.gaierror(number, "no address")
+    assert is_unknown_host(error) == (number != socket.EAI_AGAIN)
 
 
 # --- snapshots ----------------------------------------------------------------------------------

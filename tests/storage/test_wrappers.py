@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import pickle
 import random
@@ -346,6 +347,17 @@ async def test_waits_grow_to_the_cap_and_then_the_error_comes(name: str) -> None
     assert faulty.counts == {Verb.GET: 4}
     # Uniform is 0.0, so each wait is half of the backoff: 1, 2, and 4 capped to 3.
     assert sleeps.delays_s == [0.5, 1.0, 1.5]
+
+
+@bounded(10)
+async def test_the_second_retry_of_a_call_is_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, is_lasting=True, error=BUSY)
+    with caplog.at_level(logging.INFO, "actorsnap"), pytest.raises(Throttled):
+        await retrying(faulty, Sleeps()).get("key")
+    levels = [r.levelname for r in caplog.records if "trying again" in r.getMessage()]
+    assert levels == ["INFO", "WARNING", "INFO"]
 
 
 def test_the_defaults_outlast_a_minute_however_the_jitter_falls() -> None:

@@ -1,0 +1,111 @@
+"""A storage of another package that raises anything but a ``StorageError``.
+
+``raising://<verb>.<kind>/folder/snapshot`` is on the local file system. Each call of the verb
+raises the exception of that kind; where there is a ``RAISING_RANK``, on that rank only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.fs import open_fs
+from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Unshowable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Bare(BaseException):
+    """Of no known class."""
+
+
+KINDS: Mapping[str, Callable[[], BaseException]] = {
+    "CancelledError": asyncio.CancelledError,
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "SystemExit": lambda: SystemExit(3),
+    "GeneratorExit": GeneratorExit,
+    "StopIteration": lambda: StopIteration("done"),
+    "StopAsyncIteration": lambda: StopAsyncIteration("done"),
+    "OSError": lambda: OSError(errno.EIO, "broken"),
+    "StorageFull": lambda: OSError(errno.ENOSPC, "no room"),
+    "FileNotFoundError": lambda: FileNotFoundError(errno.ENOENT, "no credentials file"),
+    "FileExistsError": lambda: FileExistsError(errno.EEXIST, "a lock file"),
+    "TimeoutError": TimeoutError,
+    "ConnectionResetError": lambda: ConnectionResetError(errno.ECONNRESET, "reset"),
+    "MemoryError": MemoryError,
+    "RuntimeError": lambda: RuntimeError("raw"),
+    "ValueError": lambda: ValueError("raw"),
+    "AssertionError": AssertionError,
+    "NotImplementedError": NotImplementedError,
+    "Unspeakable": Unspeakable,
+    "Unshowable": lambda: Unshowable("but it has words"),
+    "Bare": lambda: Bare("bare"),
+    "ExceptionGroup": lambda: ExceptionGroup("several", [ValueError("first"), OSError("second")]),
+    "BaseExceptionGroup": lambda: BaseExceptionGroup(
+        "several", [asyncio.CancelledError(), KeyboardInterrupt()]
+    ),
+}
+
+
+class Raising(Wrapper):
+    """Raises in each call of one verb.
+
+    Attributes:
+        was_hit: It has raised.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        verb: str,
+        make: Callable[[], BaseException],
+        *,
+        has_blocking_io: bool = True,
+    ) -> None:
+        super().__init__(inner)
+        if not has_blocking_io:
+            self.capabilities = without_blocking_io(inner.capabilities)
+        self._verb = verb
+        self._make = make
+        self.was_hit = False
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self._strike(op)
+        return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self._strike(op)
+        return call(*args, **kwargs)
+
+    def _strike(self, op: str) -> None:
+        if op == self._verb:
+            self.was_hit = True
+            raise self._make()
+
+
+def open_raising(url: str, context: StorageContext) -> Storage:
+    what, _, path = url.removeprefix("raising://").partition("/")
+    verb, _, kind = what.partition(".")
+    inner = open_fs(f"/{path}", context)
+    if os.environ.get("RAISING_RANK", "") not in ("", os.environ.get("RANK")):
+        return inner
+    return Raising(inner, verb, KINDS[kind])
