@@ -62,6 +62,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -77,6 +78,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage="eager",
                     metadata=metadata,
                     storage_options=storage_options,
@@ -99,6 +101,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -115,6 +118,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage=stage,
                     metadata=metadata,
                     storage_options=storage_options,
@@ -171,6 +175,12 @@ class Snapshot:
         """What was given to ``take`` as ``metadata``. Reads the commit object once."""
         commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.metadata")
         return commit.metadata
+
+    @property
+    def step(self) -> int | None:
+        """Returns the ``step`` given to ``take``, or None. Reads the commit object once."""
+        commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.step")
+        return commit.step
 
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""

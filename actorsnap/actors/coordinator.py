@@ -80,6 +80,7 @@ class CommitTemplate:
     created: str
     world_size: int
     fsync: bool
+    step: int | None = None
     metadata: dict[str, Any]
     overwrite: bool
     features: tuple[str, ...]
@@ -93,6 +94,7 @@ class CommitTemplate:
             created=self.created,
             manifests=manifests,
             fsync=self.fsync,
+            step=self.step,
             metadata=self.metadata,
         )
 

@@ -201,6 +201,7 @@ class Save(_Frame, frozen=True, tag="s"):
         values: Those that differ from what ``Remember`` said: number among the values, entry.
         url, at, storage_options: See ``runtime.place.Place``.
         options, metadata: As msgpack, and as JSON.
+        step: See ``Commit``.
         budget_bytes: Of the trainer's process.
         after: The attempt of a process that died in this save, or empty.
         records: Say at the end what was done.
@@ -218,6 +219,7 @@ class Save(_Frame, frozen=True, tag="s"):
     overwrite: bool
     resume: bool
     metadata: bytes
+    step: int | None = None
     after: str = ""
     records: bool = False
     team: TeamPlace | None = None

@@ -37,12 +37,14 @@ class SaveRequest:
         place: Where this rank was asked to save; rank 0's holds.
         overwrite: Replace a snapshot that is committed there.
         resume: Use what dead attempts at the place have left; rank 0's holds.
+        step: The caller's, or None.
         metadata: The user's own.
     """
 
     place: Place
     overwrite: bool
     resume: bool
+    step: int | None
     metadata: dict[str, Any]
     options: Options
 
@@ -187,7 +189,7 @@ class Job(abc.ABC):
     def _leave(self) -> None:
         """The other ranks hear no more that this one takes part."""
         if self._membership is not None:
-            self._membership.save.close()
+            self._membership.call.close()
 
     def _fail(self, error: BaseException) -> None:
         """Tells that there will be no snapshot."""

@@ -202,6 +202,7 @@ class OffloadedSave(Job):
             overwrite=request.overwrite,
             resume=request.resume,
             metadata=msgspec.json.encode(request.metadata),
+            step=request.step,
             after=after,
             records=self._observation is not None,
         )

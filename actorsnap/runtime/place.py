@@ -30,7 +30,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
 from actorsnap.storage.many import for_each
-from actorsnap.storage.registry import find_opener, is_ready, open_storage
+from actorsnap.storage.registry import canonical, find_opener, is_ready, open_storage
 
 __all__ = [
     "MAX_SMALL_READS",
@@ -66,6 +66,11 @@ class Place:
     url: str
     at: str = field(repr=False)
     storage_options: dict[str, Any] = field(repr=False)  # there may be secrets in it
+
+    @property
+    def canonical(self) -> str:
+        """The URL by which ranks compare places."""
+        return canonical(self.at)
 
 
 async def open_place(
