@@ -149,8 +149,9 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
 def _snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
     for name, commit in found.items():
         if isinstance(commit, Commit):
+            step = [] if commit.step is None else [f"step {commit.step}"]
             metadata = [_cut(json.dumps(commit.metadata))] if commit.metadata else []
-            yield [name, commit.created, f"world size {commit.world_size}", *metadata]
+            yield [name, commit.created, f"world size {commit.world_size}", *step, *metadata]
         elif commit is None:
             yield [name, "unfinished"]
         else:
@@ -164,6 +165,7 @@ def _snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, 
             "state": "committed",
             "created": commit.created,
             "world_size": commit.world_size,
+            "step": commit.step,
             "metadata": commit.metadata,
         }
     if commit is None:
@@ -215,6 +217,8 @@ def _overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> 
     yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
     if not commit.fsync:
         yield "written with fsync=False: may not have survived a power loss"
+    if commit.step is not None:
+        yield f"step {commit.step}"
     if commit.metadata:
         yield f"metadata {json.dumps(commit.metadata, ensure_ascii=False)}"
 
@@ -791,6 +795,7 @@ def _as_json(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> d
         "world_size": commit.world_size,
         "attempt": commit.attempt,
         "fsync": commit.fsync,
+        "step": commit.step,
         "metadata": commit.metadata,
         "objects": [msgspec.to_builtins(record) for record in _objects(manifests)],
         "entries": [

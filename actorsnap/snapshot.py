@@ -88,6 +88,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -106,8 +107,9 @@ class Snapshot:
         process, all ranks call this together, in the same order as their other calls, and it
         is one snapshot: what ranks share is written once, by all of them. No collective is
         called, but by a ``state_dict`` of yours. All ranks return, or raise the same error, by
-        ``Options.timeout_s``, whatever happens to one of them. ``path``, ``metadata``,
-        ``overwrite``, ``resume`` and the options that concern storing are those of rank 0.
+        ``Options.timeout_s``, whatever happens to one of them. ``path`` and ``step`` must be equal
+        on all ranks. ``metadata``, ``overwrite``, ``resume`` and the options that concern storing
+        are those of rank 0.
 
         What other programs keep at ``path`` is not touched. The garbage of older attempts is
         deleted behind the commit; this waits for it 5 seconds at most.
@@ -123,6 +125,8 @@ class Snapshot:
                 yet, where the storage can tell and copy by itself (``s3://``, ``gs://``). You say
                 by it that no job saves there any more: attempts of other hosts count as dead, and
                 may fail if they are not. Checksums are compared, so any state may be saved.
+            step: Training step of the state; comes back as ``Snapshot.step``. Ranks compare it.
+                Without it, where all saves have one path, a rank that has skipped one is not found.
             metadata: Any JSON object; comes back as ``Snapshot.metadata``.
             storage_options: For the backend.
             options: See ``Options``.
@@ -133,7 +137,7 @@ class Snapshot:
                 environment say the rest.
 
         Raises:
-            UsageError: bad input; nothing was written.
+            UsageError: bad input, or the ranks make different calls; nothing was written.
             ObjectExists: a snapshot is committed at ``path``, or was meanwhile.
             UnsupportedFormat: a newer release's snapshot would be overwritten.
             SnapshotAborted: it failed, by storage or time; the cause is chained. Look at its
@@ -149,6 +153,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage="eager",
                     metadata=metadata,
                     storage_options=storage_options,
@@ -171,6 +176,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -207,6 +213,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage=stage,
                     metadata=metadata,
                     storage_options=storage_options,
@@ -276,7 +283,7 @@ class Snapshot:
             What was left out on this rank.
 
         Raises:
-            UsageError: bad input.
+            UsageError: bad input, or the ranks make different calls.
             NotASnapshot: there is no committed snapshot; says what is there.
             IncompatibleState: strict, and something is missing, unexpected or mismatched:
                 all of it is named; nothing was changed, unless a module itself refused
@@ -382,6 +389,17 @@ class Snapshot:
         """
         commit, _ = await run_async(reading.load_index(self._source))
         return commit.metadata
+
+    @property
+    @async_call
+    async def step(self) -> int | None:
+        """Returns the ``step`` given to ``take``, or None (``await snapshot.step``).
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: see ``restore``.
+        """
+        commit, _ = await run_async(reading.load_index(self._source))
+        return commit.step
 
     @async_call
     async def verify(self, level: str = "quick") -> VerifyReport:

@@ -69,6 +69,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -84,6 +85,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage="eager",
                     metadata=metadata,
                     storage_options=storage_options,
@@ -106,6 +108,7 @@ class Snapshot:
         replicated: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
+        step: int | None = None,
         stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -122,6 +125,7 @@ class Snapshot:
                     replicated=replicated,
                     overwrite=overwrite,
                     resume=resume,
+                    step=step,
                     stage=stage,
                     metadata=metadata,
                     storage_options=storage_options,
@@ -178,6 +182,12 @@ class Snapshot:
         """What was given to ``take`` as ``metadata``. Reads the commit object once."""
         commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.metadata")
         return commit.metadata
+
+    @property
+    def step(self) -> int | None:
+        """Returns the ``step`` given to ``take``, or None. Reads the commit object once."""
+        commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.step")
+        return commit.step
 
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""

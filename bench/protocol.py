@@ -34,8 +34,9 @@ from actorsnap.protocol.coordinator import (
     CoordinatorState,
     WriteCommit,
 )
+from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import ToCoordinator, Token
+from actorsnap.protocol.messages import Called, ToCoordinator, Token
 from actorsnap.protocol.participant import (
     Begun,
     ChunkStored,
@@ -61,6 +62,7 @@ from bench.local import LOAD_AT_START, machine, note
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 URL = "s3://training-runs/llama-70b/2026-01-01/step-00010000"
+LABEL = Label(CallKind.ASYNC_TAKE, URL, 10_000)
 RULES = PackingRules(chunk_bytes=16 << 20, max_objects=8, min_object_bytes=64 << 20)
 SESSION = b"8 bytes."
 BEAT_S = 5.0
@@ -163,6 +165,9 @@ class Save:
         coordinator = new_coordinator(len(self.job), self.memory)
         ranks = [ParticipantMachine(rank=rank, release=RELEASE) for rank in range(len(self.job))]
         keys: list[list[str]] = [[] for _ in ranks]
+        for rank in range(1, len(self.job)):
+            called = msgspec.msgpack.encode(Called(rank, LABEL.digest))
+            self.up.count(Kind.UP, rank, called)  # for the roll call, in front of the coordinator
         to_do: deque[tuple[int, Any]] = deque(
             (rank, msgspec.structs.replace(begun, remembered=self.plans.get(rank)))
             for rank, begun in enumerate(self.job)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from actorsnap.protocol import coordinator, line, participant
+from actorsnap.protocol import coordinator, line, participant, roll
 from actorsnap.protocol import gathering as steps
 from actorsnap.protocol.machine import Table
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
@@ -139,7 +139,10 @@ def parts() -> dict[str, str]:
     gathering = Machine(steps._GATHERING, steps.GatheringMachine, steps.GatheringState)
     member = Machine(steps._MEMBER, steps.MemberMachine, steps.MemberState)
     trainer = Machine(line._TABLE, line.LineMachine, line.LineState)
+    calling = Machine(roll._TABLE, roll.RollMachine, roll.RollState)
     return {
+        "roll diagram": calling.diagram(),
+        "roll table": calling.table(),
         "messages to the coordinator": messages(ToCoordinator),
         "messages to a rank": messages(FromCoordinator),
         "coordinator diagram": deciding.diagram(),

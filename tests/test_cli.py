@@ -129,7 +129,7 @@ def test_several_shards_of_one_rank(tmp_path: Path) -> None:
 
 def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     for step in (10, 1, 2):
-        Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"step": step})
+        Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"x": step}, step=step)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
     (tmp_path / "notes.txt").write_text("something else")
@@ -139,7 +139,7 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2", "step-10"]
     assert rows[0][1].startswith("damaged: ")
     assert rows[1][1:] == ["unfinished"]
-    assert rows[2][2:] == ["world size 1", '{"step": 1}']
+    assert rows[2][2:] == ["world size 1", "step 1", '{"x": 1}']
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
 
 
@@ -171,6 +171,7 @@ def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
         **{"broken": "damaged", "dead": "unfinished", "s": "committed"}
     }
     assert (found["s"]["world_size"], found["s"]["metadata"]) == (1, {"step": 7})
+    assert found["s"]["step"] is None
 
 
 def test_all_commands_count_the_same_leaves(saved: Path) -> None:
@@ -228,11 +229,12 @@ def test_inspect(saved: Path) -> None:
     ]
 
 
-def test_inspect_says_when_fsync_was_off_and_stops_at_a_depth(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "s", state(), options=Options(fsync=False))
+def test_inspect_says_when_fsync_was_off_and_the_step_and_stops_at_a_depth(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", state(), options=Options(fsync=False), step=12)
     ended = run("inspect", tmp_path / "s", "--depth", 1)
     assert ended.lines[2:] == [
         "written with fsync=False: may not have survived a power loss",
+        "step 12",
         "├── model  (4 leaves, 1.1 MiB)",
         "└── progress  (6 leaves, 4.9 KiB)",
     ]
@@ -244,7 +246,7 @@ def test_inspect_json_is_for_scripts(saved: Path) -> None:
     document = json.loads(ended.out)
     assert list(document) == [
         *("path", "format_version", "created", "world_size", "attempt", "fsync"),
-        *("metadata", "objects", "entries"),
+        *("step", "metadata", "objects", "entries"),
     ]
     assert document["path"] == str(saved)
     assert document["metadata"] == {"step": 7}

@@ -103,6 +103,7 @@ class SaveSettings:
         num_copiers: Chunks copied at once.
         pace: See ``UploaderActor``.
         samples_level: A plain save compresses samples at this level of zstd; None: it does not.
+        step: The caller's, for the rank manifest; None if it gave none.
     """
 
     copies: bool
@@ -110,6 +111,7 @@ class SaveSettings:
     num_copiers: int
     pace: Pace | None = None
     samples_level: int | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

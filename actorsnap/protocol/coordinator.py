@@ -44,7 +44,6 @@ from actorsnap.protocol.machine import Machine, Table
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import (
     Aborted,
-    Arrived,
     AskInventory,
     AskItems,
     AskSharded,
@@ -69,7 +68,6 @@ from actorsnap.protocol.messages import (
     Token,
     Tokens,
     Written,
-    unlike_calls,
     unlike_processes,
 )
 
@@ -346,9 +344,6 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
 
     # Trouble
 
-    def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
-        return self._abort(unlike_calls(event.rank))
-
     def _on_handed(self, event: Handed) -> list[CoordinatorCommand]:
         if event.follows:
             return [SendToRank(event.rank, SaveInTrainers())]
@@ -411,7 +406,6 @@ _TABLE: Table[CoordinatorState, CoordinatorCommand] = {
         Items: _M._on_items,
         ShardedTensors: _M._on_sharded,
         Divided: _M._on_divided,
-        Arrived: _M._on_arrived,
         Handed: _M._on_handed,
         Failed: _M._on_failed,
         RankLost: _M._on_lost,

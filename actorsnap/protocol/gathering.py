@@ -37,14 +37,9 @@ from actorsnap.protocol.machine import Machine, ProtocolViolation, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
-    AskInventory,
-    Assign,
     Failed,
     Failure,
     FromCoordinator,
-    Handed,
-    Join,
-    Meet,
     Proceed,
     Stage,
     ToCoordinator,
@@ -141,16 +136,6 @@ class GatheringMachine(Machine[GatheringState, GatheringEvent, SendToRank]):
         else:
             self.stage = decision.stage
         return self._tell_all(message)
-
-    def _on_join(self, event: Join | Handed) -> list[SendToRank]:
-        return self._abort(
-            _aborted(
-                f"rank {event.rank} takes a snapshot while others restore one: all ranks make the "
-                "same calls in the same order",
-                self.stage,
-                event.rank,
-            )
-        )
 
     def _on_failed(self, event: Failed) -> list[SendToRank]:
         return self._abort(event.failure)
@@ -261,21 +246,11 @@ class MemberMachine(Machine[MemberState, MemberEvent, MemberCommand]):
         return self._end(
             _aborted(
                 f"timeout_s={event.timeout_s:g} is over, and rank 0, which coordinates, does not "
-                "answer: all ranks make the same calls in the same order",
+                "answer",
                 self.stage,
                 0,
             )
         )
-
-    def _on_save(self, event: AskInventory | Assign | Meet) -> list[MemberCommand]:
-        """The coordinator takes a snapshot. It has to be told, or it would wait."""
-        failure = _aborted(
-            f"rank {self.rank} restores a snapshot while rank 0 takes one: all ranks make the same "
-            "calls in the same order",
-            self.stage,
-            self.rank,
-        )
-        return [*self._on_failed(StepFailed(failure)), *self._end(failure)]
 
     def _end(self, failure: Failure) -> list[MemberCommand]:
         self.state = _S.ABORTED
@@ -287,8 +262,6 @@ _GM = GatheringMachine
 _GATHERING: Table[GatheringState, SendToRank] = {
     _G.GATHERING: {
         Arrived: _GM._on_arrived,
-        Join: _GM._on_join,
-        Handed: _GM._on_join,
         Failed: _GM._on_failed,
         RankLost: _GM._on_lost,
         DeadlinePassed: _GM._on_deadline,
@@ -302,9 +275,6 @@ _ENDS: Row[MemberCommand] = {
     Aborted: _M._on_aborted,
     CoordinatorLost: _M._on_lost,
     DeadlinePassed: _M._on_deadline,
-    AskInventory: _M._on_save,
-    Assign: _M._on_save,
-    Meet: _M._on_save,
 }
 _MEMBER: Table[MemberState, MemberCommand] = {
     _S.WORKING: {

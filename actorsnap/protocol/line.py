@@ -7,12 +7,12 @@ that each trainer keeps its line to the others open, under the number that the c
 
 Rules:
 
-1. Rank 0's process gets the save first; then rank 0 tells the others where the processes meet
-   (``Meet``), in the order of the calls, and they hand it over (``HandOver``), too. Where rank 0
-   saves in its trainer, those that follow it do so, too (``SaveHere``), and the line ends.
-2. Whoever saves in its trainer, restores, or has failed, says so to rank 0, which then ends the
-   save in its process (``EndInProcess``), and so in all. A trainer that saves by its process says
-   that, too (``Handed``): rank 0 may not.
+1. Rank 0's process gets the save first. When all trainers have made the call (``Handed``), rank 0
+   tells the others where the processes meet (``Meet``), in the order of the calls, and they hand it
+   over (``HandOver``), too. Where rank 0 saves in its trainer, those that follow it do so, too
+   (``SaveHere``), and the line ends.
+2. Whoever saves in its trainer, or has failed, says so to rank 0, which then ends the save in its
+   process (``EndInProcess``), and so in all.
 3. Before the rank's plan has come (``Assigned``) a trainer that is lost ends the save: its process
    may not have heard of it. From then on the processes look after each other, and trainers may go.
 4. The outcome is the process', while there is one. When it dies, rank 0 is told, and answers.
@@ -41,7 +41,6 @@ from actorsnap.protocol.calls import (
 from actorsnap.protocol.machine import Machine, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
-    Arrived,
     Committed,
     Failed,
     Failure,
@@ -52,7 +51,6 @@ from actorsnap.protocol.messages import (
     SaveInTrainers,
     Stage,
     ToCoordinator,
-    unlike_calls,
     unlike_processes,
 )
 
@@ -156,6 +154,9 @@ class LineMachine(Machine[LineState, LineEvent, LineCommand]):
         self.world_size = world_size
         self._is_assigned = False
         self._is_cut = False
+        # Of rank 0: who has called, and where the processes meet.
+        self._handed = {0}
+        self._meet: Meet | None = None
         self._failure: Failure | None = None
 
     def begin(self) -> list[LineCommand]:
@@ -169,9 +170,14 @@ class LineMachine(Machine[LineState, LineEvent, LineCommand]):
 
     # What others say
 
-    def _on_unlike(self, event: Join | Arrived) -> list[LineCommand]:
-        why = unlike_processes if isinstance(event, Join) else unlike_calls
-        return self._end(why(event.rank))
+    def _on_handed(self, event: Handed) -> list[LineCommand]:
+        if event.rank in self._handed:
+            return []
+        self._handed.add(event.rank)
+        return self._tell_where_to_meet()
+
+    def _on_unlike(self, event: Join) -> list[LineCommand]:
+        return self._end(unlike_processes(event.rank))
 
     def _on_failed(self, event: Failed | Aborted) -> list[LineCommand]:
         return self._end(event.failure)
@@ -208,7 +214,13 @@ class LineMachine(Machine[LineState, LineEvent, LineCommand]):
         return [HandOver(event.name)]
 
     def _on_handed_over(self, event: HandedOver) -> list[LineCommand]:
-        return self._tell_all(Meet(event.name))
+        self._meet = Meet(event.name)
+        return self._tell_where_to_meet()
+
+    def _tell_where_to_meet(self) -> list[LineCommand]:
+        if self._meet is None or len(self._handed) < self.world_size:
+            return []
+        return self._tell_all(self._meet)
 
     def _on_assigned(self, event: Assigned) -> list[LineCommand]:
         self._is_assigned = True
@@ -279,16 +291,15 @@ _OF_PROCESS: Row[LineCommand] = {
     ProcessGone: _M._on_gone,
 }
 _OF_OTHERS = (
-    *(Join, Arrived, Handed, Failed, RankLost, Meet, SaveInTrainers),
+    *(Join, Handed, Failed, RankLost, Meet, SaveInTrainers),
     *(CoordinatorLost, DeadlinePassed),
 )
 _TABLE: Table[LineState, LineCommand] = {
     _S.OPEN: {
-        Handed: _M._ignore,
+        Handed: _M._on_handed,
         Meet: _M._on_meet,
         SaveInTrainers: _M._on_in_trainers,
         Join: _M._on_unlike,
-        Arrived: _M._on_unlike,
         Failed: _M._on_failed,
         RankLost: _M._on_lost,
         Aborted: _M._on_failed,

@@ -17,14 +17,18 @@ from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printa
 from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Division, Inventory, Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.protocol.labels import Label
 
 __all__ = [
     "Aborted",
+    "Absent",
     "Arrived",
     "AskInventory",
     "AskItems",
+    "AskLabel",
     "AskSharded",
     "Assign",
+    "Called",
     "Committed",
     "Complete",
     "Divide",
@@ -35,6 +39,7 @@ __all__ = [
     "Handed",
     "Items",
     "Join",
+    "Labelled",
     "Meet",
     "Offer",
     "Opened",
@@ -48,7 +53,6 @@ __all__ = [
     "Tokens",
     "Written",
     "sendable",
-    "unlike_calls",
     "unlike_processes",
 ]
 
@@ -125,15 +129,6 @@ def sendable(value: Any) -> Any:
     return [sendable(item) for item in value] if isinstance(value, tuple) else value
 
 
-def unlike_calls(rank: int) -> Failure:
-    """Why a save ends in which that rank restores."""
-    reason = (
-        f"rank {rank} restores a snapshot while others take one: all ranks make the same calls in "
-        "the same order"
-    )
-    return Failure(reason=reason, stage=Stage.JOIN, rank=rank)
-
-
 def unlike_processes(rank: int) -> Failure:
     """Why a save ends in which that rank's process takes part, or does not, unlike others'."""
     error = UsageError(
@@ -148,6 +143,20 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 # To the coordinator -------------------------------------------------------------------------
+
+
+class Called(_Message, frozen=True, tag="c"):
+    """The rank has made a call; ``label`` is the digest of its ``Label``. Its first message."""
+
+    rank: int
+    label: bytes
+
+
+class Labelled(_Message, frozen=True, tag="l"):
+    """The answer to ``AskLabel``."""
+
+    rank: int
+    label: Label
 
 
 class Join(_Message, frozen=True, tag="j"):
@@ -199,7 +208,8 @@ class Token(_Message, frozen=True):
     """What ``Storage.join_writer`` needs of an object.
 
     Attributes:
-        key: Without the attempt's folder.
+        key: Without the attempt's folder; of a safetensors object also without ``data/`` and the
+            ending. Others begin with a slash.
         token: Empty where it is the whole key.
     """
 
@@ -209,11 +219,15 @@ class Token(_Message, frozen=True):
     @classmethod
     def of(cls, attempt: str, key: str, token: bytes) -> Token:
         """The token of the object ``key``."""
-        return cls(key.removeprefix(f"{attempt}/"), b"" if token == key.encode() else token)
+        begin, end = f"{attempt}/data/", ".safetensors"
+        is_data = key.startswith(begin) and key.endswith(end)
+        short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
+        return cls(short, b"" if token == key.encode() else token)
 
     def opened(self, attempt: str) -> tuple[str, bytes]:
         """The key and the token that ``of`` was given."""
-        key = f"{attempt}/{self.key}"
+        short = self.key
+        key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
 
 
@@ -271,6 +285,16 @@ class Failed(_Message, frozen=True, tag="f"):
 
 
 # To a rank ----------------------------------------------------------------------------------
+
+
+class AskLabel(_Message, frozen=True, tag="B"):
+    """Send your label: it is not rank 0's."""
+
+
+class Absent(_Message, frozen=True, tag="W"):
+    """These ranks have not made the call yet."""
+
+    ranks: tuple[int, ...]
 
 
 class AskInventory(_Message, frozen=True, tag="I"):
@@ -363,7 +387,9 @@ class Aborted(_Message, frozen=True, tag="X"):
 
 
 ToCoordinator: TypeAlias = (
-    Join
+    Called
+    | Labelled
+    | Join
     | Offer
     | Items
     | ShardedTensors
@@ -376,7 +402,9 @@ ToCoordinator: TypeAlias = (
     | Failed
 )
 FromCoordinator: TypeAlias = (
-    AskInventory
+    AskLabel
+    | Absent
+    | AskInventory
     | AskItems
     | AskSharded
     | Divide

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
+from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
@@ -34,12 +34,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """A rank has read the index.
 
     Attributes:
-        call: Which call it makes, for messages.
         url: Of its snapshot.
         attempt: That it has found there.
     """
 
-    call: str
     url: str
     attempt: str
 
@@ -97,7 +95,6 @@ class Negotiation:
         """See the module's docstring.
 
         Raises:
-            UsageError: the ranks make different calls.
             SnapshotReplaced: they have read different attempts.
             IncompatibleState: strict, and something does not fit on some rank.
         """
@@ -113,19 +110,8 @@ class Negotiation:
 
     def _on_ready(self, ranks: Sequence[Ready]) -> Decision:
         first = ranks[0]
-        for rank, own in enumerate(ranks):
-            if own.call != first.call:
-                raise UsageError(
-                    f"rank {rank} calls {own.call} while rank 0 calls {first.call}: all ranks make "
-                    "the same calls in the same order"
-                )
-        for rank, own in enumerate(ranks):
+        for own in ranks:
             if own.attempt != first.attempt:
-                if own.url != first.url:
-                    raise UsageError(
-                        f"the ranks restore different snapshots: rank {rank} {own.url}, rank 0 "
-                        f"{first.url}"
-                    )
                 raise SnapshotReplaced(url=own.url, is_deleted=False)
         return Decision(Stage.COMPARE)
 

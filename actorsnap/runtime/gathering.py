@@ -20,6 +20,7 @@ from actorsnap.errors import (
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.protocol.gathering import Decide, GatheringMachine, MemberMachine
+from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
@@ -62,9 +63,13 @@ class Steps(Protocol):
 
 
 def go_through(
-    team: Team | None, options: Options, decide: Decide, body: Callable[[Steps], Script[T]]
+    team: Team | None,
+    label: Label,
+    options: Options,
+    decide: Decide,
+    body: Callable[[Steps], Script[T]],
 ) -> Script[T]:
-    """Runs ``body``, on all ranks of ``team`` together.
+    """Runs ``body``, on all ranks of ``team`` together; ``label`` is the same on all.
 
     It ends with the body on all ranks, or with the same error on all: by ``timeout_s``, and
     soon after one has failed, or was not heard for ``lost_after_s``. On the rank where that
@@ -72,7 +77,7 @@ def go_through(
     """
     if team is None:
         return (yield from body(Alone(decide)))
-    together = Together(team, options, decide)
+    together = Together(team, label, options, decide)
     try:
         return (yield from body(together))
     except Exception as error:
@@ -116,28 +121,28 @@ class Alone:
 class Together:
     """This process' part in a call of its team. Takes the next number of the team."""
 
-    def __init__(self, team: Team, options: Options, decide: Decide) -> None:
+    def __init__(self, team: Team, label: Label, options: Options, decide: Decide) -> None:
         self.team = team
         self.rank = team.rank
         self._host = Host.get()
-        self._save = team.begin(lost_after_s=options.lost_after_s)
+        self._call = team.begin(label, options)
         self.member = MemberActor(
             machine=MemberMachine(rank=team.rank),
-            end=self._save.participant,
+            end=self._call.participant,
             timeout_s=options.timeout_s,
         )
         self._coordinator: GatheringActor | None = None
-        if self._save.coordinator is not None:
+        if self._call.coordinator is not None:
             self._coordinator = GatheringActor(
                 machine=GatheringMachine(world_size=team.world_size, decide=decide),
-                end=self._save.coordinator,
+                end=self._call.coordinator,
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
 
     @property
     def scope(self) -> str:
-        return self._save.scope
+        return self._call.scope
 
     async def _run(self) -> None:
         try:
@@ -150,7 +155,7 @@ class Together:
             raise
         finally:
             self.member.abandon("the runtime was stopped")
-            self._save.close()
+            self._call.close()
 
     def arrive(self, payload: bytes = b"") -> Script[bytes]:
         decided: bytes = yield lambda _: self.member.arrive(payload)

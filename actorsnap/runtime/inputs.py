@@ -18,6 +18,7 @@ __all__ = [
     "AppState",
     "check_flag",
     "check_metadata",
+    "check_step",
     "make_place",
     "resolve_options",
 ]
@@ -54,6 +55,12 @@ def resolve_options(options: Options | None) -> Options:
 def check_flag(name: str, value: object) -> None:
     if type(value) is not bool:
         raise UsageError(f"{name} must be True or False, not {value!r}")
+
+
+def check_step(step: object) -> int | None:
+    if step is None or (type(step) is int and 0 <= step < 1 << 63):
+        return step
+    raise UsageError(f"step must be an integer of at least 0, or None, not {step!r}")
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -37,16 +37,16 @@ class SaveRequest:
         place: Where this rank was asked to save; rank 0's holds.
         overwrite: Replace a snapshot that is committed there.
         resume: Use what dead attempts at the place have left; rank 0's holds.
-        metadata: The user's own.
         step: The caller's; None if it gave none.
+        metadata: The user's own.
     """
 
     place: Place
     overwrite: bool
     resume: bool
+    step: int | None
     metadata: dict[str, Any]
     options: Options
-    step: int | None = None
 
 
 class Job(abc.ABC):
@@ -189,7 +189,7 @@ class Job(abc.ABC):
     def _leave(self) -> None:
         """The other ranks hear no more that this one takes part."""
         if self._membership is not None:
-            self._membership.save.close()
+            self._membership.call.close()
 
     def _fail(self, error: BaseException) -> None:
         """Tells that there will be no snapshot."""

@@ -87,7 +87,7 @@ class OffloadedTeamSave(OffloadedSave):
             observation=observation,
         )
         self._team = membership.team
-        self._call = membership.save
+        self._call = membership.call
         self._follows = follows
         self._line: LineActor | None = None
         self._errands: Errands
@@ -266,7 +266,7 @@ class OffloadedTeamSave(OffloadedSave):
             return self._membership
         place = self._process_place(_STEAD)
         team = self._team.in_processes_stead(place)
-        return team.join(lost_after_s=self.options.lost_after_s, number=place.call)
+        return team.join_agreed(place.call, self.options)
 
     def _follow(self, job: SaveJob) -> None:
         if self._is_trainers:

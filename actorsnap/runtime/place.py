@@ -31,7 +31,13 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
 from actorsnap.storage.many import for_each
-from actorsnap.storage.registry import find_opener, folder_and_name, is_ready, open_storage
+from actorsnap.storage.registry import (
+    canonical,
+    find_opener,
+    folder_and_name,
+    is_ready,
+    open_storage,
+)
 from actorsnap.storage.translated import translate_opening
 
 __all__ = [
@@ -68,6 +74,11 @@ class Place:
     url: str
     at: str = field(repr=False)
     storage_options: dict[str, Any] = field(repr=False)  # there may be secrets in it
+
+    @property
+    def canonical(self) -> str:
+        """The URL by which ranks compare places."""
+        return canonical(self.at)
 
 
 async def open_place(

@@ -18,17 +18,22 @@ from typing import Any
 
 import anyio
 
+from actorsnap.actors.roll import Caller, Roll
 from actorsnap.actors.session import Remembered
 from actorsnap.lines import Lines
+from actorsnap.options import Options
 from actorsnap.protocol.frames import LeaveTeam, TeamPlace
+from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.roll import RollMachine
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.group import Group, StoreAddress, StoreAt, find_group
+from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.store import StorePort, StoreSave
 
-__all__ = ["Membership", "Team", "find_team"]
+__all__ = ["Call", "Membership", "Team", "find_team"]
 
 logger = Lines(__name__)
 
@@ -167,34 +172,96 @@ class Team:
         self._processes = self.of_processes(place)
         return self._processes[0]
 
-    def begin(self, *, lost_after_s: float, number: int | None = None) -> StoreSave[Any, Any]:
-        """Takes the number of the next call that all ranks make together. Close it at the end.
+    def begin(self, label: Label | None, options: Options) -> Call:
+        """Takes the number of the next call that all ranks make together, and reports which call
+        it is (``protocol.roll``). Close it at the end.
 
         In the caller's thread: there, calls are made in the same order on all ranks. Whoever
         has taken a number must say something with it, and be it that the call has failed.
-        A ``number`` that is given is agreed upon already.
+
+        Args:
+            label: None if the call's input is bad: it must then fail.
 
         Raises:
             UsageError: in a process forked from the one that the group was found in.
         """
-        return self.port.begin(lost_after_s=lost_after_s, number=number)
+        save = self.port.begin(lost_after_s=options.lost_after_s)
+        shown = Label(CallKind.TAKE, "") if label is None else label
+        caller = Caller(
+            save.participant,
+            rank=self.rank,
+            label=shown,
+            has_label=label is not None,
+            timeout_s=options.timeout_s,
+        )
+        roll = None
+        if save.coordinator is not None:
+            machine = RollMachine(label=shown, world_size=self.world_size)
+            roll = Roll(save.coordinator, machine=machine, timeout_s=options.timeout_s)
 
-    def join(self, *, lost_after_s: float, number: int | None = None) -> Membership:
+        async def report() -> None:
+            with contextlib.suppress(anyio.ClosedResourceError):
+                if roll is not None:
+                    roll.begin()
+                await caller.call()
+
+        self._host.submit(report())
+        return Call(save, caller, roll)
+
+    def join(self, label: Label | None, options: Options) -> Membership:
         """Takes part in a save: see ``begin``."""
-        return Membership(self, self.begin(lost_after_s=lost_after_s, number=number))
+        return Membership(self, self.begin(label, options))
+
+    def join_agreed(self, number: int, options: Options) -> Membership:
+        """Takes part in a save in which the trainers of these ranks have agreed already."""
+        save = self.port.begin(lost_after_s=options.lost_after_s, number=number)
+        return Membership(self, Call(save, save.participant, save.coordinator))
+
+
+class Call:
+    """A call that all ranks make together, as this process sees it.
+
+    Attributes:
+        participant: This rank's end.
+        coordinator: On rank 0.
+    """
+
+    def __init__(
+        self,
+        save: StoreSave[Any, Any],
+        participant: ParticipantEnd,
+        coordinator: CoordinatorEnd | None,
+    ) -> None:
+        self._save = save
+        self.participant = participant
+        self.coordinator = coordinator
+
+    @property
+    def number(self) -> int:
+        """The same on all ranks."""
+        return self._save.number
+
+    @property
+    def scope(self) -> str:
+        """See ``transport.store.StoreSave``."""
+        return self._save.scope
+
+    def close(self) -> None:
+        """Ends it here. From any thread; again does nothing."""
+        self._save.close()
 
 
 class Membership:
     """A rank's part in one save of its team.
 
     Attributes:
-        save: Whose number all ranks have taken.
+        call: Whose number all ranks have taken.
         memory: What this save's coordinator knows from the one before.
     """
 
-    def __init__(self, team: Team, save: StoreSave[Any, Any]) -> None:
+    def __init__(self, team: Team, call: Call) -> None:
         self.team = team
-        self.save = save
+        self.call = call
         self.memory = team.memory.copy()
 
 

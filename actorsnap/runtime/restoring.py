@@ -28,6 +28,7 @@ from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.negotiation import Comparison, Negotiation, Ready, Totals, Weighed
 from actorsnap.runtime.exchange import Reading
@@ -145,7 +146,8 @@ def restore(
     def body(steps: Steps) -> Script[RestoreReport]:
         return _watched(steps, source, app_state, strict=strict)
 
-    return (yield from go_through(team, source.options, negotiation.decide, body))
+    label = Label(CallKind.RESTORE, source.place.canonical)
+    return (yield from go_through(team, label, source.options, negotiation.decide, body))
 
 
 def _watched(
@@ -186,7 +188,7 @@ def restore_by(
 ) -> Script[RestoreReport]:
     """One rank's part in a restore."""
     check_flag("strict", strict)
-    compared, reading = yield from _compare(steps, source, app_state, "restore", observation)
+    compared, reading = yield from _compare(steps, source, app_state, observation)
     wants = reading.wants(Host.get())
     try:
         plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
@@ -222,7 +224,7 @@ def plan_restore(
     negotiation = Negotiation(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(steps: Steps) -> Script[RestorePlan]:
-        compared, reading = yield from _compare(steps, source, app_state, "plan_restore")
+        compared, reading = yield from _compare(steps, source, app_state)
         plan = yield from _agree(steps, compared.message(reading.wants(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
         payload = yield from steps.arrive(msgspec.msgpack.encode(weighed))
@@ -239,14 +241,14 @@ def plan_restore(
             mismatched=totals.mismatched,
         )
 
-    return (yield from go_through(team, source.options, negotiation.decide, body))
+    label = Label(CallKind.PLAN_RESTORE, source.place.canonical)
+    return (yield from go_through(team, label, source.options, negotiation.decide, body))
 
 
 def _compare(
     steps: Steps,
     source: Source,
     app_state: AppState,
-    call: str,
     observation: Observation | None = None,
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
@@ -255,7 +257,7 @@ def _compare(
     if observation is not None:
         observation.attempt = index.attempt
         observation.caller.note(Work.INDEX)
-    ready = Ready(call, printable(source.place.url), index.attempt)
+    ready = Ready(printable(source.place.url), index.attempt)
     yield from steps.arrive(msgspec.msgpack.encode(ready))
     states = state_dicts(app_state, steps.team)
     compared = compare(index, app_state, states, rank=steps.rank, options=source.options)

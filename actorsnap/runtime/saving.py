@@ -49,7 +49,6 @@ from actorsnap.runtime.place import collect_garbage, find_resumable, open_place
 from actorsnap.runtime.ranks import Membership
 from actorsnap.state.leaves import Captured
 from actorsnap.storage.base import Capabilities, Storage
-from actorsnap.storage.registry import without_secrets
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 
@@ -307,8 +306,6 @@ class SaveJob(Job):
         self._told = command.attempt
         if self._storage is None:
             if command.url != self._request.place.at:
-                text = "%s: rank 0 saves to %s: so does this rank"
-                self._say(logging.WARNING, text, self.label, without_secrets(command.url))
                 self._go_to(command.url)
             self._storage = await self._open(errands, command.attempt, fsync=command.fsync)
         return self._storage
@@ -387,7 +384,7 @@ class SaveJob(Job):
             ends: _Ends = transport.participant(0), transport.coordinator()
             remembered = None
         else:
-            ends = membership.save.participant, membership.save.coordinator
+            ends = membership.call.participant, membership.call.coordinator
             remembered = membership.team.remembered
         participant = ParticipantActor(
             machine=ParticipantMachine(rank=self.rank, release=RELEASE),
@@ -400,6 +397,7 @@ class SaveJob(Job):
                 num_copiers=self._host.num_workers,
                 pace=self._host.pace if self._copies else None,  # else the trainer waits for it
                 samples_level=self._samples_level,
+                step=self._request.step,
             ),
             budget=self._host.budget,
             errands=errands,

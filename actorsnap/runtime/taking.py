@@ -25,6 +25,7 @@ from actorsnap.errors import ActorSnapError, UsageError, describe
 from actorsnap.format.frames import check_available
 from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
+from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime import pacing
 from actorsnap.runtime.guarding import Guard, was_guarded
@@ -33,6 +34,7 @@ from actorsnap.runtime.inputs import (
     AppState,
     check_flag,
     check_metadata,
+    check_step,
     make_place,
     resolve_options,
 )
@@ -76,6 +78,7 @@ class TakeCall:
     replicated: Sequence[str]
     overwrite: bool
     resume: bool
+    step: int | None
     stage: str
     metadata: Mapping[str, Any] | None
     storage_options: Mapping[str, Any] | None
@@ -153,6 +156,7 @@ def _prepare(
         raise UsageError(f"replicated must be a list of globs, not {replicated!r}")
     check_flag("overwrite", call.overwrite)
     check_flag("resume", call.resume)
+    step = check_step(call.step)
     if call.stage not in _STAGES:
         raise UsageError(f"stage must be 'eager' or 'lazy', not {call.stage!r}")
     metadata = check_metadata(call.metadata)
@@ -181,6 +185,7 @@ def _prepare(
         place=place,
         overwrite=call.overwrite,
         resume=call.resume,
+        step=step,
         metadata=metadata,
         options=options,
     )
@@ -299,7 +304,7 @@ def _may_meet(team: Team, place: Place, options: Options) -> bool:
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
     """As ``_prepare``; but what fails here becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
-    membership = team.join(lost_after_s=options.lost_after_s)
+    membership = team.join(_label_of(call, is_async), options)
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))
     except Exception as error:
@@ -311,6 +316,15 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
         job = _failing(call, failure, error, membership, options)
         job.start()
         raise
+
+
+def _label_of(call: TakeCall, is_async: bool) -> Label | None:
+    """What the ranks' calls have in common; None for bad input, which ``_prepare`` refuses."""
+    kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
+    try:
+        return Label(kind, make_place(call.path, None).canonical, check_step(call.step))
+    except Exception:  # also what the path's own __fspath__ raises
+        return None
 
 
 def _failure_of(error: Exception, rank: int) -> Failure:
@@ -332,6 +346,7 @@ def _failing(
             place=Place(url=str(call.path), at="", storage_options={}),
             overwrite=False,
             resume=False,
+            step=None,
             metadata={},
             options=options,
         ),

@@ -114,7 +114,7 @@ class UploadedSave:
         membership = None
         if team is not None:
             assert frame.team is not None
-            membership = team.join(lost_after_s=options.lost_after_s, number=frame.team.call)
+            membership = team.join_agreed(frame.team.call, options)
         self._job = SaveJob(
             host,
             SaveRequest(
@@ -125,8 +125,8 @@ class UploadedSave:
                 ),
                 overwrite=frame.overwrite,
                 resume=frame.resume,
-                metadata=msgspec.json.decode(frame.metadata),
                 step=frame.step,
+                metadata=msgspec.json.decode(frame.metadata),
                 options=options,
             ),
             rebuild(structure, current),

@@ -21,13 +21,14 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, printable
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "absolute",
+    "canonical",
     "check_url",
     "find_opener",
     "folder_and_name",
@@ -49,6 +50,8 @@ _BUILT_IN = {
     "memory": "actorsnap.storage.memory:open_memory",
     "s3": "actorsnap.storage.s3:open_s3",
 }
+
+_ALIASES = {"file": "fs", "gcs": "gs"}
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -173,6 +176,21 @@ def without_secrets(url: str) -> str:
     with _lock:
         has_query = match[1].lower() not in {*_BUILT_IN, *_registered}
     return shown.partition("?")[0] if has_query else shown
+
+
+def canonical(url: str) -> str:
+    """Returns ``url`` in the form in which equal places have equal URLs: absolute, without secrets,
+    without empty parts of the path. For comparisons and messages only."""
+    text = printable(without_secrets(absolute(url)))
+    match = _SCHEME.match(text)
+    scheme, path = ("fs", text) if match is None else (match[1].lower(), text[match.end() :])
+    scheme = _ALIASES.get(scheme, scheme)
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if scheme != "fs":
+        return f"{scheme}://{'/'.join(parts)}"
+    if path.startswith("localhost/"):  # of file://
+        del parts[0]
+    return "/" + "/".join(parts)
 
 
 def check_url(url: object) -> str:

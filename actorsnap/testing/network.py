@@ -163,6 +163,9 @@ class _Participant:
         item: FromCoordinator | Lost | Broken = await self._network._down[self._rank].receive()
         return item
 
+    def has_coordinator(self) -> bool:
+        return 0 in self._network._begun
+
 
 class _Coordinator:
     def __init__(self, network: SimulatedNetwork) -> None:

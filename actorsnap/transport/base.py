@@ -53,6 +53,9 @@ class ParticipantEnd(Protocol):
     async def receive(self) -> FromCoordinator | Lost | Broken:
         """The next message. Cancellation: no message is lost."""
 
+    def has_coordinator(self) -> bool:
+        """Whether rank 0 has begun this save as well, as far as this end has heard."""
+
 
 class CoordinatorEnd(Protocol):
     """The coordinator's end."""

@@ -61,6 +61,9 @@ class _Participant:
     async def receive(self) -> FromCoordinator:
         return await self._receive.receive()
 
+    def has_coordinator(self) -> bool:
+        return True
+
 
 class _Coordinator:
     def __init__(

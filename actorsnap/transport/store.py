@@ -174,6 +174,12 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
 
     colleague: StoreCoordinator[Up, Down] | None = None
     is_orphan = False
+    is_coordinated = False
+
+    def has_coordinator(self) -> bool:
+        """See ``transport.base.ParticipantEnd``."""
+        self._port._dispatch()
+        return self.is_coordinated or self.colleague is not None
 
     async def send(self, message: Up) -> None:
         self._check()
@@ -586,6 +592,10 @@ class StorePort(Generic[Up, Down]):
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:
         for number in (*pulse.open, *pulse.awaited):
             self._heard(number, sender)
+        for number in pulse.open:
+            if number in self._open:
+                # To another rank than 0 only rank 0 sends anything.
+                self._open[number].participant.is_coordinated = True
         awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
         before = self._awaited.pop(sender, None)
         if awaited:
@@ -595,6 +605,7 @@ class StorePort(Generic[Up, Down]):
 
     def _deliver(self, save: StoreSave[Up, Down], arrived: Arrived) -> None:
         if arrived.frame.kind is Kind.DOWN:
+            save.participant.is_coordinated = True
             save.participant.put(arrived.content)
         elif save.coordinator is not None:
             save.coordinator.put(arrived.content)
@@ -619,6 +630,8 @@ class StorePort(Generic[Up, Down]):
         if not self._open:
             self._looked_s = self._clock()  # nobody had a reason to look
         self._open[number] = save
+        awaited = self._awaited.get(_COORDINATOR)
+        save.participant.is_coordinated = awaited is not None and number in awaited.open
         self._mailbox.wakes_on_beat = False
         if self._fault is not None:
             self._break([save], self._fault)

@@ -117,6 +117,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"a": "\ud800"}}, "metadata"),
     ({"metadata": {"a": torch.ones(1)}}, "metadata"),
     ({"metadata": {"a": b"bytes"}}, "metadata"),
+    *[
+        ({"step": step}, "step must be an integer of at least 0, or None, not ")
+        for step in (-1, True, 1.0, "7", 1 << 63, torch.tensor(3))
+    ],
     ({"storage_options": 3}, "storage_options must be a dict"),
     ({"storage_options": {"region": "x"}}, "takes no storage_options, but got: region"),
     ({"options": {"fsync": False}}, "options must be actorsnap.Options, not dict"),

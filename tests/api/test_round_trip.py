@@ -458,6 +458,19 @@ def test_manifest(api: Facade, shelf: str) -> None:
 
 @each_facade
 @each_place
+@pytest.mark.parametrize("call", ["take", "async_take"])
+def test_step(api: Facade, place: str, call: str) -> None:
+    for step in (7, 0, (1 << 63) - 1, None):
+        saved = api.run(
+            getattr(api.Snapshot, call)(place, {"s": StateDict(x=1)}, step=step, overwrite=True)
+        )
+        if call == "async_take":
+            api.run(saved.wait())
+        assert api.run(api.Snapshot(place).step) == step
+
+
+@each_facade
+@each_place
 def test_metadata(api: Facade, place: str) -> None:
     metadata = {"step": 3, "loss": 0.25, "tags": ["a", None, True], "nested": {"ключ": [1, {}]}}
     snapshot = api.run(api.Snapshot.take(place, {"s": StateDict(x=1)}, metadata=metadata))

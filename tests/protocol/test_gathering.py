@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, UsageError
-from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.calls import (
     CoordinatorLost,
     DeadlinePassed,
@@ -38,11 +36,8 @@ from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
-    Assign,
-    Failed,
     Failure,
     FromCoordinator,
-    Join,
     Opened,
     Proceed,
     Stage,
@@ -232,19 +227,6 @@ def test_a_decision_that_fails_is_everybodys_error() -> None:
     machine = GatheringMachine(world_size=2, decide=deciding(2, refused=0))
     machine.handle(Arrived(0, 0))
     assert isinstance(verdict(machine.handle(Arrived(1, 0))).to_error(), UsageError)
-
-
-def test_a_save_meets_a_restore() -> None:
-    error = verdict(gathering().handle(Join(1, "1", b""))).to_error()
-    assert "rank 1 takes a snapshot" in str(error)
-    member = MemberMachine(rank=1)
-    rules = PackingRules(chunk_bytes=1, max_objects=1, min_object_bytes=1)
-    told, finish = member.handle(
-        Assign("a", b"/s", True, rules, b"", None, SaveRecord(world_size=2))
-    )
-    assert isinstance(told, Send)
-    assert isinstance(told.message, Failed)
-    assert finish == Finish(told.message.failure)
 
 
 def test_without_a_coordinator_a_rank_ends_by_itself() -> None:

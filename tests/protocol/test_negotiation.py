@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actorsnap.errors import IncompatibleState, SnapshotReplaced, UsageError
+from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Want, Wants
 from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
@@ -21,8 +21,8 @@ def decide(negotiation: Negotiation, step: int, *ranks: Any) -> Decision:
     return negotiation.decide(step, [msgspec.msgpack.encode(own) for own in ranks])
 
 
-def ready(attempt: str = "a", url: str = "/s", call: str = "restore") -> Ready:
-    return Ready(call, url, attempt)
+def ready(attempt: str = "a") -> Ready:
+    return Ready("/s", attempt)
 
 
 def test_the_steps_of_a_shared_restore() -> None:
@@ -42,15 +42,9 @@ def test_the_steps_of_a_direct_restore() -> None:
     assert stages == [Stage.LOAD, None]
 
 
-def test_ranks_that_do_different_things() -> None:
+def test_ranks_that_have_read_different_attempts() -> None:
     with pytest.raises(SnapshotReplaced):
         decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready("b"))
-    with pytest.raises(UsageError, match="rank 1 /t, rank 0 /s"):
-        decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready("b", "/t"))
-    with pytest.raises(UsageError, match="rank 1 calls plan_restore while rank 0 calls restore"):
-        decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready(call="plan_restore"))
-    # Two mounts of one file system.
-    decide(Negotiation(mode=ReadMode.AUTO), 0, ready(), ready(url="/t"))
 
 
 def test_what_does_not_fit_is_named_with_its_rank() -> None:

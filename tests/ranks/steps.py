@@ -13,6 +13,7 @@ import torch.distributed as dist
 from actorsnap.errors import ActorSnapError, StorageError
 from actorsnap.options import Options
 from actorsnap.protocol.gathering import Decision
+from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Stage
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.gathering import Arrive, Steps, go_through
@@ -24,6 +25,7 @@ __all__ = ["direct_go"]
 
 OPTIONS = Options(timeout_s=60, lost_after_s=5)
 NUM_STEPS = 3
+LABEL = Label(CallKind.RESTORE, "/snapshot")
 
 
 def decide(step: int, payloads: Sequence[bytes]) -> Decision:
@@ -86,7 +88,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
     began = time.monotonic()
     try:
-        said["decided"] = run_sync(go_through(team, OPTIONS, decide, body), name="go")
+        said["decided"] = run_sync(go_through(team, LABEL, OPTIONS, decide, body), name="go")
     except (ActorSnapError, KeyboardInterrupt) as error:
         said["error"] = [type(error).__name__, str(error)]
         said["cause"] = repr(error.__cause__)
@@ -97,7 +99,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
         # The next call goes as if nothing had been.
         said["again"] = run_sync(
             go_through(
-                team, OPTIONS, lambda *_: Decision(None, b"x"), lambda steps: steps.arrive()
+                team, LABEL, OPTIONS, lambda *_: Decision(None, b"x"), lambda steps: steps.arrive()
             ),
             name="again",
         ).decode()

@@ -265,6 +265,7 @@ def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
 @pytest.mark.parametrize("whom", [0, 1])
 def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, whom: int) -> None:
     for said in play(director, tmp_path, "takes", whom):
+        assert said["error"] == "UsageError"
         assert "make the same calls in the same order" in said["text"]
         assert said["took_s"] < TIMEOUT_S
         assert said["again"] == ""

@@ -64,6 +64,7 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
     ("what", "word"),
     [
         ("path", "path"),
+        ("step", "step must be an integer of at least 0, or None, not True"),
         ("options", "options must be actorsnap.Options"),
         ("leaf", "'own/x' is a object"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
@@ -118,21 +119,13 @@ def test_names_that_utf8_cannot_say(director: Director, tmp_path: Path) -> None:
         assert rank["x"] == [3.0] * 5
 
 
-def test_another_path_on_one_rank(director: Director, tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    said = director.play("direct_wrong", num_ranks=3, what="other path", path=str(path))
-    assert [rank["first"]["error"] for rank in said] == [""] * 3
-    check_whole(path, 3)
-    assert not (tmp_path / "s-other").exists()
-
-
 def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_wrong", num_ranks=3, what="never", path=str(tmp_path / "s"))
     assert said[1]["first"] is None
     for rank in (0, 2):
         first = said[rank]["first"]
         assert first["error"] == "SnapshotAborted"
-        assert "still waiting for rank(s) 1" in first["text"]
+        assert "still waiting for rank 1 to call take(" in first["text"]
         assert first["rank"] == 1
         assert first["seconds"] < 30
 

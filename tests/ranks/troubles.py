@@ -112,8 +112,8 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
     match what:
         case "path" if odd:
             where = ""
-        case "other path" if odd:
-            where = path + "-other"
+        case "step" if odd:
+            more["step"] = True
         case "options" if odd:
             more["options"] = "fast"
         case "raises":

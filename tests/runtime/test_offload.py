@@ -518,6 +518,12 @@ def test_a_save_whose_process_is_killed_is_made_by_another_one(
     assert Host.get().arena.statistics().lent_bytes == 0
 
 
+def test_the_process_stores_the_step(tmp_path: Path) -> None:
+    state = {"s": StateDict(x=torch.ones(3))}
+    pending = Snapshot.async_take(tmp_path / "s", state, step=9, options=OFFLOADED)
+    assert pending.wait().step == 9
+
+
 def test_a_save_that_begins_while_a_dead_process_is_waited_for_is_made_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

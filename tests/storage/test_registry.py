@@ -17,7 +17,7 @@ from actorsnap.storage import Storage, StorageContext, known_schemes, open_stora
 from actorsnap.storage import registry as registry_module
 from actorsnap.storage.fs import FsStorage
 from actorsnap.storage.memory import MemoryStorage
-from actorsnap.storage.registry import without_secrets
+from actorsnap.storage.registry import canonical, without_secrets
 from actorsnap.testing import run_blocking_in_thread
 
 CONTEXT = StorageContext(run_blocking=run_blocking_in_thread)
@@ -281,3 +281,34 @@ def test_a_loop_may_open_what_is_ready(
 )
 def test_secrets_in_urls_are_not_shown(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("/a/b", "/a/b"),
+        ("/a//b/", "/a/b"),
+        ("//a/./b", "/a/b"),
+        ("fs:///a/b", "/a/b"),
+        ("FS:///a/b/", "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("file://localhost/a/b", "/a/b"),
+        ("/a/../b", "/a/../b"),  # only the kernel knows where that is
+        ("/localhost/a", "/localhost/a"),
+        ("s3://bucket/a//b/", "s3://bucket/a/b"),
+        ("gcs://bucket/a", "gs://bucket/a"),
+        ("memory://name/a", "memory://name/a"),
+        ("s3://key:secret@bucket/a/", "s3://key@bucket/a"),
+        ("https://host/a/?sig=secret", "https://host/a"),
+        ("/a/\udcff", "/a/\\udcff"),
+    ],
+)
+def test_equal_places_have_equal_urls(url: str, shown: str) -> None:
+    assert canonical(url) == shown
+
+
+def test_a_relative_path_is_compared_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert canonical("ckpt/a") == canonical("fs://./ckpt//a") == f"{tmp_path}/ckpt/a"

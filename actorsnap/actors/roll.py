@@ -1,0 +1,225 @@
+"""The two ends of a call with the roll call in front: see ``protocol.roll``, which decides.
+
+``Caller`` is a rank's end, ``Roll`` the coordinator's. What makes the call uses them in place of
+the transport's own ends, on the runtime's loop only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import anyio
+
+from actorsnap.lines import Lines
+from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.labels import Label
+from actorsnap.protocol.messages import (
+    Aborted,
+    Absent,
+    AskLabel,
+    Called,
+    Failed,
+    FromCoordinator,
+    Labelled,
+    ToCoordinator,
+)
+from actorsnap.protocol.roll import (
+    REMIND_AFTER_S,
+    SETTLE_S,
+    Refuse,
+    Reminded,
+    RollEvent,
+    RollMachine,
+    RollState,
+    Settle,
+    Settled,
+    Warn,
+    aborted,
+    awaiting,
+    overdue,
+)
+from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
+
+__all__ = ["Caller", "Roll"]
+
+logger = Lines(__name__)
+
+_EARLIER_S = 0.05
+"""How much earlier the deadline is here than at the actor behind, which names no absent rank."""
+
+_LISTEN_S = 0.05
+"""Least time for messages that have come already, where a deadline is over at the first look."""
+
+_PATIENCE_S = 9.0
+"""Extra time a rank waits beyond the deadline for rank 0 to call; less than any other patience."""
+
+
+def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
+    logger.warning(
+        "snapshot %s rank %d: %s",
+        *(label.url, rank, awaiting(label, absent)),
+        extra={"snapshot": label.url, "rank": rank},
+    )
+
+
+class Caller:
+    """A rank's end of a call; a ``ParticipantEnd``.
+
+    Args:
+        end: The transport's.
+        label: What this rank calls.
+        has_label: False if the call's input is bad: the rank then reports its failure only.
+        timeout_s: Seconds from ``call`` until rank 0 must have called as well.
+    """
+
+    def __init__(
+        self, end: ParticipantEnd, *, rank: int, label: Label, has_label: bool, timeout_s: float
+    ) -> None:
+        self._end = end
+        self._rank = rank
+        self._label = label
+        self._has_called = not has_label
+        self._is_waiting = rank > 0
+        self._alarms_s = [*REMIND_AFTER_S, timeout_s + _PATIENCE_S]
+        self._timeout_s = timeout_s
+        self._begun_s = math.inf
+
+    def has_coordinator(self) -> bool:
+        """See ``ParticipantEnd``."""
+        return self._end.has_coordinator()
+
+    async def call(self) -> None:
+        """Reports the call to rank 0, once. The first of all messages."""
+        if self._begun_s == math.inf:
+            self._begun_s = anyio.current_time()
+        if not self._has_called:
+            self._has_called = True
+            await self._end.send(Called(self._rank, self._label.digest))
+
+    async def send(self, message: ToCoordinator) -> None:
+        """See ``ParticipantEnd``."""
+        await self.call()
+        await self._end.send(message)
+
+    async def receive(self) -> FromCoordinator | Lost | Broken:
+        """See ``ParticipantEnd``."""
+        while True:
+            message: FromCoordinator | Lost | Broken | None = None
+            with anyio.CancelScope(deadline=self._alarm_s()):
+                message = await self._end.receive()
+            match message:
+                case None:
+                    if ending := self._on_alarm():
+                        return ending
+                case AskLabel():
+                    await self._end.send(Labelled(self._rank, self._label))
+                case Absent():
+                    _warn(self._label, self._rank, message.ranks)
+                case Lost() if self._is_waiting and not self.has_coordinator():
+                    reason = RankLost(message.rank, message.silent_s).reason
+                    return self._abort(f"{reason}; it had not called {self._label}")
+                case _:
+                    self._is_waiting = False
+                    return message
+
+    def _alarm_s(self) -> float:
+        if not self._is_waiting or not self._alarms_s:
+            return math.inf
+        return max(self._begun_s + min(self._alarms_s), anyio.current_time() + _LISTEN_S)
+
+    def _on_alarm(self) -> Aborted | None:
+        after_s = min(self._alarms_s)
+        self._alarms_s.remove(after_s)
+        if self.has_coordinator():
+            return None  # it names those that are absent
+        if after_s > self._timeout_s:
+            return Aborted(overdue(self._label, [0], self._timeout_s))
+        _warn(self._label, self._rank, [0])
+        return None
+
+    def _abort(self, reason: str) -> Aborted:
+        return Aborted(aborted(self._label, reason, 0))
+
+
+class Roll:
+    """The coordinator's end of a call; a ``CoordinatorEnd``.
+
+    Args:
+        end: The transport's.
+        machine: Fresh.
+        timeout_s: Seconds from ``begin`` until all ranks must have called.
+    """
+
+    def __init__(self, end: CoordinatorEnd, *, machine: RollMachine, timeout_s: float) -> None:
+        self._end = end
+        self._machine = machine
+        self._timeout_s = timeout_s
+        self._begun_s = math.inf
+        self._settled_s = math.inf
+
+    def begin(self) -> None:
+        """Starts the clock: rank 0 has called."""
+        self._begun_s = anyio.current_time()
+
+    def absence(self) -> str | None:
+        """See ``CoordinatorEnd``."""
+        return self._end.absence()
+
+    async def send(self, rank: int, message: FromCoordinator) -> None:
+        """See ``CoordinatorEnd``."""
+        await self._end.send(rank, message)
+
+    async def receive(self) -> ToCoordinator | Lost | Broken:
+        """See ``CoordinatorEnd``. ``Failed`` where the call is refused."""
+        while True:
+            message: ToCoordinator | Lost | Broken | None = None
+            with anyio.CancelScope(deadline=self._alarm_s()):
+                message = await self._end.receive()
+            match message:
+                case None:
+                    event: RollEvent = self._on_alarm()
+                case Called() | Labelled():
+                    event = message
+                case Failed() if not self._machine.is_final:
+                    event = message
+                case Lost() if not self._machine.is_final:
+                    event = RankLost(message.rank, message.silent_s)
+                case _ if self._machine.state is RollState.SETTLING:
+                    continue  # the call has failed
+                case _:
+                    return message
+            if failed := await self._handle(event):
+                return failed
+
+    async def _handle(self, event: RollEvent) -> Failed | None:
+        failed = None
+        for command in self._machine.handle(event):
+            match command:
+                case SendToRank():
+                    with anyio.CancelScope(shield=True):
+                        await self._end.send(command.rank, command.message)
+                case Warn():
+                    _warn(self._machine.label, 0, command.ranks)
+                case Settle():
+                    self._settled_s = anyio.current_time() + SETTLE_S
+                case Refuse():
+                    failed = Failed(0, command.failure)
+        return failed
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._begun_s + self._timeout_s - min(_EARLIER_S, self._timeout_s / 2)
+
+    def _alarm_s(self) -> float:
+        if self._machine.is_final:
+            return math.inf
+        remind_s = self._begun_s + self._machine.remind_after_s
+        due_s = min(remind_s, self._settled_s, self._deadline_s)
+        return max(due_s, anyio.current_time() + _LISTEN_S)
+
+    def _on_alarm(self) -> RollEvent:
+        now = anyio.current_time()
+        if now >= self._deadline_s:
+            return DeadlinePassed(self._timeout_s)
+        return Settled() if now >= self._settled_s else Reminded()
