@@ -114,6 +114,7 @@ class CoordinatorActor:
     Attributes:
         commit: What was committed, once it was.
         replaced: The attempt that its commit object replaced, if any.
+        was_vacant: No commit object was there before, intact or damaged.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class CoordinatorActor:
         self._is_asked = False
         self.commit: Commit | None = None
         self.replaced: str | None = None
+        self.was_vacant = not template.overwrite
 
     @property
     def _storage(self) -> Storage:
@@ -233,6 +235,7 @@ class CoordinatorActor:
         with suppress(ChecksumMismatch):
             older = await find_commit(self._storage)
             self.replaced = older.attempt if older is not None else None
+            self.was_vacant = older is None
 
     async def _look_for(self, manifests: Iterator[tuple[int, ManifestRecord]]) -> None:
         """Sees that what ranks have written is there, also for this rank."""

@@ -33,6 +33,7 @@ __all__ = [
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
+    "manifest_prefix",
     "safe_name",
     "shard_name",
     "top_level_key",
@@ -222,7 +223,12 @@ def chunk_key(key: str, start: int) -> str:
 
 def manifest_key(attempt: str, rank: int) -> str:
     """Returns the key of a rank manifest."""
-    return f"{attempt}/manifest/{rank}.json"
+    return f"{manifest_prefix(attempt)}{rank}.json"
+
+
+def manifest_prefix(attempt: str) -> str:
+    """Returns the prefix of the keys of an attempt's rank manifests."""
+    return f"{attempt}/manifest/"
 
 
 def shard_name(name: str, offsets: Sequence[int]) -> str:
