@@ -6,7 +6,7 @@ in a pipe they are separated by tabs. Characters that would steer a terminal are
 escapes. Exit codes, for scripts:
 
     0    done; verify: whole; diff: equal
-    1    verify, recover: damaged; diff: different; rm: not confirmed
+    1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept
     2    bad usage, or no such object in the snapshot
     3    no committed snapshot there; rm --garbage: and no garbage
     4    the storage failed, or refused; or the snapshot is damaged (but see verify), or takes a
@@ -20,7 +20,9 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -361,7 +363,12 @@ def cp(
 def rm(
     path: PathArgument,
     garbage: Annotated[
-        bool, typer.Option("--garbage", help="Only what unfinished attempts left.")
+        bool,
+        typer.Option(
+            "--garbage",
+            help="Only what unfinished attempts left. Without a commit object, complete attempts "
+            "are deleted after a question only, or with --yes.",
+        ),
     ] = False,
     force: Annotated[
         bool,
@@ -374,12 +381,7 @@ def rm(
     with _errors():
         source = _source(path, option)
         if garbage:
-            deleted, left = _run(upkeep.collect(source, force=force))
-            if not deleted and not left:
-                _run(reading.load_index(source))  # says so if there is nothing at all
-            _write([f"deleted {_count(len(deleted), 'object', 'objects')} of unfinished attempts"])
-            for attempt in left:
-                err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
+            _collect(source, path, force=force, yes=yes)
             return
         if force:
             raise UsageError("--force goes with --garbage; to skip the question use --yes")
@@ -388,6 +390,47 @@ def rm(
             typer.confirm(f"Delete {what}?", abort=True, err=True)
         _run(upkeep.delete(source))
         _write([f"deleted {path}"])
+
+
+def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
+    leftovers = _run(upkeep.find_leftovers(source))
+    for leftover in leftovers:
+        state = "complete" if leftover.is_complete else "incomplete"
+        age = _age(time.time() - leftover.created_s)
+        err.print(f"{leftover.attempt}  {_size(leftover.nbytes)}, {age} old, {state}")
+    complete = [each.attempt for each in leftovers if each.is_complete]
+    doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
+    is_confirmed = yes
+    if doomed and not yes and sys.stdin.isatty():
+        what = _count(len(doomed), "attempt is", "attempts are")
+        err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
+        is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
+    expendable = complete if is_confirmed else []
+    report = _run(upkeep.collect(source, force=force, expendable=expendable))
+    if not report.deleted and not report.kept and not report.left:
+        _run(reading.load_index(source))  # says so if there is nothing at all
+    objects = _count(len(report.deleted), "object", "objects")
+    _write([f"deleted {objects} of unfinished attempts"])
+    for attempt in report.left:
+        err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
+    for attempt in report.kept:
+        err.print(
+            f"kept {quote(attempt)}: it is complete. {quote(_recover(path))} makes a snapshot of "
+            "it again; --yes deletes it"
+        )
+    if report.kept:
+        raise typer.Exit(1)
+
+
+def _recover(path: str) -> str:
+    return f"`actorsnap recover {shlex.quote(_one_line(path))}`"
+
+
+def _age(seconds: float) -> str:
+    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 @app.command()

@@ -112,7 +112,8 @@ class Snapshot:
         are those of rank 0.
 
         What other programs keep at ``path`` is not touched. The garbage of older attempts is
-        deleted behind the commit; this waits for it 5 seconds at most.
+        deleted behind the commit; this waits for it 5 seconds at most. Where no snapshot was at
+        ``path``, complete attempts stay, with a warning: a copy may have lost their commit object.
 
         Args:
             path: A URL at which no snapshot is committed yet.
@@ -435,7 +436,7 @@ class Snapshot:
         compared with its checksum on the way, and at most ``Options.memory_budget_bytes`` are
         under way. What a copy that was interrupted has completed at ``path`` is not sent again.
         Attempts that run at ``path`` are not disturbed, and what lies there as garbage is deleted
-        behind the commit. Copying what is committed there already does nothing.
+        behind the commit, as ``take`` does. Copying what is committed there already does nothing.
 
         The handle's ``Options`` hold for both sides; ``timeout_s`` bounds the whole copy.
 

@@ -37,6 +37,9 @@ from tests.api.faults import faulty, faulty_url
 from tests.state.saved import Part, Saved
 
 ROOT = Path(__file__).parents[1]
+_DEAD_PID = (1 << 22) + 1
+"""Above what Linux gives to any process."""
+
 V1 = Path(__file__).parent / "golden" / "v1"
 
 
@@ -131,7 +134,7 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     for step in (10, 1, 2):
         Snapshot.take(tmp_path / f"step-{step}", state(), metadata={"x": step}, step=step)
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
+    (tmp_path / "broken" / "actorsnap.json").write_bytes(b"{}")
     (tmp_path / "notes.txt").write_text("something else")
     ended = run("ls", tmp_path)
     assert ended.code == 0
@@ -165,7 +168,7 @@ def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
     assert by_path["0/progress/step"] == {"kind": "value", "value": 7, "nbytes": 0}
     assert by_path["0/progress/blob"] == {"kind": "bytes", "type": "bytes", "nbytes": 5000}
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / ".actorsnap").write_bytes(b"{}")
+    (tmp_path / "broken" / "actorsnap.json").write_bytes(b"{}")
     found = {item["name"]: item for item in json.loads(run("ls", "--json", tmp_path).out)}
     assert {name: item["state"] for name, item in found.items()} == {
         **{"broken": "damaged", "dead": "unfinished", "s": "committed"}
@@ -312,7 +315,7 @@ def test_verify_where_the_index_is_damaged(saved: Path, tmp_path: Path) -> None:
     ended = run("verify", saved)
     assert ended.code == 1
     assert "manifest/0.json" in ended.err
-    (saved / ".actorsnap").write_bytes((saved / ".actorsnap").read_bytes()[:-1])
+    (saved / "actorsnap.json").write_bytes((saved / "actorsnap.json").read_bytes()[:-1])
     ended = run("verify", saved)
     assert ended.code == 1
     assert "its checksum does not fit" in ended.err
@@ -588,7 +591,7 @@ def test_what_is_damaged_is_said_with_its_place(saved: Path) -> None:
 
 
 def test_rm_of_a_damaged_one(saved: Path) -> None:
-    (saved / ".actorsnap").write_bytes((saved / ".actorsnap").read_bytes()[:-1])
+    (saved / "actorsnap.json").write_bytes((saved / "actorsnap.json").read_bytes()[:-1])
     ended = run("rm", saved, answer="y\n")
     assert ended.code == 0
     assert "the damaged snapshot" in ended.err
@@ -622,6 +625,54 @@ def test_rm_garbage_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
     assert (ended.code, ended.out) == (3, "")
     assert "nothing is there" in ended.err
     assert run("rm", "--garbage", unfinished).code == 0  # left, but seen
+
+
+@pytest.fixture
+def without_commit(saved: Path, tmp_path: Path) -> Path:
+    """A copy that lost its commit object, and an incomplete attempt next to it."""
+    to = tmp_path / "a copy"
+    (attempt,) = (path for path in saved.iterdir() if path.is_dir())
+    begun, host, _, nonce = attempt.name.split("-")
+    shutil.copytree(attempt, to / f"{begun}-{host}-{_DEAD_PID}-{nonce}")
+    incomplete = to / f"20260101T000000-{host}-{_DEAD_PID}-{nonce}" / "data"
+    incomplete.mkdir(parents=True)
+    (incomplete / "x").write_bytes(b"x" * 5000)
+    return to
+
+
+def test_rm_garbage_keeps_complete_attempts(without_commit: Path) -> None:
+    incomplete, complete = sorted(os.listdir(without_commit))
+    ended = run("rm", "--garbage", without_commit, answer="y\n")  # nobody is asked in a pipe
+    assert (ended.code, ended.out) == (1, "deleted 1 object of unfinished attempts\n")
+    listed, other, kept = ended.err.splitlines()
+    assert re.fullmatch(rf"{incomplete}  4\.9 KiB, \d+ d old, incomplete", listed)
+    assert re.fullmatch(rf"{complete}  1\.\d MiB, \d+ s old, complete", other)
+    advice = (
+        f"`actorsnap recover '{without_commit}'` makes a snapshot of it again; --yes deletes it"
+    )
+    assert kept == f"kept {complete}: it is complete. {advice}"
+    assert os.listdir(without_commit) == [complete]
+    assert run("rm", "--garbage", "--force", without_commit).code == 1
+    assert os.listdir(without_commit) == [complete]
+
+
+def test_rm_garbage_deletes_complete_attempts_if_told(without_commit: Path) -> None:
+    ended = run("rm", "--garbage", "--yes", without_commit)
+    assert ended.code == 0
+    assert re.fullmatch(r"deleted [4-9] objects of unfinished attempts\n", ended.out)
+    assert not without_commit.exists()
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_rm_garbage_asks_on_a_terminal(without_commit: Path, answer: str) -> None:
+    incomplete, complete = sorted(os.listdir(without_commit))
+    code, text = on_a_terminal("rm", "--garbage", without_commit, answer=f"{answer}\n")
+    assert re.search(rf"{complete} +1\.\d MiB, \d+ s old, complete", text)
+    assert "1 attempt is complete" in text
+    assert "Delete what is complete, too?" in text
+    assert code == (0 if answer == "y" else 1)
+    assert not (without_commit / incomplete).exists()
+    assert (without_commit / complete).exists() == (answer == "n")
 
 
 # recover --------------------------------------------------------------------------------------
@@ -743,7 +794,7 @@ def test_no_permission(saved: Path) -> None:
 
 
 def test_a_file_instead_of_a_folder(saved: Path) -> None:
-    ended = run("ls", saved / ".actorsnap")
+    ended = run("ls", saved / "actorsnap.json")
     assert ended.code in (3, 4)
     assert ended.err.startswith("error: ")
 
@@ -804,7 +855,7 @@ def test_nobody_reads_on(long: Path) -> None:
         assert process.stderr.read() == b""
 
 
-def on_a_terminal(*arguments: object) -> tuple[int, str]:
+def on_a_terminal(*arguments: object, answer: str = "") -> tuple[int, str]:
     """Exit code, and all that a terminal of 100 columns was sent."""
     ours, theirs = pty.openpty()
     environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100", "LC_ALL": "C.UTF-8"}
@@ -813,6 +864,7 @@ def on_a_terminal(*arguments: object) -> tuple[int, str]:
         command(*arguments), env=environment, stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
+    os.write(ours, answer.encode())
     received = bytearray()
     with open(ours, "rb", buffering=0) as terminal:
         while True:

@@ -45,7 +45,7 @@ def test_quickstart_async(tmp_path: Path) -> None:
     ]
     assert sorted(p.name for p in folder.iterdir()) == ["step-10", "step-20", "step-30"]
     for path in folder.iterdir():
-        assert (path / ".actorsnap").is_file()
+        assert (path / "actorsnap.json").is_file()
 
 
 def test_quickstart_sync(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ class CoordinatorActor:
     Attributes:
         commit: What was committed, once it was.
         replaced: The attempt that its commit object replaced, if any.
+        was_vacant: No commit object was there before, intact or damaged.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class CoordinatorActor:
         self._is_asked = False
         self.commit: Commit | None = None
         self.replaced: str | None = None
+        self.was_vacant = not template.overwrite
 
     @property
     def _storage(self) -> Storage:
@@ -225,6 +227,7 @@ class CoordinatorActor:
         with suppress(ChecksumMismatch):
             older = await find_commit(self._storage)
             self.replaced = older.attempt if older is not None else None
+            self.was_vacant = older is None
 
     async def _look_for(self, rank: int, record: ManifestRecord) -> None:
         """Sees that what a rank has written is there, also for this rank."""

@@ -146,6 +146,7 @@ class RankObjects:
             keys = [chunk_key(plan.key, c.start) for plan in self._plans for c in plan.chunks]
         else:
             keys = [plan.key for plan in self._plans if plan.opens]
-        keys += self._beside
+        # The manifest first: what is left if this is interrupted does not look complete.
+        keys = [*self._beside, *keys]
         if keys:
             await self._storage.delete(keys)

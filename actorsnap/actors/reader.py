@@ -10,6 +10,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -27,10 +28,12 @@ from actorsnap.errors import (
     StorageError,
 )
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
-from actorsnap.format.foreign import recognize, recognize_file
+from actorsnap.format.foreign import attempts_in, recognize, recognize_file
 from actorsnap.format.frames import FRAME_BYTES, Unpacker, check_readable
+from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    COMMIT_KEYS,
     BytesEntry,
     Commit,
     ManifestRecord,
@@ -39,6 +42,7 @@ from actorsnap.format.manifest import (
     TensorEntry,
     decode_commit,
     decode_rank_manifest,
+    world_size_of,
 )
 from actorsnap.lines import Lines
 from actorsnap.planning.chunks import ChunkMap, Extent, chunk_maps
@@ -46,8 +50,18 @@ from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
 from actorsnap.state.memory import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.many import for_each
 
-__all__ = ["FetcherPool", "Request", "SnapshotReader", "find_commit", "read_intact"]
+__all__ = [
+    "Commits",
+    "FetcherPool",
+    "Request",
+    "SnapshotReader",
+    "find_commit",
+    "is_complete",
+    "read_commits",
+    "read_intact",
+]
 
 logger = Lines(__name__)
 
@@ -64,21 +78,104 @@ _TURN_BYTES = 64 << 20
 """So much a thread reads before others have their turn on it."""
 
 
-async def find_commit(storage: Storage) -> Commit | None:
-    """The commit object; None where there is none.
+async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
+    """Returns the commit object; None if there is none.
+
+    Reads its older name only where the other one is not there.
+
+    Args:
+        folder: Where below the storage's root to look.
 
     Raises:
-        FormatError: it is damaged, or of a newer or another format.
-        StorageError: reading failed.
+        FormatError: It is damaged, or of a newer or another format.
+        StorageError: Reading failed.
+    """
+    # The first name a second time: an older snapshot may have been replaced between the reads.
+    for key in (*COMMIT_KEYS, COMMIT_KEY):
+        commit = await _read_commit(storage, key, folder)
+        if commit is not None:
+            return commit
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """What lies under the two names of a commit object: it, None, or why it cannot be used.
+
+    Attributes:
+        newer: ``COMMIT_KEY``.
+        older: ``OLDER_COMMIT_KEY``.
     """
 
+    newer: Commit | FormatError | None
+    older: Commit | FormatError | None
+
+    def counting(self) -> Commit | None:
+        """Returns the one that counts.
+
+        Raises:
+            FormatError: It cannot be used.
+        """
+        found = self.older if self.newer is None else self.newer
+        if isinstance(found, FormatError):
+            raise found
+        return found
+
+
+async def read_commits(storage: Storage) -> Commits:
+    """Reads both names of the commit object at the same time.
+
+    An older snapshot that is replaced at this very moment may be missed.
+
+    Raises:
+        StorageError: Reading failed.
+    """
+    found: dict[str, Commit | Exception | None] = {}
+
+    async def read(key: str) -> None:
+        try:
+            found[key] = await _read_commit(storage, key)
+        except Exception as error:
+            found[key] = error
+
+    await for_each(COMMIT_KEYS, read, at_once=len(COMMIT_KEYS))
+    commits: list[Commit | FormatError | None] = []
+    for key in COMMIT_KEYS:
+        commit = found[key]
+        if isinstance(commit, Exception) and not isinstance(commit, FormatError):
+            raise commit
+        commits.append(commit)
+    return Commits(*commits)
+
+
+async def _read_commit(storage: Storage, key: str, folder: str = "") -> Commit | None:
     async def read() -> Commit:
-        return decode_commit(await storage.get(COMMIT_KEY))
+        return decode_commit(await storage.get(f"{folder}/{key}" if folder else key), key)
 
     try:
         return await read_intact(storage, read)
     except ObjectNotFound:
         return None
+
+
+async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str) -> bool:
+    """Returns whether every rank of an attempt has stored its manifest.
+
+    Such an attempt lacks nothing but a commit object. Where its manifests do not record the world
+    size, the manifest of rank 0 is enough.
+
+    Raises:
+        StorageError: Reading or listing failed.
+    """
+    try:
+        data = await storage.get(manifest_key(attempt, 0))
+    except ObjectNotFound:
+        return False
+    world_size = await run_blocking(world_size_of, data)
+    if world_size <= 1:
+        return True
+    keys = {info.key async for info in storage.list(manifest_prefix(attempt))}
+    return all(manifest_key(attempt, rank) in keys for rank in range(world_size))
 
 
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
@@ -176,8 +273,14 @@ class SnapshotReader:
         file = None if keys else await self._explain_file()
         if file is not None:
             return file
-        found, detail = recognize(keys, self.storage.url)
-        return NotASnapshot(key=self.storage.url, detail=detail, found=found)
+        url = self.storage.url
+        complete = [
+            name
+            for name in attempts_in(keys)
+            if await is_complete(self.storage, self._run_blocking, name)
+        ]
+        found, detail = recognize(keys, url=url, complete=complete)
+        return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:
         """Says what the file is that lies at the URL; None if there is none."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from actorsnap.format.layout import Attempt, manifest_key
-from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.format.layout import Attempt
+from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
 
-__all__ = ["HEAD_BYTES", "recognize", "recognize_file"]
+__all__ = ["HEAD_BYTES", "attempts_in", "recognize", "recognize_file"]
 
 HEAD_BYTES = 512
 """Bytes of a file that ``recognize_file`` looks at."""
@@ -50,12 +51,23 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of what ``torch.save`` wrote before it wrote zip archives."""
 
 
-def recognize(keys: Sequence[str], url: str = "") -> tuple[str, str]:
-    """Says what is there.
+def attempts_in(keys: Iterable[str]) -> dict[str, int]:
+    """Returns the attempts among ``keys``, by name, with the number of their objects."""
+    attempts: dict[str, int] = {}
+    for key in keys:
+        folder = key.partition("/")[0]
+        if folder in attempts or Attempt.parse(folder) is not None:
+            attempts[folder] = attempts.get(folder, 0) + 1
+    return dict(sorted(attempts.items()))
+
+
+def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) -> tuple[str, str]:
+    """Returns what is there.
 
     Args:
         keys: Some or all object keys under the URL.
-        url: The URL, without secrets.
+        url: Named in the advice.
+        complete: The attempts among them that lack nothing but a commit object.
 
     Returns:
         ``NotASnapshot.found``, and a sentence for people with what to do next.
@@ -65,26 +77,17 @@ def recognize(keys: Sequence[str], url: str = "") -> tuple[str, str]:
         return "part", f"this is inside the snapshot {inside}: open that"
     if not keys:
         return "absent", "nothing is there; check the path"
-    attempts: dict[str, int] = {}
+    attempts = attempts_in(keys)
+    if attempts:
+        return "unfinished", _unfinished(attempts, url, complete)
     snapshots: dict[str, None] = {}
     unfinished: dict[str, None] = {}
     for key in keys:
-        parts = key.split("/")
-        if Attempt.parse(parts[0]) is not None:
-            attempts[parts[0]] = attempts.get(parts[0], 0) + 1
-        elif len(parts) > 1 and parts[-1] == COMMIT_KEY:
-            snapshots[key.rpartition("/")[0]] = None
+        folder, _, name = key.rpartition("/")
+        if folder and name in COMMIT_KEYS:
+            snapshots[folder] = None
         elif inside := _snapshot_around(key):
             unfinished[inside] = None
-    if attempts:
-        listed = ", ".join(f"{name} ({n} objects)" for name, n in sorted(attempts.items()))
-        if not {manifest_key(name, 0) for name in attempts}.isdisjoint(keys):
-            listed += ". If the commit object was lost, `actorsnap recover` writes it again"
-        return (
-            "unfinished",
-            f"only unfinished attempts are there, no commit: {listed}. Restore an older "
-            "snapshot; the next take to this path, or `actorsnap rm --garbage`, cleans up",
-        )
     present = set(keys)
     for sign, what, reader in _SIGNS:
         if sign in present:
@@ -124,7 +127,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
     if inside:
         return "part", f"this file is inside the snapshot {inside}: open that"
     folder, _, name = url.rpartition("/")
-    if name == COMMIT_KEY and head.startswith(b'{"crc32c":'):
+    if name in COMMIT_KEYS and head.startswith(b'{"crc32c":'):
         return "part", f"this file is the commit object of the snapshot {folder}: open that"
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
         return "foreign", "this is a file that torch.save wrote: torch.load reads it"
@@ -149,3 +152,20 @@ def _snapshot_around(path: str) -> str:
 def _some(names: Mapping[str, None]) -> str:
     shown = ", ".join(sorted(names)[:_MAX_NAMED])
     return f"{shown}, ..." if len(names) > _MAX_NAMED else shown
+
+
+def _unfinished(attempts: Mapping[str, int], url: str, complete: Collection[str]) -> str:
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join([f"{name} ({attempts[name]} objects)" for name in names])
+
+    if not complete:
+        return (
+            f"only unfinished attempts are there, no commit object: {listed(attempts)}. Restore "
+            "an older snapshot; the next take to this path, or `actorsnap rm --garbage`, cleans up"
+        )
+    return (
+        f"there is no commit object ({COMMIT_KEY}; {OLDER_COMMIT_KEY} in older snapshots), but a "
+        f"complete attempt: {listed(sorted(complete))}. Either the save ended just before its "
+        "commit, or a copy left the commit object out: `cp -r SRC/* DST` skips "
+        f"{OLDER_COMMIT_KEY}. Copy that object, too, or run `actorsnap recover {shlex.quote(url)}`"
+    )

@@ -33,6 +33,7 @@ __all__ = [
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
+    "manifest_prefix",
     "parse_manifest_key",
     "safe_name",
     "shard_name",
@@ -231,12 +232,17 @@ def chunk_key(key: str, start: int) -> str:
 
 def manifest_key(attempt: str, rank: int) -> str:
     """Returns the key of a rank manifest."""
-    return f"{attempt}/manifest/{rank}.json"
+    return f"{manifest_prefix(attempt)}{rank}.json"
+
+
+def manifest_prefix(attempt: str) -> str:
+    """Returns the prefix of the keys of an attempt's rank manifests."""
+    return f"{attempt}/manifest/"
 
 
 def parse_manifest_key(attempt: str, key: str) -> int | None:
     """Returns the rank whose manifest in ``attempt`` has the key ``key``; None for other keys."""
-    digits = key.removeprefix(f"{attempt}/manifest/").removesuffix(".json")
+    digits = key.removeprefix(manifest_prefix(attempt)).removesuffix(".json")
     is_rank = digits.isascii() and digits.isdigit() and len(digits) < 10
     return int(digits) if is_rank and manifest_key(attempt, int(digits)) == key else None
 

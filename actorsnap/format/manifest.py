@@ -26,8 +26,10 @@ from actorsnap.format.layout import chunk_key
 
 __all__ = [
     "COMMIT_KEY",
+    "COMMIT_KEYS",
     "FEATURES",
     "FORMAT_VERSION",
+    "OLDER_COMMIT_KEY",
     "BytesEntry",
     "BytesType",
     "Commit",
@@ -56,6 +58,7 @@ __all__ = [
     "features_of",
     "is_same_content",
     "is_same_tensor",
+    "world_size_of",
 ]
 
 FORMAT_NAME = "actorsnap"
@@ -63,7 +66,14 @@ FORMAT_VERSION = 1
 FEATURES = ("annotations", "block_sizes", "compression")
 """All that this release can read: a snapshot that names another feature is refused."""
 
-COMMIT_KEY = ".actorsnap"
+COMMIT_KEY = "actorsnap.json"
+OLDER_COMMIT_KEY = ".actorsnap"
+"""The commit object's name in older snapshots. It is still read, but no longer written: shells and
+copying programs skip dotfiles."""
+
+COMMIT_KEYS = (COMMIT_KEY, OLDER_COMMIT_KEY)
+"""Both names of a commit object. Where both are there, the first one counts."""
+
 MAX_NESTING = 900
 """How deep an inline value nests at most."""
 
@@ -401,8 +411,12 @@ def _sealed(encoded: bytes) -> bytes:
     return bytes(body)
 
 
-def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
+def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -> Commit:
     """Decodes and checks a commit object.
+
+    Args:
+        data: The object, whole.
+        key: The object's key, named in errors.
 
     Raises:
         ChecksumMismatch: It is damaged, or never was one: nobody else names a file so.
@@ -418,23 +432,21 @@ def decode_commit(data: bytes | bytearray | memoryview) -> Commit:
     is_ours = head.format == FORMAT_NAME
     has_checksum = data.startswith(_CRC_PREFIX)
     if is_ours and not has_checksum:
-        _check_version(head.version)  # a newer version may have moved the checksum
+        _check_version(head.version, key)  # a newer version may have moved the checksum
     if not has_checksum or not _is_intact(data):
         raise ChecksumMismatch(
-            key=COMMIT_KEY,
+            key=key,
             detail="the commit object is damaged: its checksum does not fit",
         )
     if not is_ours:
-        raise NotASnapshot(
-            key=COMMIT_KEY, detail=f"its format is {_shown(head.format)}", found="unknown"
-        )
-    _check_version(head.version)
-    _check_features(head)
+        raise NotASnapshot(key=key, detail=f"its format is {_shown(head.format)}", found="unknown")
+    _check_version(head.version, key)
+    _check_features(head, key)
     try:
         commit = _commit_decoder.decode(b"{" + data[_CRC_END:])
     except _DECODE_ERRORS as error:
-        raise FormatError(key=COMMIT_KEY, detail=str(error)) from error
-    validate.check_commit(commit, COMMIT_KEY)
+        raise FormatError(key=key, detail=str(error)) from error
+    validate.check_commit(commit, key)
     return commit
 
 
@@ -447,27 +459,27 @@ def _is_intact(data: bytes) -> bool:
     return data[_CRC_AT] == b"%08x" % crc
 
 
-def _check_version(version: object) -> None:
+def _check_version(version: object, key: str) -> None:
     """Raises UnsupportedFormat for a newer version."""
     if type(version) is int and version > FORMAT_VERSION:
         raise UnsupportedFormat(
-            key=COMMIT_KEY,
+            key=key,
             detail=f"the snapshot is of format version {_shown(version)}, and this release "
             f"reads up to version {FORMAT_VERSION}. Install a newer actorsnap",
         )
 
 
-def _check_features(head: _Head) -> None:
+def _check_features(head: _Head, key: str) -> None:
     """Raises for features unknown here, and for a version that never was."""
     if type(head.version) is not int or head.version < 1:
-        raise FormatError(key=COMMIT_KEY, detail=f"no format version: {_shown(head.version)}")
+        raise FormatError(key=key, detail=f"no format version: {_shown(head.version)}")
     features = head.features
     if not isinstance(features, list):
         return  # absent, or strict decoding says what is wrong
     unknown = sorted({f for f in features if isinstance(f, str)} - set(FEATURES))
     if unknown:
         raise UnsupportedFormat(
-            key=COMMIT_KEY,
+            key=key,
             detail=f"the snapshot needs the features {', '.join(unknown)[:400]}, and this "
             f"release knows {', '.join(FEATURES)}. Install a newer actorsnap",
         )
@@ -572,6 +584,28 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
     if manifest.save is not msgspec.UNSET and not has_checksum:
         raise FormatError(key=key, detail="its own checksum is missing")
     return manifest, record
+
+
+class _Extent(msgspec.Struct):
+    """The part of a rank manifest that tells how many ranks took part."""
+
+    save: SaveRecord | msgspec.UnsetType = msgspec.UNSET
+
+
+_extent_decoder = msgspec.json.Decoder(_Extent)
+
+
+def world_size_of(data: bytes | bytearray | memoryview) -> int:
+    """Returns the world size that a rank manifest records.
+
+    1 where it records none, which is true of older manifests, or cannot be read: then nobody knows
+    which other manifests there should be.
+    """
+    try:
+        save = _extent_decoder.decode(data).save
+    except _DECODE_ERRORS:
+        return 1
+    return 1 if isinstance(save, msgspec.UnsetType) else save.world_size
 
 
 def _check_manifest(manifest: RankManifest, key: str) -> None:

@@ -22,7 +22,7 @@ def collectable(
     now_s: float,
     host: str,
     may_run: Callable[[Attempt], bool],
-    superseded: str | None = None,
+    superseded: Collection[str] = (),
 ) -> list[str]:
     """The attempts whose objects may be deleted, unless one of them is the committed one.
 
@@ -33,7 +33,7 @@ def collectable(
         now_s: Seconds since the epoch.
         host: This host and process namespace, as in attempt names.
         may_run: Whether an attempt of this host may still be under way.
-        superseded: An attempt that the caller knows was committed and replaced.
+        superseded: Attempts that the caller knows were committed and replaced.
     """
     garbage = []
     for name in attempts:
@@ -42,7 +42,7 @@ def collectable(
             continue
         is_dead = attempt.host == host and not may_run(attempt)
         is_old = now_s - attempt.created_s > MAX_ATTEMPT_S
-        if is_dead or is_old or name == superseded:
+        if is_dead or is_old or name in superseded:
             garbage.append(name)
     return garbage
 

@@ -228,14 +228,16 @@ class _Copy:
         await self._copy_all(plan.data, kept)
         await self._copy_all(plan.manifests, kept)
         await self._check_complete(plan)
-        replaced = await self._commit(commit, overwrite)
+        replaced, was_vacant = await self._commit(commit, overwrite)
         logger.info("%s: committed a copy of %s", self._target.url, self._storage.url)
 
         async def collect() -> None:
             for copier in earlier.copies[self._attempt]:
                 if copier != self._copier:
                     await self._target.delete_folder(copier)
-            await collect_garbage(self._host, self._target, superseded=replaced)
+            await collect_garbage(
+                self._host, self._target, superseded=replaced, was_vacant=was_vacant
+            )
 
         await self._errands.clean_up(collect)
         await self._tell(CopyEventKind.COMMITTED)
@@ -364,10 +366,16 @@ class _Copy:
         prefix = f"{self._attempt}/"
         return {info.key: info.size async for info in self._target.list(prefix)}
 
-    async def _commit(self, commit: Commit, overwrite: bool) -> str | None:
-        """Makes the copy a snapshot; returns the attempt that it replaces, if it is known."""
+    async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
+        """Makes the copy a snapshot.
+
+        Returns:
+            The attempt that it replaces, if there was one and it is known, and whether no commit
+            object was there.
+        """
         data = encode_commit(commit)
-        replaced = None
+        replaced: list[str] = []
+        was_vacant = not overwrite
         try:
             with self._writing():
                 if not overwrite:
@@ -375,18 +383,19 @@ class _Copy:
                 else:
                     try:
                         older = await find_commit(self._target)
-                        replaced = older.attempt if older is not None else None
+                        replaced = [older.attempt] if older is not None else []
+                        was_vacant = older is None
                     except ChecksumMismatch:
                         logger.info("%s: replacing a damaged snapshot", self._target.url)
                     await self._target.put(COMMIT_KEY, [memoryview(data)])
         except StorageError as error:
             # Its answer may have been lost, or its first try been repeated by the backend.
             if await self._is_committed(commit):
-                return replaced
+                return replaced, was_vacant
             if isinstance(error, ObjectExists):
                 await self._errands.clean_up(self._discard)
             raise
-        return replaced
+        return replaced, was_vacant
 
     async def _is_committed(self, commit: Commit) -> bool:
         try:

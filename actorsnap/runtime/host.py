@@ -196,6 +196,7 @@ class Host:
         self._running: set[Attempt] = set()
         # The names are keys, the oldest first.
         self._ended: dict[str, None] = {}
+        self._discarded: dict[str, None] = {}
         self._ended_beside: dict[str, None] = {}
         self.on_attempt_ended: Callable[[str], None] = lambda _: None
         with contextlib.ExitStack() as undo:
@@ -390,6 +391,18 @@ class Host:
     def ended_attempts(self) -> list[str]:
         """Those of this process, the latest ones. On the loop only."""
         return list(self._ended)
+
+    def all_ended(self) -> frozenset[str]:
+        """The latest attempts of this process and of the one next to it. On the loop only."""
+        return frozenset([*self._ended, *self._ended_beside])
+
+    def discard_attempt(self, attempt: str) -> None:
+        """Notes that this process aborted the attempt or deleted its snapshot. On the loop only."""
+        _remember(self._discarded, attempt)
+
+    def discarded_attempts(self) -> frozenset[str]:
+        """The latest attempts of which nothing is wanted any more. On the loop only."""
+        return frozenset(self._discarded)
 
     def note_ended(self, attempts: Iterable[str]) -> None:
         """Notes the same of attempts of the process beside this one: an uploader's trainer, or a

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -11,18 +19,23 @@ from typing import Any, TypeAlias
 import anyio
 
 from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.reader import FetcherPool, SnapshotReader, find_commit
+from actorsnap.actors.reader import (
+    Commits,
+    FetcherPool,
+    SnapshotReader,
+    is_complete,
+    read_commits,
+)
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
-    ObjectNotFound,
     StorageError,
 )
 from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
 from actorsnap.format.foreign import HEAD_BYTES
-from actorsnap.format.layout import Attempt, manifest_key
-from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.format.layout import Attempt, manifest_prefix
+from actorsnap.format.manifest import OLDER_COMMIT_KEY, Commit, ManifestRecord, RankManifest
 from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
@@ -43,6 +56,7 @@ from actorsnap.storage.translated import translate_opening
 __all__ = [
     "MAX_SMALL_READS",
     "Claims",
+    "Collected",
     "Place",
     "Source",
     "collect_garbage",
@@ -60,6 +74,14 @@ OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
 MAX_SMALL_READS = 16
 """So many rank manifests, or other small objects, are read or looked for at a time."""
+
+
+_COMPLETE = (
+    "%s: no commit object was here, but a complete attempt, which is left alone: %s. Either a save "
+    "ended just before its commit, or a copy left the commit object out. To use the attempt, move "
+    "its folder to another path and run `actorsnap recover` there. The next take with "
+    "overwrite=True deletes it, and so does `actorsnap rm --garbage`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,27 +310,45 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, ChecksumMismatch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What a collection of garbage did.
+
+    Attributes:
+        keys: The keys deleted.
+        kept: Complete attempts at a place without a commit object, which are garbage elsewhere.
+    """
+
+    keys: Sequence[str] = ()
+    kept: Sequence[str] = ()
+
+
 async def collect_garbage(
     host: Host,
     storage: Storage,
     *,
     committed: str | None = None,
-    superseded: str | None = None,
+    superseded: Collection[str] = (),
     force: bool = False,
-) -> list[str]:
+    was_vacant: bool | None = None,
+    expendable: Collection[str] = (),
+) -> Collected:
     """Deletes what attempts left that can no longer commit.
 
     The order matters: an attempt that was dead before the commit object is read cannot have
     committed after it, so what is deleted belongs to no snapshot, whoever commits meanwhile.
 
+    At a place without a commit object, a complete attempt may be a snapshot that lost it. Such an
+    attempt is left alone, unless this process aborted it or deleted its snapshot.
+
     Args:
         committed: The attempt that the caller has just committed. Who replaces it has a folder
             before: while there is no other one, there is nothing to look into.
-        superseded: An attempt that the caller knows to be replaced.
+        superseded: Attempts that the caller knows to be replaced.
         force: Delete every other attempt, also one that may be running.
-
-    Returns:
-        The keys deleted.
+        was_vacant: Whether the place had no commit object before the caller committed; None: as it
+            is now. A warning names the complete attempts at a place that had none.
+        expendable: Attempts to delete even if they are complete.
 
     Raises:
         FormatError: the commit object is of a newer or another format; nothing was deleted.
@@ -316,19 +356,27 @@ async def collect_garbage(
     """
     attempts = await find_attempts(storage)
     if attempts == [committed]:
-        return []
+        return Collected()
+    mine = {committed} if committed is not None else set()
+    sweep = _Sweep(
+        host,
+        storage,
+        attempts,
+        was_vacant=was_vacant,
+        expendable={*expendable, *mine, *host.discarded_attempts()},
+    )
     if force:
-        return await _delete_attempts(storage, attempts, attempts)
+        return await sweep.delete(attempts, NO_CLAIMS)
     garbage = await find_collectable(host, attempts, superseded)
     claims = await find_claims(storage, attempts) if garbage else NO_CLAIMS
     garbage = unclaimed(garbage, claims.copies)
     if claims.copies.keys().isdisjoint(garbage):
-        return await _delete_attempts(storage, attempts, garbage)
+        return await sweep.delete(garbage, claims)
     # A copy may resume what an interrupted one left. It claims first and looks for collections
     # then; this the other way round: one of the two sees the other.
     async with _announced(host, storage):
         claims = await find_claims(storage, await find_attempts(storage))
-        return await _delete_attempts(storage, attempts, unclaimed(garbage, claims.copies))
+        return await sweep.delete(unclaimed(garbage, claims.copies), claims)
 
 
 @asynccontextmanager
@@ -343,23 +391,71 @@ async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
         host.end_attempt(collector)
 
 
-async def _delete_attempts(
-    storage: Storage, attempts: Sequence[str], garbage: Sequence[str]
-) -> list[str]:
-    """Deletes garbage, but what is committed now."""
-    try:
-        commit = await find_commit(storage)
+class _Sweep:
+    """The last step of a collection: reads the commit object, then deletes."""
+
+    def __init__(
+        self,
+        host: Host,
+        storage: Storage,
+        attempts: Sequence[str],
+        *,
+        was_vacant: bool | None,
+        expendable: Collection[str],
+    ) -> None:
+        self._host = host
+        self._storage = storage
+        self._attempts = attempts
+        self._was_vacant = was_vacant
+        self._expendable = expendable
+
+    async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
+        """Deletes the attempts in ``garbage`` but the committed one and those that are kept."""
+        commits = await read_commits(self._storage)
+        spared, complete = await self._spare(commits)
+        for name in complete:
+            spared.update(claims.copies.get(name, ()))  # whoever resumes that copy needs its claim
+        doomed = [name for name in garbage if name not in spared]
+        older = commits.older
+        if doomed and older is not None and isinstance(commits.newer, Commit):
+            # Before anything that it names.
+            await self._storage.delete([OLDER_COMMIT_KEY])
+            if isinstance(older, Commit) and older.attempt not in {*spared, *claims.copies}:
+                doomed = [name for name in self._attempts if name in {*doomed, older.attempt}]
+        keys: list[str] = []
+        for name in doomed:
+            if commits.newer is commits.older is None:
+                # Interrupted, this leaves nothing that looks complete.
+                keys += await self._storage.delete_folder(manifest_prefix(name).rstrip("/"))
+            keys += await self._storage.delete_folder(name)
+        if keys:
+            logger.info("%s: deleted %d objects that were garbage", self._storage.url, len(keys))
+        if complete and self._was_vacant:
+            logger.warning(_COMPLETE, self._storage.url, ", ".join(complete))
+        return Collected(keys=keys, kept=[name for name in complete if name in garbage])
+
+    async def _spare(self, commits: Commits) -> tuple[set[str], list[str]]:
+        """Returns the attempts to spare, and those of them that only lack a commit object."""
+        try:
+            commit = commits.counting()
+        except ChecksumMismatch:
+            # It names one of those that were complete. Deleting the snapshot deletes that one.
+            spared = set(await self._complete(self._attempts))
+            if isinstance(commits.older, Commit):
+                spared.add(commits.older.attempt)
+            return spared, []
         spared = {commit.attempt} if commit is not None else set()
-    except ChecksumMismatch:
-        # It names one of those that were complete. Deleting the snapshot deletes that one.
-        spared = {name for name in attempts if await _is_complete(storage, name)}
-    keys: list[str] = []
-    for name in garbage:
-        if name not in spared:
-            keys.extend(await storage.delete_folder(name))
-    if keys:
-        logger.info("%s: deleted %d objects that were garbage", storage.url, len(keys))
-    return keys
+        was_vacant = commit is None if self._was_vacant is None else self._was_vacant
+        if not was_vacant:
+            return spared, []
+        ended = await _find_ended(self._host, self._attempts)
+        mine = spared.union(self._expendable)
+        complete = await self._complete([name for name in ended if name not in mine])
+        return spared.union(complete), complete
+
+    async def _complete(self, attempts: Sequence[str]) -> list[str]:
+        run_blocking = self._host.run_blocking
+        return [name for name in attempts if await is_complete(self._storage, run_blocking, name)]
 
 
 async def find_attempts(storage: Storage) -> list[str]:
@@ -403,24 +499,20 @@ async def find_resumable(host: Host, storage: Storage, committed: str | None) ->
     Raises:
         StorageError: listing failed.
     """
+    return tuple(await _find_ended(host, await find_attempts(storage), committed))
 
+
+async def _find_ended(
+    host: Host, attempts: Sequence[str], committed: str | None = None
+) -> list[str]:
     def find() -> list[str]:
         return resumable(attempts, host=host_id(), may_run=host.may_run, committed=committed)
 
-    attempts = await find_attempts(storage)
-    return tuple(await host.run_blocking(find))
-
-
-async def _is_complete(storage: Storage, attempt: str) -> bool:
-    try:
-        await storage.stat(manifest_key(attempt, 0))
-    except ObjectNotFound:
-        return False
-    return True
+    return await host.run_blocking(find)
 
 
 async def find_collectable(
-    host: Host, attempts: Iterable[str], superseded: str | None = None
+    host: Host, attempts: Iterable[str], superseded: Collection[str] = ()
 ) -> list[str]:
     """See ``planning.retention.collectable``."""
 

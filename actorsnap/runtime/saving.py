@@ -20,7 +20,7 @@ from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import Stager
-from actorsnap.actors.reader import find_commit
+from actorsnap.actors.reader import find_commit, read_commits
 from actorsnap.actors.session import Measured, ParticipantActor, SaveSettings
 from actorsnap.actors.trace import Phase
 from actorsnap.errors import (
@@ -124,6 +124,7 @@ class SaveJob(Job):
         self._ended_by: Failure | None = None
         self._scope: anyio.CancelScope | None = None
         self._is_committed = False
+        self._ended_before: frozenset[str] = frozenset()
         self._concluded: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -174,6 +175,8 @@ class SaveJob(Job):
     def _end_attempt(self) -> None:
         if self._attempt is not None:
             self._host.end_attempt(self._attempt)
+            if not self._is_committed:
+                self._host.discard_attempt(str(self._attempt))
 
     async def _conclude(self, errands: Errands) -> None:
         """Saves, and tells the outcome."""
@@ -249,6 +252,7 @@ class SaveJob(Job):
     async def _save(self, errands: Errands) -> None:
         deadline = anyio.current_time() + self.options.timeout_s
         fsync = self.options.fsync
+        self._ended_before = self._host.all_ended()
         await self._leave_gil_to_caller()
         try:
             if self.rank == 0 and not isinstance(self._captured, Failure):
@@ -269,7 +273,7 @@ class SaveJob(Job):
             self.board.enter(Phase.COMMITTED)
             self._log_totals()
             if coordinator is not None:
-                await self._collect(errands, coordinator.replaced, deadline)
+                await self._collect(errands, coordinator, deadline)
         finally:
             for storage in (self._storage, self._superseded):
                 if storage is not None:
@@ -312,7 +316,7 @@ class SaveJob(Job):
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
         """``_older``, within the deadline and until a cancellation."""
-        reason, stage = "", Stage.JOIN
+        reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
                 if self._ended_by is None and self._cancel_reason is None:
@@ -325,13 +329,13 @@ class SaveJob(Job):
             raise
         except StorageError as error:
             self._on_failure(error)
-            reason = str(error)
+            reason, key = str(error), error.key or COMMIT_KEY
         finally:
             self._scope = None
         if not reason:
             trouble = errands.trouble or "the storage did not answer"
             reason = f"timeout_s={self.options.timeout_s:g} is over; {trouble}"
-        raise self._error(Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY))
+        raise self._error(Failure(reason=reason, stage=stage, rank=0, key=key))
 
     async def _older(self, storage: Storage) -> Commit | None:
         """What a commit will replace; None if nothing, or what cannot be read.
@@ -344,7 +348,11 @@ class SaveJob(Job):
         """
         what, older = "a snapshot is committed", None
         try:
-            older = await find_commit(storage)
+            if self._request.overwrite:
+                older = await find_commit(storage)
+            else:
+                # At once: most often, neither name is there.
+                older = (await read_commits(storage)).counting()
             is_there = older is not None
             if older is not None and older.attempt == self._after:
                 raise _CommittedBefore
@@ -540,14 +548,21 @@ class SaveJob(Job):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
 
-    async def _collect(self, errands: Errands, replaced: str | None, deadline: float) -> None:
+    async def _collect(
+        self, errands: Errands, coordinator: CoordinatorActor, deadline: float
+    ) -> None:
         """Garbage never makes a committed snapshot fail, nor keeps its caller waiting long."""
 
         async def collect() -> None:
             assert self._storage is not None
-            committed = str(self._attempt)
             await collect_garbage(
-                self._host, self._storage, committed=committed, superseded=replaced
+                self._host,
+                self._storage,
+                committed=str(self._attempt),
+                superseded=[coordinator.replaced] if coordinator.replaced else [],
+                was_vacant=coordinator.was_vacant,
+                # What has committed here meanwhile, was replaced.
+                expendable=self._host.all_ended() - self._ended_before,
             )
 
         async def lose_patience() -> None:

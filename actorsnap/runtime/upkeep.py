@@ -7,14 +7,21 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from actorsnap.actors.reader import Request, SnapshotReader, find_commit, read_intact
+from actorsnap.actors.reader import (
+    Request,
+    SnapshotReader,
+    find_commit,
+    is_complete,
+    read_commits,
+    read_intact,
+)
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -29,6 +36,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    OLDER_COMMIT_KEY,
     BytesEntry,
     Commit,
     ManifestRecord,
@@ -37,13 +45,18 @@ from actorsnap.format.manifest import (
     Stored,
     StoredChunk,
     TensorEntry,
-    decode_commit,
 )
 from actorsnap.lines import Lines
 from actorsnap.planning.chunks import check_chunks
 from actorsnap.planning.index import holes
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.place import MAX_SMALL_READS, Source, collect_garbage, find_attempts
+from actorsnap.runtime.place import (
+    MAX_SMALL_READS,
+    Source,
+    collect_garbage,
+    find_attempts,
+    find_collectable,
+)
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.state.memory import MemorySink
 from actorsnap.state.trial import Doubtful, try_manifests
@@ -51,10 +64,13 @@ from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 
 __all__ = [
+    "CollectReport",
+    "Leftover",
     "DataCheck",
     "VerifyReport",
     "collect",
     "delete",
+    "find_leftovers",
     "find_snapshots",
     "verify",
 ]
@@ -92,44 +108,117 @@ def delete(source: Source) -> Script[None]:
         async with source.opened(host, "delete") as (storage, reader, errands):
 
             async def perform() -> None:
-                attempt = None
+                newer = None
                 try:
-                    attempt = (await reader.commit()).attempt
+                    newer = await reader.commit()
                 except (NotASnapshot, UnsupportedFormat):
                     raise
                 except FormatError:
                     logger.info("%s: deleting a damaged snapshot", source.place.url, exc_info=True)
+                older = (await read_commits(storage)).older
+                superseded = [each.attempt for each in (newer, older) if isinstance(each, Commit)]
+                for attempt in superseded:
+                    host.discard_attempt(attempt)
+                if older is not None:
+                    # First and by itself: a crash must not make it the one that counts.
+                    await storage.delete([OLDER_COMMIT_KEY])
                 await storage.delete([COMMIT_KEY])
                 # Not what another take is writing: it would commit a ruin.
-                await collect_garbage(host, storage, superseded=attempt)
+                await collect_garbage(host, storage, superseded=superseded, was_vacant=False)
 
             await errands.run(perform)
 
     yield step
 
 
-def collect(source: Source, *, force: bool) -> Script[tuple[list[str], list[str]]]:
-    """Deletes garbage at the URL; with ``force`` also attempts that may be running.
+class Leftover(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt at a place that has no commit object.
 
-    Returns:
-        The keys deleted, and the unfinished attempts that were left.
+    Attributes:
+        attempt: Its name.
+        nbytes: The size of its objects.
+        created_s: When it began, in seconds since 1970.
+        is_complete: It lacks nothing but a commit object.
+        is_garbage: It can no longer commit.
     """
 
-    async def step(host: Host) -> tuple[list[str], list[str]]:
+    attempt: str
+    nbytes: int
+    created_s: int
+    is_complete: bool
+    is_garbage: bool
+
+
+def find_leftovers(source: Source) -> Script[list[Leftover]]:
+    """Returns the attempts at a place that has no commit object, the oldest first; else none."""
+
+    async def step(host: Host) -> list[Leftover]:
+        async with source.opened(host, "list") as (storage, _, errands):
+
+            async def perform() -> list[Leftover]:
+                with contextlib.suppress(ChecksumMismatch):
+                    if await find_commit(storage) is None:
+                        attempts = await find_attempts(storage)
+                        garbage = await find_collectable(host, attempts)
+                        return [await describe(name, name in garbage) for name in attempts]
+                return []
+
+            async def describe(name: str, is_garbage: bool) -> Leftover:
+                attempt = Attempt.parse(name)
+                assert attempt is not None
+                return Leftover(
+                    attempt=name,
+                    nbytes=sum([info.size async for info in storage.list(f"{name}/")]),
+                    created_s=attempt.created_s,
+                    is_complete=await is_complete(storage, errands.run_blocking, name),
+                    is_garbage=is_garbage,
+                )
+
+            return await errands.run(perform)
+
+    found: list[Leftover] = yield step
+    return found
+
+
+class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a collection of garbage did.
+
+    Attributes:
+        deleted: Keys.
+        kept: Complete attempts at a place without commit object, which were not to be deleted.
+        left: Other unfinished attempts that are still there.
+    """
+
+    deleted: list[str]
+    kept: list[str]
+    left: list[str]
+
+
+def collect(
+    source: Source, *, force: bool, expendable: Collection[str] = ()
+) -> Script[CollectReport]:
+    """Deletes garbage at the URL; with ``force`` also attempts that may be running.
+
+    Complete attempts at a place without commit object are kept, unless they are ``expendable``.
+    """
+
+    async def step(host: Host) -> CollectReport:
         async with source.opened(host, "collect") as (storage, _, errands):
 
-            async def perform() -> tuple[list[str], list[str]]:
-                deleted = await collect_garbage(host, storage, force=force)
-                left = set(await find_attempts(storage))
+            async def perform() -> CollectReport:
+                collected = await collect_garbage(host, storage, force=force, expendable=expendable)
+                left = {*await find_attempts(storage)} - {*collected.kept}
                 with contextlib.suppress(ChecksumMismatch):  # which is its own cannot be told
                     commit = await find_commit(storage)
                     if commit is not None:
                         left.discard(commit.attempt)
-                return deleted, sorted(left)
+                return CollectReport(
+                    deleted=[*collected.keys], kept=[*collected.kept], left=sorted(left)
+                )
 
             return await errands.run(perform)
 
-    found: tuple[list[str], list[str]] = yield step
+    found: CollectReport = yield step
     return found
 
 
@@ -475,12 +564,12 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
             async def look(name: str) -> None:
                 try:
-                    found[name] = decode_commit(await storage.get(f"{name}/{COMMIT_KEY}"))
-                except ObjectNotFound:
-                    if any(map(Attempt.parse, await storage.list_folders(name))):
-                        found[name] = None
+                    commit = await find_commit(storage, folder=name)
                 except FormatError as error:
                     found[name] = error
+                    return
+                if commit or any(map(Attempt.parse, await storage.list_folders(name))):
+                    found[name] = commit
 
             async def perform() -> None:
                 await for_each(await storage.list_folders(), look, at_once=MAX_SMALL_READS)

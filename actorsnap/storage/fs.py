@@ -10,7 +10,7 @@ Rules:
   stores, and a component has at most 255 bytes.
 - Objects of writers lie under their final key from the start; nothing refers to them before
   they are complete. ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (the
-  leading dot is not doubled: ``.actorsnap`` has ``.actorsnap.<nonce>.tmp``), beside the key,
+  leading dot is not doubled: ``.name`` has ``.name.<nonce>.tmp``), beside the key,
   or, for keys at the root, in the context's ``scratch`` folder. Of a crash, such a temporary
   may be left. ``list`` shows it like any other object, and ``delete`` takes it away, so that
   a collector of garbage needs no verb of its own.

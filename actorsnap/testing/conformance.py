@@ -84,6 +84,7 @@ _UNUSUAL_KEYS = [
     "e\N{COMBINING ACUTE ACCENT}",
     "x" * 200,
     "/".join(["deep"] * 30),
+    "actorsnap.json",
     ".actorsnap",
     "20250101T000000-0badcafe-1-0badcafe/data/model=2F/0-0.safetensors",
 ]
@@ -244,12 +245,12 @@ class StorageConformance:
 
     @_bounded
     async def test_put_if_absent_creates_once(self, storage: Storage) -> None:
-        await storage.put_if_absent(".actorsnap", b"first")
+        await storage.put_if_absent("actorsnap.json", b"first")
         with pytest.raises(ObjectExists) as raised:
-            await storage.put_if_absent(".actorsnap", b"second")
-        assert raised.value.key == ".actorsnap"
-        assert await storage.get(".actorsnap") == b"first"
-        assert await keys_in(storage) == [".actorsnap"]
+            await storage.put_if_absent("actorsnap.json", b"second")
+        assert raised.value.key == "actorsnap.json"
+        assert await storage.get("actorsnap.json") == b"first"
+        assert await keys_in(storage) == ["actorsnap.json"]
 
     @pytest.mark.parametrize("how", ["put", "writer"])
     @_bounded
@@ -279,7 +280,7 @@ class StorageConformance:
             pytest.skip("the backend says that put_if_absent is not atomic")
         storages = [make_storage() for _ in range(4)]
         for number in range(10):
-            key = f"round-{number}/.actorsnap"
+            key = f"round-{number}/actorsnap.json"
             won: list[bytes] = []
             lost: list[bytes] = []
 

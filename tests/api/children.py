@@ -80,6 +80,12 @@ def copy_and_die_at_operation(source: str, to: str, *, at: int, when: str) -> No
         sync.Snapshot(source).copy_to(faulty_url(to), overwrite=True)
 
 
+def delete_and_die_at_operation(url: str, *, at: int, when: str) -> None:
+    """A deletion, killed at the writing operation number ``at``."""
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
+        sync.Snapshot(faulty_url(url)).delete()
+
+
 def write_and_die(root: str, *, k: int, when: str, how: str) -> None:
     """One operation of each verb, killed at the ``k``-th that writes."""
 
@@ -486,5 +492,5 @@ def folders_and_garbage(url: str, storage_options: dict[str, Any]) -> list[int]:
             await storage.aclose()
 
     before = asyncio.run(num_attempts())
-    deleted, _ = run_sync(upkeep.collect(source, force=False), name="collect")
-    return [before, len(deleted), asyncio.run(num_attempts())]
+    report = run_sync(upkeep.collect(source, force=False), name="collect")
+    return [before, len(report.deleted), asyncio.run(num_attempts())]

@@ -6,14 +6,22 @@ mixture of two is equal to none of them.
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from actorsnap import NotASnapshot, Snapshot, StateDict
-from actorsnap.format.manifest import COMMIT_KEY, decode_commit
+from actorsnap import NotASnapshot, Options, Snapshot, StateDict
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    COMMIT_KEYS,
+    OLDER_COMMIT_KEY,
+    decode_commit,
+)
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
@@ -23,6 +31,8 @@ __all__ = [
     "assert_idle",
     "assert_whole",
     "leftovers",
+    "make_both",
+    "make_older",
     "number_at",
     "number_of",
     "runtime_threads",
@@ -87,11 +97,33 @@ async def leftovers(url: object) -> list[str]:
     """The keys at a place that do not belong to its committed snapshot."""
     storage = _open(url)
     keys = [key async for key in _keys(storage)]
-    attempt = None
-    if COMMIT_KEY in keys:
-        attempt = decode_commit(await storage.get(COMMIT_KEY)).attempt
+    attempt = commit_key = None
+    for commit_key in [key for key in COMMIT_KEYS if key in keys][:1]:
+        attempt = decode_commit(await storage.get(commit_key)).attempt
     await storage.aclose()
-    return [key for key in keys if key != COMMIT_KEY and key.partition("/")[0] != attempt]
+    return [key for key in keys if key != commit_key and key.partition("/")[0] != attempt]
+
+
+def make_older(root: Path) -> str:
+    """Gives a snapshot's commit object the name of older releases; returns its attempt."""
+    os.rename(root / COMMIT_KEY, root / OLDER_COMMIT_KEY)
+    return decode_commit((root / OLDER_COMMIT_KEY).read_bytes()).attempt
+
+
+async def make_both(root: Path, number: int) -> str:
+    """Replaces an older snapshot by state ``number``, up to a crash right after the commit.
+
+    Returns:
+        The older snapshot's attempt, which is still there.
+    """
+    older = make_older(root)
+    kept = root.parent / f"{root.name}-kept"
+    shutil.copytree(root, kept)
+    await Snapshot.take(root, state(number), overwrite=True, options=Options(fsync=False))
+    for name in (older, OLDER_COMMIT_KEY):
+        assert not (root / name).exists()
+        os.rename(kept / name, root / name)
+    return older
 
 
 async def assert_whole(url: object, number: int | None, *, is_clean: bool = True) -> None:

@@ -294,7 +294,7 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
         assert one["left"] == [], one
     # Every object has been the one that did not fit.
     keys = {re.sub(r"^[0-9T]+-[0-9a-f-]+", "", one["key"]) for one in failures}
-    assert {"/data/model/0-0.safetensors", "/manifest/0.json", ".actorsnap"} <= keys
+    assert {"/data/model/0-0.safetensors", "/manifest/0.json", "actorsnap.json"} <= keys
     assert last == {"error": "", "older": 2, "left": []}
 
 
@@ -399,6 +399,9 @@ def test_a_damaged_snapshot_can_be_replaced_and_deleted(saved: Path, damage: str
         with pytest.raises(ObjectExists):
             sync.Snapshot.take(saved, state(2), options=FAST)
     sync.Snapshot.take(saved, state(2), overwrite=True, options=FAST)
+    if damage == "missing":  # what had lost its commit object is left alone, once
+        asyncio.run(assert_whole(saved, 2, is_clean=False))
+        sync.Snapshot.take(saved, state(2), overwrite=True, options=FAST)
     asyncio.run(assert_whole(saved, 2))
     DAMAGES[damage](files(saved)["data"])
     sync.Snapshot(saved).delete()
@@ -633,7 +636,16 @@ def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
         sync.Snapshot(saved.parent).restore(state(-1))
 
 
-def test_an_unfinished_attempt_says_what_is_in_it(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [
+        (5, r"only unfinished attempts.*{} \(2 objects\).*actorsnap rm --garbage"),
+        (6, r"a complete attempt: {} \(3 objects\).*actorsnap recover"),
+    ],
+)
+def test_an_unfinished_attempt_says_what_is_in_it(
+    zygote: Zygote, tmp_path: Path, at: int, says: str
+) -> None:
     url = str(tmp_path / "s")
     killed = zygote.call(
         "save_and_die_at_operation",
@@ -641,14 +653,13 @@ def test_an_unfinished_attempt_says_what_is_in_it(zygote: Zygote, tmp_path: Path
         number=1,
         how="take",
         overwrite=False,
-        at=6,
+        at=at,
         when="after",
     )
     assert killed.was_killed
     (attempt,) = os.listdir(url)
     for reader in READERS.values():
-        says = rf"only unfinished attempts.*{attempt} \(3 objects\).*actorsnap rm --garbage"
-        with pytest.raises(NotASnapshot, match=says) as caught:
+        with pytest.raises(NotASnapshot, match=says.format(attempt)) as caught:
             reader(Path(url))
         assert caught.value.found == "unfinished"
 

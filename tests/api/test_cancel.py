@@ -122,9 +122,9 @@ async def test_cancelling_a_take(
             break
         assert ending == "cancelled"
         number = await number_at(url)
-        is_commit = barrier.key == ".actorsnap" and barrier.verb.startswith("put")
+        is_commit = barrier.key == "actorsnap.json" and barrier.verb.startswith("put")
         is_after = any(
-            key == ".actorsnap" and verb.startswith("put") for verb, key in barrier.before
+            key == "actorsnap.json" and verb.startswith("put") for verb, key in barrier.before
         )
         if has_blocking_io:
             assert number in (before, 2)  # the commit may be faster than the cancellation
@@ -430,7 +430,7 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrit
         assert found["found"] in (before, 2), found
         # Not cleaned up: what an unanswered commit may yet name, and, where the commit was faster
         # than the interrupt, what it has replaced. The next save does that.
-        is_commit = found["verb"].startswith("put") and found["key"] == ".actorsnap"
+        is_commit = found["verb"].startswith("put") and found["key"] == "actorsnap.json"
         if found["found"] == before and not is_commit:
             assert found["left"] == [], found
         assert found["again"] == "", found

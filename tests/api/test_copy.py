@@ -71,8 +71,7 @@ async def objects(url: object) -> dict[str, bytes]:
 async def collect(url: str, *, force: bool = False) -> list[str]:
     """What ``actorsnap rm --garbage`` deletes."""
     source = Source(inputs.make_place(url, None), Options())
-    deleted, _ = await run_async(upkeep.collect(source, force=force))
-    return deleted
+    return (await run_async(upkeep.collect(source, force=force))).deleted
 
 
 async def attempt_at(url: str) -> str:

@@ -5,6 +5,7 @@ Real processes on the real file system. Each sweep goes on until a run survives.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from actorsnap import sync
+from actorsnap.format.manifest import OLDER_COMMIT_KEY
+from tests.api.places import make_both, make_older, number_at, state
 from tests.api.zygote import Ending, Zygote
 
 
@@ -51,14 +55,23 @@ def sweep(zygote: Zygote, folder: Path, function: str, **how: Any) -> tuple[int,
 
 
 def check(zygote: Zygote, url: str, ending: Ending, *, overwrite: bool) -> dict[str, Any]:
-    """The next process finds the old or the new, and leaves nothing but its own."""
+    """The next process finds the old or the new, and leaves nothing but its own.
+
+    Where nothing was committed, it also leaves an attempt that only lacks the commit object.
+    """
     next_one: dict[str, Any] = zygote.call("look_and_save_again", url=url, number=3).result()
     assert next_one["found"] in ((1, 2) if overwrite else (None, 2))
     if next_one["found"] is None:
         assert next_one["says"] in ("unfinished", "absent")
     assert next_one["then"] == 3
-    assert next_one["left"] == []
+    assert next_one["left"] == ([] if next_one["found"] else complete(next_one["left_before"]))
     return next_one
+
+
+def complete(keys: list[str]) -> list[str]:
+    """The keys of attempts whose rank manifest is there."""
+    attempts = {key.partition("/")[0] for key in keys if key.endswith("/manifest/0.json")}
+    return [key for key in keys if key.partition("/")[0] in attempts]
 
 
 @each_save
@@ -129,3 +142,93 @@ def test_killed_at_a_system_call(
     assert num_killed > 20
     temporaries = [key for one in found for key in one["left_before"] if key.endswith(".tmp")]
     assert temporaries, "no run was killed while a temporary lay there"
+
+
+# Commit objects of the older name -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_while_an_older_snapshot_is_replaced(
+    zygote: Zygote, tmp_path: Path, when: str
+) -> None:
+    found = []
+    for at in itertools.count(1):
+        url = tmp_path / str(at)
+        assert zygote.call("save", url=str(url), number=1).result() == ""
+        make_older(url)
+        how = {"how": "take", "overwrite": True, "at": at, "when": when}
+        ending = zygote.call("save_and_die_at_operation", url=str(url), number=2, **how)
+        found.append(check(zygote, str(url), ending, overwrite=True))
+        assert not (url / OLDER_COMMIT_KEY).exists()
+        if not ending.was_killed:
+            ending.result()
+            break
+    numbers = [one["found"] for one in found]
+    assert numbers == sorted(numbers)
+    # Killed while both names were there, or when the older name was gone and its folder was not.
+    between = [one["left_before"] for one in found if one["found"] == 2 and one["left_before"]]
+    assert any(OLDER_COMMIT_KEY in keys for keys in between)
+    if when == "after":
+        assert any(OLDER_COMMIT_KEY not in keys for keys in between)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("has_both", [True, False])
+def test_killed_while_an_older_snapshot_is_deleted(
+    zygote: Zygote, tmp_path: Path, when: str, has_both: bool
+) -> None:
+    number = 2 if has_both else 1
+    found = []
+    for at in itertools.count(1):
+        url = tmp_path / str(at)
+        sync.Snapshot.take(url, state(1))
+        if has_both:
+            asyncio.run(make_both(url, 2))
+        else:
+            make_older(url)
+        ending = zygote.call("delete_and_die_at_operation", url=str(url), at=at, when=when)
+        # Never what was replaced.
+        found.append(asyncio.run(number_at(url)))
+        assert found[-1] in (number, None)
+        if not ending.was_killed:
+            ending.result()
+            assert not url.exists()
+            break
+        sync.Snapshot.take(url, state(3), overwrite=found[-1] is not None)
+        assert asyncio.run(number_at(url)) == 3
+        assert not (url / OLDER_COMMIT_KEY).exists()
+    assert found[0] == (number if when == "before" or has_both else None)
+    assert len(found) >= (6 if has_both else 4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("has_both", [True, False])
+def test_killed_while_a_copy_replaces_an_older_snapshot(
+    zygote: Zygote, tmp_path: Path, when: str, has_both: bool
+) -> None:
+    source, number = tmp_path / "source", 2 if has_both else 1
+    sync.Snapshot.take(source, state(5))
+    make_older(source)
+    found: list[int] = []
+    for at in itertools.count(1):
+        to = tmp_path / str(at)
+        sync.Snapshot.take(to, state(1))
+        if has_both:
+            asyncio.run(make_both(to, 2))
+        else:
+            make_older(to)
+        ending = zygote.call(
+            "copy_and_die_at_operation", source=str(source), to=str(to), at=at, when=when
+        )
+        found.append(asyncio.run(number_at(to)) or 0)
+        assert found[-1] in (number, 5)
+        if not ending.was_killed:
+            ending.result()
+            assert found[-1] == 5
+            break
+        sync.Snapshot(source).copy_to(to, overwrite=True)
+        assert asyncio.run(number_at(to)) == 5
+        sync.Snapshot.take(to, state(3), overwrite=True)
+        assert not (to / OLDER_COMMIT_KEY).exists()
+    assert found == sorted(found)
+    assert len(found) > 8

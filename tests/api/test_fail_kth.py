@@ -295,10 +295,11 @@ async def test_a_deletion(place: Place, fail_when: str, no_leaks_behind: None) -
             async with failure_of(url) as failures:
                 await Snapshot(faulty_url(url)).delete()
         if not failures:
-            assert not place.was_hit
             assert await leftovers(url) == []
             assert await number_at(url) is None
-            break
+            if place.is_exhausted(k):
+                break
+            continue
         assert type(failures[0]) is StorageError
         # The snapshot is whole or no snapshot; never a ruin.
         number = await number_at(url)
@@ -353,7 +354,7 @@ async def test_causes_in_a_circle(place: Place) -> None:
 async def test_a_commit_that_a_backend_repeated_by_itself_is_a_success(place: Place) -> None:
     """The first try's answer was lost, the backend's second try found the object."""
     url = place.url()
-    exists = ObjectExists(op="put_if_absent", key=".actorsnap", backend=url)
+    exists = ObjectExists(op="put_if_absent", key="actorsnap.json", backend=url)
     with place.failing(fail_at=1, fail_verbs=["put_if_absent"], fail_when="after", error=exists):
         await take(faulty_url(url), 1)
     assert place.was_hit

@@ -279,6 +279,11 @@ def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> Non
     assert decode_commit((url / COMMIT_KEY).read_bytes()) == before
 
 
+def collected(url: object, **how: Any) -> upkeep.CollectReport:
+    source = Source(inputs.make_place(str(url), None), FAST)
+    return run_sync(upkeep.collect(source, **{"force": False, **how}), name="collect")
+
+
 def dead_attempt() -> str:
     return str(Attempt(created_s=int(time.time()), host=host_id(), pid=_DEAD_PID, nonce="deadbeef"))
 
@@ -297,9 +302,7 @@ def test_empty_folders_of_attempts_are_garbage(tmp_path: Path) -> None:
     take(url, 2)
     assert not attempt.exists()
     empty_attempt(url)
-    assert run_sync(
-        upkeep.collect(Source(inputs.make_place(url, None), FAST), force=False), name="collect"
-    ) == ([], [])
+    assert collected(url).deleted == []
     assert not attempt.exists()
     empty_attempt(url)
     sync.Snapshot(str(url)).delete()

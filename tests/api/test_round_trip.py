@@ -693,7 +693,9 @@ def test_fsync_off_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     synced.clear()
     actorsnap.sync.Snapshot.take(tmp_path / "off", state, options=Options(fsync=False))
     assert synced == []
-    on, off = (json.loads((tmp_path / name / ".actorsnap").read_bytes()) for name in ("on", "off"))
+    on, off = (
+        json.loads((tmp_path / name / "actorsnap.json").read_bytes()) for name in ("on", "off")
+    )
     assert "fsync" not in on
     assert off["fsync"] is False
 
@@ -731,7 +733,7 @@ def test_forms_of_a_path(
     snapshot = api.run(api.Snapshot.take(forms[form], {"s": StateDict(x=form)}))
     monkeypatch.chdir("/")  # what was relative is still the same place
     assert api.run(snapshot.read_object("s/x")) == form
-    assert (place / ".actorsnap").is_file()
+    assert (place / "actorsnap.json").is_file()
     assert snapshot.path == os.fspath(forms[form])
     assert api.run(api.Snapshot(place).read_object("s/x")) == form
 

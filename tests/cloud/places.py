@@ -89,15 +89,15 @@ _REQUESTS = {
         complete={"method": "POST", "pattern": "uploadId="},
         commit={"method": "PUT", "pattern": r"/run/[^/?]+$"},
         data={"method": "GET", "pattern": r"model[^?]*$"},
-        num_before=8,
+        num_before=9,
     ),
     "gs": Requests(
         create={"method": "POST", "pattern": r"/upload/.*\.parts%2F0{16}"},
         part={"method": "POST", "pattern": r"/upload/.*\.parts%2F(?!0{16})"},
         complete={"method": "POST", "pattern": "/compose"},
-        commit={"method": "POST", "pattern": r"/upload/.*name=run%2F\.actorsnap&"},
+        commit={"method": "POST", "pattern": r"/upload/.*name=run%2Factorsnap\.json&"},
         data={"method": "GET", "pattern": "model.*alt=media"},
-        num_before=2,
+        num_before=3,
     ),
 }
 

@@ -413,7 +413,7 @@ def test_any_truncation_is_found() -> None:
 def test_what_never_was_a_commit_object_is_damage(data: bytes) -> None:
     with pytest.raises(ChecksumMismatch) as caught:
         decode_commit(data)
-    assert caught.value.key == ".actorsnap"
+    assert caught.value.key == "actorsnap.json"
 
 
 def test_an_intact_document_of_another_format_is_no_snapshot() -> None:
@@ -501,7 +501,7 @@ def test_intact_but_invalid_commits_are_format_errors(members: dict[str, Any]) -
     with pytest.raises(FormatError) as caught:
         decode_commit(commit_with(**members))
     assert type(caught.value) is FormatError
-    assert caught.value.key == ".actorsnap"
+    assert caught.value.key == "actorsnap.json"
 
 
 def test_the_helpers_of_these_tests_make_valid_documents() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from actorsnap.format.layout import Attempt
 from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable, resumable, unclaimed
 
@@ -12,7 +14,7 @@ def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
     return str(Attempt(created_s=int(NOW) - age_s, host=host, pid=pid, nonce="00000000"))
 
 
-def collect(*attempts: str, superseded: str | None = None) -> list[str]:
+def collect(*attempts: str, superseded: Collection[str] = ()) -> list[str]:
     return collectable(
         attempts,
         now_s=NOW,
@@ -36,7 +38,7 @@ def test_another_hosts_process_is_kept_until_it_cannot_commit_any_more() -> None
 
 
 def test_a_replaced_attempt_is_garbage_although_its_process_runs() -> None:
-    assert collect(name(pid=1), superseded=name(pid=1)) == [name(pid=1)]
+    assert collect(name(pid=1), superseded=[name(pid=1)]) == [name(pid=1)]
 
 
 def test_what_is_no_attempt_is_never_touched() -> None:

@@ -77,7 +77,7 @@ class Assembled:
 
 def assemble(root: Path) -> Assembled:
     """Reads the snapshot in the folder ``root``."""
-    commit = json.loads((root / ".actorsnap").read_text())
+    commit = json.loads((root / "actorsnap.json").read_text())
     result = Assembled()
     for rank, record in enumerate(commit["manifests"]):
         manifest = json.loads((root / record["key"]).read_text())

@@ -68,7 +68,7 @@ def _exchanged() -> int:
 
 def _writer_of(path: str) -> int:
     """The process of rank 0 that made the snapshot."""
-    [attempt] = {entry.name for entry in Path(path).iterdir()} - {".actorsnap"}
+    [attempt] = {entry.name for entry in Path(path).iterdir()} - {"actorsnap.json"}
     return int(attempt.split("-")[2])
 
 
@@ -627,7 +627,7 @@ def direct_detached(num_ranks: int, path: str) -> dict[str, Any]:
         was_alive = not any(map(is_gone, pids))
         held.let("manifest")
         wait_until(lambda: all(map(is_gone, pids)))
-        is_committed = (Path(path) / "s" / ".actorsnap").exists()
+        is_committed = (Path(path) / "s" / "actorsnap.json").exists()
         world.ranks = []
         return {"was_alive": was_alive, "is_committed": is_committed}
     finally:

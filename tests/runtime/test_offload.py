@@ -302,11 +302,11 @@ def test_auto_takes_the_process_for_large_states_once_it_is_there(tmp_path: Path
     for number in range(2):
         Snapshot.async_take(str(tmp_path / str(number)), large, options=options).wait()
         wait_until(lambda: uploader().is_ready)
-        [entry] = {path.name for path in (tmp_path / str(number)).iterdir()} - {".actorsnap"}
+        [entry] = {path.name for path in (tmp_path / str(number)).iterdir()} - {"actorsnap.json"}
         attempts.append(int(entry.split("-")[2]))
     assert attempts == [os.getpid(), uploader().pid]
     save(tmp_path / "later", 1, options).wait()
-    [entry] = {path.name for path in (tmp_path / "later").iterdir()} - {".actorsnap"}
+    [entry] = {path.name for path in (tmp_path / "later").iterdir()} - {"actorsnap.json"}
     assert int(entry.split("-")[2]) == os.getpid()
 
 
