@@ -23,6 +23,7 @@ from actorsnap import (
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
+    IncompatibleState,
     NotASnapshot,
     Options,
     StateDict,
@@ -32,6 +33,7 @@ from actorsnap import (
 )
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
+    COMMIT_KEY,
     BytesEntry,
     CompositeEntry,
     ContainerEntry,
@@ -42,12 +44,13 @@ from actorsnap.format.manifest import (
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 from tests.api.states import scribble
-from tests.golden import make_block_sizes, make_compression
+from tests.golden import make_annotations, make_block_sizes, make_compression
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
 COMPRESSION = V1.with_name("compression")
+ANNOTATIONS = V1.with_name("annotations")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
 MANIFEST = f"{ATTEMPT}/manifest/0.json"
 DATA = f"{ATTEMPT}/data/dense/0-0.safetensors"
@@ -287,6 +290,41 @@ def test_what_made_it_still_makes_the_same_chunks(tmp_path: Path) -> None:
     assert found[0] == found[1]
     features = json.loads((COMPRESSION / ".actorsnap").read_bytes())["features"]
     assert features == ["block_sizes", "compression"]
+
+
+# The feature "annotations" ----------------------------------------------------------------------
+
+
+def test_annotations_come_back() -> None:
+    snapshot = Snapshot(ANNOTATIONS)
+    assert (snapshot.step, snapshot.metadata) == (make_annotations.STEP, make_annotations.METADATA)
+    expected = make_annotations.app_state()
+    weight = snapshot.get_state_dict_for_key("model")["weight"]
+    assert_same(weight, expected["model"].weight.detach())
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.partition_dim == 1
+    target = make_annotations.app_state()
+    scribble(target["model"].state_dict())
+    assert snapshot.restore(target).is_complete
+    for key, each in expected.items():
+        assert_same(target[key].state_dict(), each.state_dict())
+    other = torch.optim.AdamW(target["model"].parameters())
+    with pytest.raises(IncompatibleState, match="torch.optim.sgd.SGD"):
+        snapshot.restore({"optim": other})
+    assert snapshot.verify("full").ok
+
+
+def test_without_its_commit_object_the_same_one_is_written_again(tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(ANNOTATIONS, tmp_path / "copied"))
+    (copied / COMMIT_KEY).unlink()
+    Snapshot(copied).recover()
+    assert (copied / COMMIT_KEY).read_bytes() == (ANNOTATIONS / COMMIT_KEY).read_bytes()
+
+
+def test_what_made_it_still_makes_the_same_annotations(tmp_path: Path) -> None:
+    make_annotations.make(tmp_path / "again")
+    for key in (COMMIT_KEY, MANIFEST):
+        assert (tmp_path / "again" / key).read_bytes() == (ANNOTATIONS / key).read_bytes()
 
 
 # Damage ---------------------------------------------------------------------------------------

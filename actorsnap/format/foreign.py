@@ -100,7 +100,7 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
         return (
             "part",
             f"these files are a part of an actorsnap snapshot, without its {COMMIT_KEY}: open the "
-            "folder that they came from, or copy all of it with `actorsnap copy`",
+            "folder that they came from, or copy all of it with `actorsnap cp`",
         )
     for key in keys:
         reader = _READERS.get(f".{key.rpartition('.')[2]}", "")

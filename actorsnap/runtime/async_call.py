@@ -42,6 +42,7 @@ _CALLS = {
         "nothing was read",
     ),
     "Snapshot.metadata": (f"metadata = await {_SNAPSHOT}.metadata", "nothing was read"),
+    "Snapshot.step": (f"step = await {_SNAPSHOT}.step", "nothing was read"),
     "Snapshot.verify": (f"report = await {_SNAPSHOT}.verify()", "nothing was verified"),
     "Snapshot.copy_to": (f"report = await {_SNAPSHOT}.copy_to(...)", "nothing was copied"),
     "Snapshot.recover": (f"report = await {_SNAPSHOT}.recover()", "nothing was recovered"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from actorsnap.actors.errands import Errands
-from actorsnap.actors.reader import SnapshotReader, find_commit, read_intact
+from actorsnap.actors.reader import SnapshotReader, find_commit, read_commits, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -27,6 +27,7 @@ from actorsnap.errors import (
 from actorsnap.format.layout import Attempt, manifest_key, parse_manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    OLDER_COMMIT_KEY,
     Commit,
     ManifestRecord,
     RankManifest,
@@ -240,15 +241,21 @@ class _Recovery:
             await target.stat(record.key)
 
         await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
-        if await self._is_damaged():
+        commits = await read_commits(target)
+        if isinstance(commits.newer, FormatError):
+            await self._is_damaged()  # raises if the caller did not ask to replace it
             await target.put(COMMIT_KEY, [memoryview(data)])
-            return
-        try:
-            await target.put_if_absent(COMMIT_KEY, data)
-        except ObjectExists:
-            # A repeated request meets the object that the first one has created.
-            if await find_commit(target) != commit:
-                raise
+        else:
+            try:
+                await target.put_if_absent(COMMIT_KEY, data)
+            except ObjectExists:
+                # A repeated request meets the object that the first one has created.
+                if await find_commit(target) != commit:
+                    raise
+        if commits.older is not None:
+            # The other name counts now. Left there, a damaged object would come to light again
+            # where only the newer one is lost.
+            await target.delete([OLDER_COMMIT_KEY])
 
     async def _is_damaged(self) -> bool:
         """Whether there is a damaged commit object; it may be replaced.

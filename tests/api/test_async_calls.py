@@ -48,6 +48,7 @@ def calls(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
         "Snapshot.get_manifest": lambda: at.get_manifest(),
         "Snapshot.get_state_dict_for_key": lambda: at.get_state_dict_for_key("model"),
         "Snapshot.metadata": lambda: at.metadata,
+        "Snapshot.step": lambda: at.step,
         "Snapshot.verify": lambda: at.verify(),
         "Snapshot.copy_to": lambda: at.copy_to(path / "copy"),
         "Snapshot.recover": lambda: at.recover(),

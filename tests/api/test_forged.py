@@ -160,7 +160,11 @@ STRANGE: dict[str, list[Json]] = {
     "layout": ["sparse_coo", "sparse_csr", "sparse_bsc", "quantized_tensor"],
     "parts": [[], ["values"], ["indices", "values"], ["crow_indices", "col_indices", "values"]],
     "parameters": [{}, {"is_coalesced": None}, {"scale": 1.0, "zero_point": 0}, {"axis": 3}],
-    "attributes": [7, {"$": "nothing", "v": 1}, {"$": "dict"}, [[]]],
+    "attributes": [
+        *(7, {"$": "nothing", "v": 1}, {"$": "dict"}, [[]]),
+        *({"a": {"$": "int", "v": "x"}}, {"a b": 1}, {"_": 1}, {"grad": 1}, {"": None}),
+    ],
+    "memory_format": ["channels_last", "channels_last_3d", "preserve_format", 7],
     "value": [
         *({}, {"$": "int", "v": "x"}, {"$": "dtype", "v": "float99"}, {"$": "size", "v": [-1]}),
         *({"$": "npdtype", "v": "O"}, {"$": "dict", "v": [[[], 1]]}, {"$": "float", "v": "00"}),

@@ -34,6 +34,7 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    OLDER_COMMIT_KEY,
     Commit,
     RankManifest,
     decode_commit,
@@ -362,6 +363,28 @@ def test_a_damaged_commit_object(lost: Path) -> None:
     assert any("--replace-damaged" in note for note in error.__notes__)
     Snapshot(lost).recover(replace_damaged=True)
     asyncio.run(assert_whole(lost, 1))
+
+
+def test_a_damaged_commit_object_under_the_older_name(lost: Path) -> None:
+    """It goes: the next reader that lost the newer one would find it."""
+    (lost / OLDER_COMMIT_KEY).write_bytes(b"half")
+    error = refused(lost, ChecksumMismatch, "the commit object is damaged")
+    assert getattr(error, "key", None) == OLDER_COMMIT_KEY
+    Snapshot(lost).recover(replace_damaged=True)
+    assert not (lost / OLDER_COMMIT_KEY).exists()
+    asyncio.run(assert_whole(lost, 1))
+
+
+def test_a_damaged_commit_object_next_to_an_older_one(lost: Path) -> None:
+    """A crash in an overwrite may leave both."""
+    (attempt,) = (path.name for path in lost.iterdir())
+    shutil.copytree(GOLDEN / "v1", lost, dirs_exist_ok=True)
+    (lost / COMMIT_KEY).write_bytes(b"half")
+    how: dict[str, Any] = {"replace_damaged": True, "attempt": attempt}
+    Snapshot(lost).recover(**how)
+    assert commit_at(lost).attempt == attempt
+    assert not (lost / OLDER_COMMIT_KEY).exists()
+    asyncio.run(assert_whole(lost, 1, is_clean=False))
 
 
 def test_a_commit_object_of_a_newer_release(tmp_path: Path) -> None:
