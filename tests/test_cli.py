@@ -24,7 +24,7 @@ from actorsnap import Options, StateDict, cli
 from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
 from actorsnap.runtime import inputs, reading, upkeep
 from actorsnap.runtime.host import Host, run_async
 from actorsnap.runtime.place import Source
@@ -679,12 +679,11 @@ def test_rm_garbage_asks_on_a_terminal(without_commit: Path, answer: str) -> Non
 
 
 def test_recover(saved: Path, tmp_path: Path) -> None:
-    """What `cp -r saved/* copy/` leaves out."""
     copied = Path(shutil.copytree(saved, tmp_path / "copy"))
     (copied / COMMIT_KEY).unlink()
     ended = run("ls", copied)
     assert ended.code == 3
-    assert "`actorsnap recover` writes it again" in ended.err
+    assert f"run `actorsnap recover {copied}`" in ended.err
     ended = run("recover", copied)
     (attempt,) = [path.name for path in saved.iterdir() if path.is_dir()]
     assert ended.code == 0
@@ -722,7 +721,7 @@ def test_recover_where_the_commit_object_is_damaged(saved: Path) -> None:
 def test_recover_asks_for_what_it_cannot_know(tmp_path: Path) -> None:
     """Which attempt, how many ranks saved it, whether its job has ended."""
     copied = Path(shutil.copytree(V1, tmp_path / "v1"))
-    (copied / COMMIT_KEY).unlink()
+    (copied / OLDER_COMMIT_KEY).unlink()
     ended = run("recover", copied)
     assert (ended.code, ended.out) == (2, "")
     assert "--world-size 1" in ended.err

@@ -24,6 +24,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
+from actorsnap.state import objects
 from actorsnap.state.restore import KeyRestore, entries_by_key
 from actorsnap.state.tree import part_path
 
@@ -83,6 +84,8 @@ def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
     found.try_index(index)
     if len(manifests) == 1:
         return found.trial()
+    for manifest in manifests.values():
+        found.try_attributes_of_shards(manifest.entries)
     common = RankManifest(
         attempt=index.attempt,
         rank=0,
@@ -132,6 +135,15 @@ class _Findings:
 
     def trial(self) -> Trial:
         return Trial(tuple(self.problems.values()), tuple(self.doubtful.values()))
+
+    def try_attributes_of_shards(self, entries: Sequence[Entry]) -> None:
+        """Decodes what the view of another rank has once only, from one of them."""
+        for entry in entries:
+            if isinstance(entry, TensorEntry) and entry.offsets is not None and entry.attributes:
+                try:
+                    objects.decode_attributes(entry.attributes, entry.path)
+                except FormatError as error:
+                    self.add(error)
 
     def try_index(self, index: Index) -> None:
         """Restores every key of a view."""

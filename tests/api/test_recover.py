@@ -34,6 +34,7 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
+    COMMIT_KEYS,
     OLDER_COMMIT_KEY,
     Commit,
     RankManifest,
@@ -61,14 +62,19 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 METADATA = {"run": "ü", "loss": [0.25, None], "large": (1 << 64) - 1}
 
 
+def commit_path(folder: Path) -> Path:
+    """Where the commit object is: earlier releases gave it another name."""
+    return next(folder / key for key in COMMIT_KEYS if (folder / key).exists())
+
+
 def commit_at(folder: Path) -> Commit:
-    return decode_commit((folder / COMMIT_KEY).read_bytes())
+    return decode_commit(commit_path(folder).read_bytes())
 
 
 def lose_commit(folder: Path) -> Commit:
     """Removes the commit object; returns what it was."""
     commit = commit_at(folder)
-    (folder / COMMIT_KEY).unlink()
+    commit_path(folder).unlink()
     return commit
 
 

@@ -31,7 +31,7 @@ def app_state() -> dict[str, Any]:
     model = nn.Conv2d(3, 2, 2, bias=False)
     weight = torch.arange(24, dtype=torch.float32).view(2, 3, 2, 2)
     model.weight = nn.Parameter(weight.to(memory_format=torch.channels_last))
-    model.weight.partition_dim = 1  # type: ignore[assignment]
+    model.weight.partition_dim = 1  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()

@@ -412,7 +412,7 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
 )
 def test_odd_endings_in_the_process(tmp_path: Path, verb: str, kind: str, stage: str) -> None:
     """What the storage raises ends the save, and not the process."""
-    with pytest.raises(SnapshotAborted, match=f"{verb} of .*the storage raised") as caught:
+    with pytest.raises(SnapshotAborted, match=rf"the storage raised .*\({verb} of ") as caught:
         save(f"raising://{verb}.{kind}{tmp_path}/s", 1).wait()
     assert (caught.value.rank, caught.value.stage) == (0, stage)
     assert caught.value.key is not None
