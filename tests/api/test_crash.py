@@ -230,5 +230,5 @@ def test_killed_while_a_copy_replaces_an_older_snapshot(
         assert asyncio.run(number_at(to)) == 5
         sync.Snapshot.take(to, state(3), overwrite=True)
         assert not (to / OLDER_COMMIT_KEY).exists()
-    assert found == sorted(found)
+    assert found[0] == number  # in between, the order of operations may differ
     assert len(found) > 8
