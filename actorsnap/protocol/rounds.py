@@ -1,0 +1,545 @@
+"""A call that all ranks make together: rounds that they pass one after the other.
+
+A rank works, *arrives* at the next round with a payload, and waits. When every rank that takes
+part in the round has arrived, the coordinator decides: ask some ranks for more, let all proceed,
+or abort. A save, a restore and a dry run are tables of decisions over this protocol
+(``protocol/save.py``, ``protocol/restore.py``). This file knows neither them nor what a payload
+means, and it must not know torch, clocks, transports or storage.
+
+Rules:
+
+1. A rank leaves a round only after every rank that takes part in it has arrived.
+2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
+3. The decision of the commit round starts once, after all ranks have arrived. From then on only its
+   result counts: failures and the deadline merely ask it to hurry.
+4. A rank that has arrived at the commit round and then loses the coordinator does not know the
+   outcome, even if it failed or was cancelled in the meantime: its caller looks in the storage.
+   Before that round nothing can have been committed.
+5. Messages may be late or repeated. Another process may take over either end: it repeats the last
+   message of the end that it continues, and the other end answers as it did before.
+
+Both machines are tables (``protocol/machine.py``): an event without a rule in a state is a defect.
+Messages are the exception: a late or repeated one has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from actorsnap.protocol.machine import Machine, Row, Table
+from actorsnap.protocol.messages import Aborted, Failed, Failure
+
+__all__ = [
+    "Abort",
+    "Answer",
+    "Arrived",
+    "Ask",
+    "AskMore",
+    "Continue",
+    "Coordinator",
+    "CoordinatorGone",
+    "CoordinatorState",
+    "Decide",
+    "Decided",
+    "Decision",
+    "End",
+    "Enter",
+    "FromCoordinator",
+    "FromRank",
+    "Hurry",
+    "Interrupted",
+    "Participant",
+    "ParticipantState",
+    "Proceed",
+    "Reached",
+    "Repeat",
+    "Report",
+    "SendTo",
+    "TakenOver",
+    "WorkFailed",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+# Messages of a rank -----------------------------------------------------------------------------
+
+
+class Arrived(_Message, frozen=True, tag="a"):
+    """The rank is ready for ``round``.
+
+    Attributes:
+        payload: Input of the decision; msgpack.
+        num_asked: Number of ``Ask`` messages that the rank has answered in this round.
+    """
+
+    rank: int
+    round: int
+    payload: bytes = b""
+    num_asked: int = 0
+
+
+# Messages of the coordinator --------------------------------------------------------------------
+
+
+class Ask(_Message, frozen=True, tag="q"):
+    """The decision needs more of this rank, which arrives at the same round again.
+
+    Attributes:
+        num_asked: 1 for the first ``Ask`` of the round, then one more each time.
+    """
+
+    round: int
+    payload: bytes
+    num_asked: int
+
+
+class Proceed(_Message, frozen=True, tag="p"):
+    """Every rank has arrived at ``round``.
+
+    Attributes:
+        payload: The decision for this rank; msgpack.
+        next_round: The next round that this rank takes part in.
+        is_last: There is none: the call has succeeded.
+    """
+
+    round: int
+    payload: bytes = b""
+    next_round: int = 0
+    is_last: bool = False
+
+
+class Repeat(_Message, frozen=True, tag="r"):
+    """Another process continues as the coordinator: send your last message again."""
+
+
+FromRank: TypeAlias = Arrived | Failed
+FromCoordinator: TypeAlias = Ask | Proceed | Repeat | Aborted
+
+
+# Decisions --------------------------------------------------------------------------------------
+
+
+class Continue(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks that take part in the round proceed.
+
+    Attributes:
+        payloads: By rank; a rank that is missing gets ``common``.
+        common: The payload of all other ranks.
+        skips: Number of following rounds that a rank takes no part in, by rank.
+        commits_next: The next round is the commit round. Every rank takes part in it.
+        is_last: The call has succeeded.
+    """
+
+    payloads: Mapping[int, bytes] = {}
+    common: bytes = b""
+    skips: Mapping[int, int] = {}
+    commits_next: bool = False
+    is_last: bool = False
+
+
+class AskMore(msgspec.Struct, frozen=True):
+    """These ranks arrive again, with answers to these questions. Then the round is decided again,
+    from the answers alone."""
+
+    questions: Mapping[int, bytes]
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """The call ends on all ranks with ``failure``."""
+
+    failure: Failure
+
+
+Decision: TypeAlias = Continue | AskMore | Abort
+
+
+# The coordinator --------------------------------------------------------------------------------
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """Event: the result of ``Decide``."""
+
+    decision: Decision
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """Event: a rank was lost, or the deadline has passed."""
+
+    failure: Failure
+
+
+class TakenOver(msgspec.Struct, frozen=True):
+    """Event of either machine: this process continues what another one began."""
+
+
+class Decide(msgspec.Struct, frozen=True):
+    """Command: decide the round. Ends in ``Decided``.
+
+    Attributes:
+        payloads: Of the ranks that take part; after ``AskMore``, of those that were asked.
+        commits: This is the commit round. Given once in a call.
+    """
+
+    round: int
+    payloads: Mapping[int, bytes]
+    commits: bool
+
+
+class Hurry(msgspec.Struct, frozen=True):
+    """Command: a rank has failed, or the deadline has passed, while the commit is under way. It
+    decides nothing any more, but somebody waits for the answer."""
+
+    failure: Failure
+
+
+class SendTo(msgspec.Struct, frozen=True):
+    """Command: send ``message`` to ``rank``."""
+
+    rank: int
+    message: FromCoordinator
+
+
+class CoordinatorState(StrEnum):
+    GATHERING = "gathering"
+    DECIDING = "deciding"
+    COMMITTING = "committing"
+    PASSED = "passed"
+    ABORTED = "aborted"
+
+
+CoordinatorEvent: TypeAlias = FromRank | Decided | Interrupted | TakenOver
+CoordinatorCommand: TypeAlias = Decide | Hurry | SendTo
+
+_C = CoordinatorState
+
+
+class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
+    """The coordinator's side of one call. Its last messages stay available: a rank that repeats
+    itself after the end gets the outcome again.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, *, world_size: int) -> None:
+        super().__init__(_COORDINATOR, _C.GATHERING)
+        self.world_size = world_size
+        self.round = 0
+        self.failure: Failure | None = None
+        self._commits = False
+        self._payloads: dict[int, bytes] = {}
+        # The round that each rank takes part in next, and how often it was asked for more there.
+        self._next = dict.fromkeys(range(world_size), 0)
+        self._asked: dict[int, Ask] = {}
+        self._num_answered: dict[int, int] = {}
+        # The ranks that the round waits for, if it waits for answers only.
+        self._questioned: frozenset[int] = frozenset()
+        self._sent: dict[int, Proceed] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has its outcome. Repeated messages are still answered."""
+        return self.state in (_C.PASSED, _C.ABORTED)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The ranks that have not arrived yet."""
+        return tuple(sorted(self._parties() - self._payloads.keys()))
+
+    def validate(self) -> None:
+        assert (self.failure is not None) == (self.state is _C.ABORTED)
+        if self.state is _C.GATHERING:
+            assert self.awaited
+        if self.state is _C.COMMITTING:
+            assert len(self._parties()) == self.world_size
+        assert self._payloads.keys() <= self._next.keys()
+
+    def _parties(self) -> frozenset[int]:
+        return self._questioned or frozenset(
+            rank for rank, at in self._next.items() if at == self.round
+        )
+
+    def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
+        rank = event.rank
+        if event.round != self._next[rank]:
+            sent = self._sent.get(rank)
+            is_unheard = sent is not None and sent.round == event.round
+            return [SendTo(rank, sent)] if sent is not None and is_unheard else []
+        asked = self._asked.get(rank)
+        if asked is not None and event.num_asked < asked.num_asked:
+            return [SendTo(rank, asked)]
+        if self._num_answered.get(rank, -1) >= event.num_asked:
+            return []  # it came twice
+        self._num_answered[rank] = event.num_asked
+        self._payloads[rank] = event.payload
+        return self._decide_if_all_arrived()
+
+    def _decide_if_all_arrived(self) -> list[CoordinatorCommand]:
+        parties = self._parties()
+        if self.state is not _C.GATHERING or not parties <= self._payloads.keys():
+            return []
+        self.state = _C.COMMITTING if self._commits else _C.DECIDING
+        self._questioned = frozenset()
+        payloads = {rank: self._payloads.pop(rank) for rank in sorted(parties)}
+        return [Decide(self.round, payloads, self._commits)]
+
+    def _on_decided(self, event: Decided) -> list[CoordinatorCommand]:
+        match event.decision:
+            case Continue() as decision:
+                return self._continue(decision)
+            case AskMore(questions):
+                return self._ask(questions)
+            case Abort(failure):
+                return self._abort(failure)
+
+    def _ask(self, questions: Mapping[int, bytes]) -> list[CoordinatorCommand]:
+        self.state = _C.GATHERING
+        self._questioned = frozenset(questions)
+        for rank, payload in questions.items():
+            before = self._asked.get(rank)
+            num_asked = 1 if before is None else before.num_asked + 1
+            self._asked[rank] = Ask(self.round, payload, num_asked)
+        return [SendTo(rank, self._asked[rank]) for rank in questions]
+
+    def _continue(self, decision: Continue) -> list[CoordinatorCommand]:
+        parties = sorted(self._parties())
+        for rank in parties:
+            self._next[rank] = self.round + 1 + decision.skips.get(rank, 0)
+            payload = decision.payloads.get(rank, decision.common)
+            self._sent[rank] = Proceed(self.round, payload, self._next[rank], decision.is_last)
+            self._num_answered.pop(rank, None)
+        self.round += 1
+        self._commits = decision.commits_next
+        self._asked = {}
+        self.state = _C.PASSED if decision.is_last else _C.GATHERING
+        sends: list[CoordinatorCommand] = [SendTo(rank, self._sent[rank]) for rank in parties]
+        return [*sends, *self._decide_if_all_arrived()]
+
+    def _on_failed(self, event: Failed | Interrupted) -> list[CoordinatorCommand]:
+        return self._abort(event.failure)
+
+    def _on_late_failure(self, event: Failed | Interrupted) -> list[CoordinatorCommand]:
+        return [Hurry(event.failure)]
+
+    def _abort(self, failure: Failure) -> list[CoordinatorCommand]:
+        self.state = _C.ABORTED
+        self.failure = failure
+        return [SendTo(rank, Aborted(failure)) for rank in range(self.world_size)]
+
+    def _on_taken_over(self, event: TakenOver) -> list[CoordinatorCommand]:
+        return [SendTo(rank, Repeat()) for rank in range(self.world_size)]
+
+    def _repeat_outcome(self, event: FromRank) -> list[CoordinatorCommand]:
+        if self.failure is not None:
+            return [SendTo(event.rank, Aborted(self.failure))]
+        return [SendTo(event.rank, self._sent[event.rank])]
+
+
+# A rank -----------------------------------------------------------------------------------------
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """Event: the rank's work before the next round is done, or an ``Answer`` is ready.
+
+    Attributes:
+        commits: The next round is the commit round.
+    """
+
+    payload: bytes = b""
+    commits: bool = False
+
+
+class WorkFailed(msgspec.Struct, frozen=True):
+    """Event: the rank cannot go on, or its caller has cancelled the call."""
+
+    failure: Failure
+
+
+class CoordinatorGone(msgspec.Struct, frozen=True):
+    """Event: the coordinator was lost or does not answer. ``failure`` is what the rank ends with
+    unless it finds a commit."""
+
+    failure: Failure
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Command: send ``message`` to the coordinator."""
+
+    message: FromRank
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """Command: begin the work that follows the round that was passed."""
+
+    payload: bytes
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Command: answer the coordinator's question. Ends in ``Reached``."""
+
+    question: bytes
+
+
+class End(msgspec.Struct, frozen=True):
+    """Command, the last one: the call has ended.
+
+    Attributes:
+        failure: None if it succeeded.
+        is_unknown: The coordinator is gone, and it may have committed.
+        payload: The last decision.
+    """
+
+    failure: Failure | None
+    is_unknown: bool = False
+    payload: bytes = b""
+
+
+class ParticipantState(StrEnum):
+    WORKING = "working"
+    WAITING = "waiting"
+    FAILED = "failed"
+    ENDED = "ended"
+
+
+ParticipantEvent: TypeAlias = FromCoordinator | Reached | WorkFailed | CoordinatorGone | TakenOver
+ParticipantCommand: TypeAlias = Report | Enter | Answer | End
+
+_P = ParticipantState
+
+
+class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand]):
+    """A rank's side of one call.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__(_PARTICIPANT, _P.WORKING)
+        self.rank = rank
+        self.round = 0
+        self._num_asked = 0
+        self._has_arrived_to_commit = False
+        self._sent: FromRank | None = None
+
+    def _on_reached(self, event: Reached) -> list[ParticipantCommand]:
+        self.state = _P.WAITING
+        self._has_arrived_to_commit |= event.commits
+        return self._report(Arrived(self.rank, self.round, event.payload, self._num_asked))
+
+    def _on_work_failed(self, event: WorkFailed) -> list[ParticipantCommand]:
+        self.state = _P.FAILED
+        return self._report(Failed(self.rank, event.failure))
+
+    def _on_ask(self, event: Ask) -> list[ParticipantCommand]:
+        if (event.round, event.num_asked) != (self.round, self._num_asked + 1):
+            return []
+        self.state = _P.WORKING
+        self._num_asked = event.num_asked
+        return [Answer(event.payload)]
+
+    def _on_proceed(self, event: Proceed) -> list[ParticipantCommand]:
+        if event.round != self.round:
+            return []
+        if event.is_last:
+            return self._end(End(None, payload=event.payload))
+        self.state = _P.WORKING
+        self.round, self._num_asked = event.next_round, 0
+        return [Enter(event.payload)]
+
+    def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
+        """The rank failed after it had arrived: only the last round's outcome still counts."""
+        if event.round != self.round or not event.is_last:
+            return []
+        return self._end(End(None, payload=event.payload))
+
+    def _on_aborted(self, event: Aborted) -> list[ParticipantCommand]:
+        return self._end(End(event.failure))
+
+    def _on_gone(self, event: CoordinatorGone) -> list[ParticipantCommand]:
+        return self._end(End(event.failure, is_unknown=self._has_arrived_to_commit))
+
+    def _on_repeat(self, event: Repeat | TakenOver) -> list[ParticipantCommand]:
+        return [] if self._sent is None else [Report(self._sent)]
+
+    def _report(self, message: FromRank) -> list[ParticipantCommand]:
+        self._sent = message
+        return [Report(message)]
+
+    def _end(self, end: End) -> list[ParticipantCommand]:
+        self.state = _P.ENDED
+        return [end]
+
+
+_MC = Coordinator
+_LATE: Row[CoordinatorCommand] = {
+    Arrived: _MC._on_arrived,
+    TakenOver: _MC._on_taken_over,
+}
+_OVER: Row[CoordinatorCommand] = {
+    Arrived: _MC._repeat_outcome,
+    Failed: _MC._repeat_outcome,
+    Decided: _MC._ignore,
+    Interrupted: _MC._ignore,
+    TakenOver: _MC._on_taken_over,
+}
+_COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
+    _C.GATHERING: {
+        Arrived: _MC._on_arrived,
+        Failed: _MC._on_failed,
+        Interrupted: _MC._on_failed,
+        TakenOver: _MC._on_taken_over,
+    },
+    _C.DECIDING: {
+        **_LATE,
+        Decided: _MC._on_decided,
+        Failed: _MC._on_failed,
+        Interrupted: _MC._on_failed,
+    },
+    _C.COMMITTING: {
+        **_LATE,
+        Decided: _MC._on_decided,
+        Failed: _MC._on_late_failure,
+        Interrupted: _MC._on_late_failure,
+    },
+    _C.PASSED: _OVER,
+    _C.ABORTED: _OVER,
+}
+
+_MP = Participant
+_ALWAYS: Row[ParticipantCommand] = {
+    Aborted: _MP._on_aborted,
+    CoordinatorGone: _MP._on_gone,
+    Repeat: _MP._on_repeat,
+    TakenOver: _MP._on_repeat,
+}
+_PARTICIPANT: Table[ParticipantState, ParticipantCommand] = {
+    _P.WORKING: {
+        **_ALWAYS,
+        Reached: _MP._on_reached,
+        WorkFailed: _MP._on_work_failed,
+        Ask: _MP._ignore,
+        Proceed: _MP._ignore,
+    },
+    _P.WAITING: {
+        **_ALWAYS,
+        WorkFailed: _MP._on_work_failed,
+        Ask: _MP._on_ask,
+        Proceed: _MP._on_proceed,
+    },
+    _P.FAILED: {
+        **_ALWAYS,
+        Reached: _MP._ignore,
+        WorkFailed: _MP._ignore,
+        Ask: _MP._ignore,
+        Proceed: _MP._on_late_proceed,
+    },
+    _P.ENDED: {},
+}
