@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -111,19 +112,19 @@ class World:
     def happenings(self) -> Iterator[Happening]:
         for rank in range(self.world_size):
             if self.up[rank]:
-                yield lambda rank=rank: self.deliver_up(rank)
+                yield partial(self.deliver_up, rank)
                 if self.repeats:
-                    yield lambda rank=rank: self.repeat(self.up[rank])
+                    yield partial(self.repeat, self.up[rank])
             if self.down[rank]:
-                yield lambda rank=rank: self.deliver_down(rank)
+                yield partial(self.deliver_down, rank)
                 if self.repeats:
-                    yield lambda rank=rank: self.repeat(self.down[rank])
+                    yield partial(self.repeat, self.down[rank])
             if rank in self.work:
-                yield lambda rank=rank: self.finish_work(rank)
+                yield partial(self.finish_work, rank)
             if self.failures and rank not in self.outcomes:
-                yield lambda rank=rank: self.fail(rank)
+                yield partial(self.fail, rank)
             if self.takeovers and rank not in self.outcomes:
-                yield lambda rank=rank: self.take_over(rank)
+                yield partial(self.take_over, rank)
         if self.decisions and self.is_coordinator_here:
             yield self.decide
         if self.takeovers and self.is_coordinator_here:
