@@ -17,8 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from actorsnap.protocol import coordinator, line, participant, roll
-from actorsnap.protocol import gathering as steps
+from actorsnap.protocol import coordinator, line, participant, roll, rounds
 from actorsnap.protocol.machine import Table
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
@@ -123,8 +122,9 @@ def _assigned(node: ast.Assign) -> list[str]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs = list(zip(target.elts, node.value.elts, strict=True))
         for left, right in pairs:
-            if _of_self(left) == {"state"} and isinstance(right, ast.Attribute):
-                names.append(right.attr)
+            if _of_self(left) == {"state"}:
+                states = [right.body, right.orelse] if isinstance(right, ast.IfExp) else [right]
+                names += [state.attr for state in states if isinstance(state, ast.Attribute)]
     return names
 
 
@@ -136,8 +136,8 @@ def parts() -> dict[str, str]:
     taking_part = Machine(
         participant._TABLE, participant.ParticipantMachine, participant.ParticipantState
     )
-    gathering = Machine(steps._GATHERING, steps.GatheringMachine, steps.GatheringState)
-    member = Machine(steps._MEMBER, steps.MemberMachine, steps.MemberState)
+    coordinating = Machine(rounds._COORDINATOR, rounds.Coordinator, rounds.CoordinatorState)
+    arriving = Machine(rounds._PARTICIPANT, rounds.Participant, rounds.ParticipantState)
     trainer = Machine(line._TABLE, line.LineMachine, line.LineState)
     calling = Machine(roll._TABLE, roll.RollMachine, roll.RollState)
     return {
@@ -151,10 +151,10 @@ def parts() -> dict[str, str]:
         "rank table": taking_part.table(),
         "line diagram": trainer.diagram(),
         "line table": trainer.table(),
-        "steps diagram": gathering.diagram(),
-        "steps table": gathering.table(),
-        "member diagram": member.diagram(),
-        "member table": member.table(),
+        "rounds coordinator diagram": coordinating.diagram(),
+        "rounds coordinator table": coordinating.table(),
+        "rounds rank diagram": arriving.diagram(),
+        "rounds rank table": arriving.table(),
     }
 
 

@@ -1,6 +1,6 @@
 """Reads what some ranks want once: each of them its pieces, which it passes on to the others.
 
-A round is a step of the gathering: pieces are passed on only after every rank has read its own,
+A round is one of ``protocol.rounds``: pieces are passed on only after every rank has read its own,
 so no rank waits for one whose storage has failed. While a round is passed on, the pieces of the
 next one are read; while a piece is passed on, the one before is copied to where it belongs.
 

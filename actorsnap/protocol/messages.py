@@ -23,6 +23,7 @@ __all__ = [
     "Aborted",
     "Absent",
     "Arrived",
+    "Ask",
     "AskInventory",
     "AskItems",
     "AskLabel",
@@ -44,6 +45,7 @@ __all__ = [
     "Offer",
     "Opened",
     "Proceed",
+    "Repeat",
     "SaveInTrainers",
     "ShardedTensors",
     "Stage",
@@ -254,15 +256,17 @@ class Stored(_Message, frozen=True, tag="s"):
 
 
 class Arrived(_Message, frozen=True, tag="a"):
-    """The rank is done with what comes before a step of ``protocol.gathering``.
+    """The rank is ready for ``round`` (``protocol.rounds``).
 
     Attributes:
-        payload: What the step is decided from; msgpack.
+        payload: Input of the decision; msgpack.
+        num_asked: Number of ``Ask`` messages that the rank has answered in this round.
     """
 
     rank: int
-    step: int
+    round: int
     payload: bytes = b""
+    num_asked: int = 0
 
 
 class Handed(_Message, frozen=True, tag="d"):
@@ -363,17 +367,35 @@ class Complete(_Message, frozen=True, tag="D"):
     """Every rank has written: complete the objects that you opened for others as well."""
 
 
-class Proceed(_Message, frozen=True, tag="P"):
-    """All ranks have arrived at ``step``.
+class Ask(_Message, frozen=True, tag="Q"):
+    """The decision needs more of this rank, which arrives at the same round again.
 
     Attributes:
-        payload: What was decided; msgpack.
-        stage: What comes next; None: that was the last step.
+        num_asked: 1 for the first ``Ask`` of the round, then one more each time.
     """
 
-    step: int
+    round: int
     payload: bytes
-    stage: Stage | None
+    num_asked: int
+
+
+class Proceed(_Message, frozen=True, tag="P"):
+    """Every rank has arrived at ``round``.
+
+    Attributes:
+        payload: The decision for this rank; msgpack.
+        next_round: The next round that this rank takes part in.
+        is_last: There is none: the call has succeeded.
+    """
+
+    round: int
+    payload: bytes = b""
+    next_round: int = 0
+    is_last: bool = False
+
+
+class Repeat(_Message, frozen=True, tag="R"):
+    """Another process continues as the coordinator: send your last message again."""
 
 
 class Committed(_Message, frozen=True, tag="C"):
@@ -414,6 +436,8 @@ FromCoordinator: TypeAlias = (
     | Tokens
     | Complete
     | Committed
+    | Ask
     | Proceed
+    | Repeat
     | Aborted
 )

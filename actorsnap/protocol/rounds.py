@@ -31,13 +31,19 @@ from typing import TypeAlias
 import msgspec
 
 from actorsnap.protocol.machine import Machine, Row, Table
-from actorsnap.protocol.messages import Aborted, Failed, Failure
+from actorsnap.protocol.messages import (
+    Aborted,
+    Arrived,
+    Ask,
+    Failed,
+    Failure,
+    Proceed,
+    Repeat,
+)
 
 __all__ = [
     "Abort",
     "Answer",
-    "Arrived",
-    "Ask",
     "AskMore",
     "Continue",
     "Coordinator",
@@ -54,69 +60,12 @@ __all__ = [
     "Interrupted",
     "Participant",
     "ParticipantState",
-    "Proceed",
     "Reached",
-    "Repeat",
     "Report",
     "SendTo",
     "TakenOver",
     "WorkFailed",
 ]
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-# Messages of a rank -----------------------------------------------------------------------------
-
-
-class Arrived(_Message, frozen=True, tag="a"):
-    """The rank is ready for ``round``.
-
-    Attributes:
-        payload: Input of the decision; msgpack.
-        num_asked: Number of ``Ask`` messages that the rank has answered in this round.
-    """
-
-    rank: int
-    round: int
-    payload: bytes = b""
-    num_asked: int = 0
-
-
-# Messages of the coordinator --------------------------------------------------------------------
-
-
-class Ask(_Message, frozen=True, tag="q"):
-    """The decision needs more of this rank, which arrives at the same round again.
-
-    Attributes:
-        num_asked: 1 for the first ``Ask`` of the round, then one more each time.
-    """
-
-    round: int
-    payload: bytes
-    num_asked: int
-
-
-class Proceed(_Message, frozen=True, tag="p"):
-    """Every rank has arrived at ``round``.
-
-    Attributes:
-        payload: The decision for this rank; msgpack.
-        next_round: The next round that this rank takes part in.
-        is_last: There is none: the call has succeeded.
-    """
-
-    round: int
-    payload: bytes = b""
-    next_round: int = 0
-    is_last: bool = False
-
-
-class Repeat(_Message, frozen=True, tag="r"):
-    """Another process continues as the coordinator: send your last message again."""
 
 
 FromRank: TypeAlias = Arrived | Failed

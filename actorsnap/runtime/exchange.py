@@ -25,7 +25,7 @@ from actorsnap.planning.exchange import (
 )
 from actorsnap.planning.index import Index
 from actorsnap.planning.restore import Part, Range, plan_reads
-from actorsnap.protocol.negotiation import Weighed
+from actorsnap.protocol.restore import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.observing import Observation
@@ -90,7 +90,7 @@ class Reading:
         """Reads everything.
 
         Args:
-            arrive: Waits until all ranks have arrived at the next step.
+            arrive: Waits until all ranks have arrived at the next round.
             scope: See ``transport.store.StoreSave``.
 
         Raises:

@@ -30,15 +30,15 @@ from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Stage
-from actorsnap.protocol.negotiation import Comparison, Negotiation, Ready, Totals, Weighed
+from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
 from actorsnap.runtime.exchange import Reading
-from actorsnap.runtime.gathering import Steps, go_through
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.inputs import AppState, check_flag
 from actorsnap.runtime.observing import Observation, error_text, observe
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team, find_team
 from actorsnap.runtime.reading import begins_anew, load_view
+from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.claims import disputes
 from actorsnap.state.optim import class_names, takes_state_of
@@ -138,34 +138,34 @@ def restore(
 ) -> Script[RestoreReport]:
     """Compares everything, then reads everything, then hands over key by key.
 
-    On all ranks of a group together, in the steps of ``protocol.negotiation``.
+    On all ranks of a group together, in the rounds of ``protocol.restore``.
     """
     team = find_team(group, store)
-    negotiation = Negotiation(mode=ReadMode(source.options.read_mode))
+    decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
-    def body(steps: Steps) -> Script[RestoreReport]:
-        return _watched(steps, source, app_state, strict=strict)
+    def body(rounds: Rounds) -> Script[RestoreReport]:
+        return _watched(rounds, source, app_state, strict=strict)
 
     label = Label(CallKind.RESTORE, source.place.canonical)
-    return (yield from go_through(team, label, source.options, negotiation.decide, body))
+    return (yield from call_together(team, label, source.options, decisions, body))
 
 
 def _watched(
-    steps: Steps, source: Source, app_state: AppState, *, strict: bool
+    rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
 ) -> Script[RestoreReport]:
     """``restore_by``, with what it does recorded where somebody wants to know."""
     observation = observe("restore", source.options)
     if observation is None:
-        return (yield from restore_by(steps, source, app_state, strict=strict))
+        return (yield from restore_by(rounds, source, app_state, strict=strict))
     end = functools.partial(
         observation.end,
         url=source.place.url,
-        rank=steps.rank,
-        world_size=1 if steps.team is None else steps.team.world_size,
+        rank=rounds.rank,
+        world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
         report = yield from restore_by(
-            steps, source, app_state, strict=strict, observation=observation
+            rounds, source, app_state, strict=strict, observation=observation
         )
     except Exception as error:
         yield functools.partial(end, outcome="failed", error=error_text(error))
@@ -179,7 +179,7 @@ def _watched(
 
 
 def restore_by(
-    steps: Steps,
+    rounds: Rounds,
     source: Source,
     app_state: AppState,
     *,
@@ -188,10 +188,10 @@ def restore_by(
 ) -> Script[RestoreReport]:
     """One rank's part in a restore."""
     check_flag("strict", strict)
-    compared, reading = yield from _compare(steps, source, app_state, observation)
+    compared, reading = yield from _compare(rounds, source, app_state, observation)
     wants = reading.wants(Host.get())
     try:
-        plan = yield from _agree(steps, compared.message(wants) if strict else Comparison(wants))
+        plan = yield from _agree(rounds, compared.message(wants) if strict else Comparison(wants))
     except IncompatibleState as error:
         for hint in compared.hints:
             error.add_note(hint)
@@ -199,19 +199,19 @@ def restore_by(
     if observation is not None:
         observation.caller.note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    yield from steps.perform(
-        lambda host, arrive: reading.read(host, plan, arrive, steps.scope),
+    yield from rounds.perform(
+        lambda host, arrive: reading.read(host, plan, arrive, rounds.scope),
     )
     if observation is not None:
         observation.caller.note(Wait.READS)
     states = compared.build()
-    yield from steps.arrive()
+    yield from rounds.arrive(then=Stage.LOAD)
     report = load(
-        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=steps.team
+        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=rounds.team
     )
     if observation is not None:
         observation.caller.note(Work.LOAD)
-    yield from steps.arrive()
+    yield from rounds.arrive()
     return report
 
 
@@ -221,13 +221,13 @@ def plan_restore(
 ) -> Script[RestorePlan]:
     """As ``restore`` up to the first byte."""
     team = find_team(group, store)
-    negotiation = Negotiation(mode=ReadMode(source.options.read_mode), is_dry_run=True)
+    decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
-    def body(steps: Steps) -> Script[RestorePlan]:
-        compared, reading = yield from _compare(steps, source, app_state)
-        plan = yield from _agree(steps, compared.message(reading.wants(Host.get())))
+    def body(rounds: Rounds) -> Script[RestorePlan]:
+        compared, reading = yield from _compare(rounds, source, app_state)
+        plan = yield from _agree(rounds, compared.message(reading.wants(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
-        payload = yield from steps.arrive(msgspec.msgpack.encode(weighed))
+        payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
         totals = msgspec.msgpack.decode(payload, type=Totals)
         return RestorePlan(
             mode=str(plan.mode),
@@ -242,35 +242,35 @@ def plan_restore(
         )
 
     label = Label(CallKind.PLAN_RESTORE, source.place.canonical)
-    return (yield from go_through(team, label, source.options, negotiation.decide, body))
+    return (yield from call_together(team, label, source.options, decisions, body))
 
 
 def _compare(
-    steps: Steps,
+    rounds: Rounds,
     source: Source,
     app_state: AppState,
     observation: Observation | None = None,
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
-    index = yield from load_view(source, steps.rank)
+    index = yield from load_view(source, rounds.rank)
     if observation is not None:
         observation.attempt = index.attempt
         observation.caller.note(Work.INDEX)
     ready = Ready(printable(source.place.url), index.attempt)
-    yield from steps.arrive(msgspec.msgpack.encode(ready))
-    states = state_dicts(app_state, steps.team)
-    compared = compare(index, app_state, states, rank=steps.rank, options=source.options)
+    yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
+    states = state_dicts(app_state, rounds.team)
+    compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
     # By names that can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     if observation is not None:
         observation.caller.note(Work.COMPARE)
-    return compared, Reading(source, index, parts, steps.team, observation)
+    return compared, Reading(source, index, parts, rounds.team, observation)
 
 
-def _agree(steps: Steps, message: Comparison) -> Script[ReadPlan]:
+def _agree(rounds: Rounds, message: Comparison) -> Script[ReadPlan]:
     """Tells the others what does not fit and what is wanted; returns how all read."""
-    payload = yield from steps.arrive(msgspec.msgpack.encode(message))
+    payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
     return msgspec.msgpack.decode(payload, type=ReadPlan)
 
 

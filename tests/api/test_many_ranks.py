@@ -17,11 +17,11 @@ from actorsnap import IncompatibleState, Options, RNGState, StateDict, UsageErro
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import CompositeEntry, ContainerEntry, Entry, ValueEntry
 from actorsnap.planning.exchange import ReadMode
-from actorsnap.protocol.negotiation import Negotiation
-from actorsnap.runtime.gathering import Alone
+from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.host import run_sync
 from actorsnap.runtime.place import Place, Source
 from actorsnap.runtime.restoring import RestoreReport, restore_by
+from actorsnap.runtime.rounds import Alone
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
@@ -70,7 +70,7 @@ def restored_by(rank: int, path: Path, app_state: Any, *, strict: bool = True) -
     """What the rank of a larger group does."""
     place = Place(url=str(path), at=str(path), storage_options={})
     source = Source(place, Options())
-    steps = Alone(Negotiation(mode=ReadMode.AUTO).decide, rank=rank)
+    steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
     return run_sync(restore_by(steps, source, app_state, strict=strict), name="restore")
 
 

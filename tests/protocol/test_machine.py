@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorsnap.protocol import coordinator, gathering, line, participant
+from actorsnap.protocol import coordinator, line, participant, rounds
 from actorsnap.protocol.machine import Machine, ProtocolViolation, Table
 
 
@@ -87,8 +87,8 @@ def test_whatever_is_late_is_harmless() -> None:
         (coordinator._TABLE, coordinator.CoordinatorState, {"committed", "aborted"}),
         (participant._TABLE, participant.ParticipantState, {"committed", "aborted"}),
         (line._TABLE, line.LineState, {"here", "committed", "aborted"}),
-        (gathering._GATHERING, gathering.GatheringState, {"passed", "aborted"}),
-        (gathering._MEMBER, gathering.MemberState, {"passed", "aborted"}),
+        (rounds._COORDINATOR, rounds.CoordinatorState, set()),
+        (rounds._PARTICIPANT, rounds.ParticipantState, {"ended"}),
     ],
 )
 def test_a_table_has_a_row_for_each_state_and_the_outcomes_are_final(

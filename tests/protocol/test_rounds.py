@@ -20,12 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.protocol.machine import ProtocolViolation
-from actorsnap.protocol.messages import Aborted, Failed, Failure, Stage
+from actorsnap.protocol.messages import (
+    Aborted,
+    Arrived,
+    Ask,
+    Failed,
+    Failure,
+    Proceed,
+    Repeat,
+    Stage,
+)
 from actorsnap.protocol.rounds import (
     Abort,
     Answer,
-    Arrived,
-    Ask,
     AskMore,
     Continue,
     Coordinator,
@@ -42,9 +49,7 @@ from actorsnap.protocol.rounds import (
     Interrupted,
     Participant,
     ParticipantState,
-    Proceed,
     Reached,
-    Repeat,
     Report,
     SendTo,
     TakenOver,

@@ -20,9 +20,9 @@ import torch
 from actorsnap import Options, StateDict
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.protocol.coordinator import CoordinatorMachine
-from actorsnap.protocol.gathering import GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Join, Offer
 from actorsnap.protocol.participant import ParticipantMachine
+from actorsnap.protocol.rounds import Coordinator, Participant
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import STATES
@@ -39,8 +39,8 @@ _MIB = 1 << 20
 _MACHINES: dict[str, Any] = {
     "participant": ParticipantMachine,
     "coordinator": CoordinatorMachine,
-    "member": MemberMachine,
-    "gathering": GatheringMachine,
+    "restoring rank": Participant,
+    "restoring coordinator": Coordinator,
 }
 
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
         victim: The rank. Rank 0 coordinates.
         machine: Of ``_MACHINES``.
         event: What it is about to handle.
-        number: Of the step that all pass together, in a restore.
+        number: Of the round, in a restore.
     """
 
     victim: int
@@ -90,9 +90,9 @@ STEPS = [
     Step(0, "coordinator", "CommitWritten"),
     Step(0, "participant", "Complete"),
     # A restore: all are ready, have compared, have read a round, have read all, have loaded.
-    *(Step(1, "member", "Reached", number) for number in range(5)),
-    *(Step(1, "member", "Proceed", number) for number in (2, 4)),
-    *(Step(0, "gathering", "Arrived", number) for number in range(5)),
+    *(Step(1, "restoring rank", "Reached", number) for number in range(5)),
+    *(Step(1, "restoring rank", "Proceed", number) for number in (2, 4)),
+    *(Step(0, "restoring coordinator", "Arrived", number) for number in range(5)),
 ]
 
 
@@ -105,7 +105,7 @@ def _trip(step: Step, signal_number: int) -> None:
     handle = kind.handle
 
     def tripping(self: Any, event: Any) -> Any:
-        if type(event).__name__ == step.event and step.number in (-1, getattr(self, "step", -1)):
+        if type(event).__name__ == step.event and step.number in (-1, getattr(self, "round", -1)):
             kind.handle = handle
             # This thread: the process' others could go on for a moment, with this one.
             signal.pthread_kill(threading.get_ident(), signal_number)

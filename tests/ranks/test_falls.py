@@ -90,7 +90,7 @@ def test_a_rank_falls(tmp_path: Path) -> None:
     steps = [
         Step(1, "participant", "ChunkStored"),
         Step(0, "coordinator", "Stored"),
-        Step(0, "gathering", "Arrived", 4),
+        Step(0, "restoring coordinator", "Arrived", 4),
     ]
     assert set(steps) < set(STEPS)
     fall(tmp_path, steps, ("fsdp2", 2, "kill"), ("sharded_tensor", 4, "stop"))

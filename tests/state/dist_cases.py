@@ -37,11 +37,11 @@ from actorsnap import Options
 from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
 from actorsnap.planning.exchange import ReadMode
-from actorsnap.protocol.negotiation import Negotiation
-from actorsnap.runtime.gathering import Alone
+from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.host import run_sync
 from actorsnap.runtime.place import Place, Source
 from actorsnap.runtime.restoring import restore_by
+from actorsnap.runtime.rounds import Alone
 from actorsnap.state.capture import capture
 from actorsnap.state.lazy import find_lazy
 from actorsnap.state.objects import encode_inline
@@ -590,7 +590,7 @@ def check_restored(state: ModelState, change: Callable[[], None]) -> None:
         change()
         source = Source(Place(url=str(folder), at=str(folder), storage_options={}), Options())
         # Their own ways: the store of this group is a file, which carries no messages.
-        steps = Alone(Negotiation(mode=ReadMode.DIRECT).decide, rank=dist.get_rank())
+        steps = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=dist.get_rank())
         script = restore_by(steps, source, {"s": state}, strict=True)
         report = run_sync(script, name="restore")
         assert report.is_complete

@@ -1,4 +1,4 @@
-"""Ranks that pass steps together, and share what they read, under a virtual clock."""
+"""Ranks that pass rounds together, and share what they read, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import trio.testing
 
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
-from actorsnap.actors.gathering import GatheringActor, MemberActor
+from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
 from actorsnap.errors import ActorSnapError, RestoreAborted, StorageError
 from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
@@ -31,8 +31,8 @@ from actorsnap.planning.exchange import (
 )
 from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.calls import CoordinatorLost, RankLost
-from actorsnap.protocol.gathering import Decision, GatheringMachine, MemberMachine
 from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.state.memory import MemorySink
 from actorsnap.transport.base import Lost
 from actorsnap.transport.inproc import InprocTransport
@@ -55,23 +55,25 @@ async def run_inline(fn: Callable[..., T], /, *args: Any) -> T:
 class World:
     """Ranks with their members; each runs ``body`` and keeps what it ended with."""
 
-    def __init__(self, num_ranks: int, num_steps: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, num_ranks: int, num_rounds: int, timeout_s: float = 60.0) -> None:
         self.num_ranks = num_ranks
         self.transport = InprocTransport(num_ranks)
-        self.gathering = GatheringActor(
-            machine=GatheringMachine(world_size=num_ranks, decide=self.decide),
+        self.stage = Stage.JOIN
+        self.coordinator = CoordinatorActor(
+            machine=Coordinator(world_size=num_ranks),
             end=self.transport.coordinator(),
+            decisions=self,
             timeout_s=timeout_s,
         )
-        self.members = [
-            MemberActor(
-                machine=MemberMachine(rank=rank),
+        self.participants = [
+            ParticipantActor(
+                machine=Participant(rank=rank),
                 end=self.transport.participant(rank),
                 timeout_s=timeout_s,
             )
             for rank in range(num_ranks)
         ]
-        self.num_steps = num_steps
+        self.num_rounds = num_rounds
         self.outcomes: dict[int, str | None] = {}
         self.ended_at: dict[int, float] = {}
 
@@ -84,30 +86,33 @@ class World:
         for send, _ in self.transport._down:
             send.send_nowait(Lost(rank=0, silent_s=30.0))  # type: ignore[arg-type]
 
-    def decide(self, step: int, payloads: Sequence[bytes]) -> Decision:
-        return Decision(Stage.READ if step < self.num_steps - 1 else None, b"".join(payloads))
+    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
+        self.stage = Stage.READ
+        return Continue(common=b"".join(payloads.values()), is_last=round == self.num_rounds - 1)
 
     async def run(
         self,
-        body: Callable[[int, MemberActor], Awaitable[None]],
+        body: Callable[[int, ParticipantActor], Awaitable[None]],
         *,
         without: Sequence[int] = (),
         has_coordinator: bool = True,
     ) -> None:
         async def run_rank(rank: int) -> None:
-            member = self.members[rank]
+            participant = self.participants[rank]
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(member.run)
+                tasks.start_soon(participant.run)
                 try:
-                    await body(rank, member)
+                    await body(rank, participant)
                 except Exception as error:
                     while isinstance(error, ExceptionGroup):
                         error = error.exceptions[0]
                     if not isinstance(error, ActorSnapError):
                         raise
-                    if member.verdict is None:
-                        await member.fail(Failure.of(error, stage=member.stage, rank=rank))
-                    self.outcomes[rank] = str(member.verdict)
+                    if participant.verdict is None:
+                        await participant.fail(
+                            Failure.of(error, stage=participant.stage, rank=rank)
+                        )
+                    self.outcomes[rank] = str(participant.verdict)
                 else:
                     self.outcomes[rank] = None
                 self.ended_at[rank] = anyio.current_time()
@@ -115,7 +120,7 @@ class World:
         begun_at = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             if has_coordinator:
-                tasks.start_soon(self.gathering.run)
+                tasks.start_soon(self.coordinator.run)
             for rank in range(self.num_ranks):
                 if rank not in without:
                     tasks.start_soon(run_rank, rank)
@@ -124,27 +129,27 @@ class World:
 
 
 async def test_nobody_is_ahead() -> None:
-    world = World(4, num_steps=5)
+    world = World(4, num_rounds=5)
     at = [0] * 4
 
-    async def body(rank: int, member: MemberActor) -> None:
-        for step in range(5):
-            await member.perform(lambda: anyio.sleep(random.random()))
-            at[rank] = step + 1
-            assert await member.arrive(bytes([rank])) == bytes(range(4))
-            assert min(at) >= step + 1
+    async def body(rank: int, participant: ParticipantActor) -> None:
+        for number in range(5):
+            await participant.perform(lambda: anyio.sleep(random.random()))
+            at[rank] = number + 1
+            assert await participant.arrive(bytes([rank])) == bytes(range(4))
+            assert min(at) >= number + 1
 
     await world.run(body)
     assert world.outcomes == dict.fromkeys(range(4))
 
 
 async def test_a_failure_ends_the_work_of_all() -> None:
-    world = World(3, num_steps=2)
+    world = World(3, num_rounds=2)
 
-    async def body(rank: int, member: MemberActor) -> None:
+    async def body(rank: int, participant: ParticipantActor) -> None:
         if rank == 1:
             raise StorageError(op="get", key="k", backend="b")
-        await member.perform(anyio.sleep_forever)
+        await participant.perform(anyio.sleep_forever)
 
     await world.run(body)
     assert set(world.outcomes.values()) == {"StorageError (get of 'k' in b)"}
@@ -153,10 +158,10 @@ async def test_a_failure_ends_the_work_of_all() -> None:
 
 
 async def test_who_never_comes_is_named_by_the_deadline() -> None:
-    world = World(3, num_steps=1, timeout_s=60.0)
+    world = World(3, num_rounds=1, timeout_s=60.0)
 
-    async def body(rank: int, member: MemberActor) -> None:
-        await member.arrive()
+    async def body(rank: int, participant: ParticipantActor) -> None:
+        await participant.arrive()
 
     await world.run(body, without=[2])
     assert "still waiting for rank(s) 2" in str(world.outcomes[0])
@@ -165,10 +170,10 @@ async def test_who_never_comes_is_named_by_the_deadline() -> None:
 
 
 async def test_without_rank_0_all_end_by_themselves() -> None:
-    world = World(3, num_steps=1, timeout_s=60.0)
+    world = World(3, num_rounds=1, timeout_s=60.0)
 
-    async def body(rank: int, member: MemberActor) -> None:
-        await member.arrive()
+    async def body(rank: int, participant: ParticipantActor) -> None:
+        await participant.arrive()
 
     await world.run(body, without=[0], has_coordinator=False)
     assert "rank 0, which coordinates, does not answer" in str(world.outcomes[1])
@@ -178,16 +183,16 @@ async def test_without_rank_0_all_end_by_themselves() -> None:
 
 @pytest.mark.parametrize("who", ["rank", "coordinator"])
 async def test_who_is_lost_is_named(who: str) -> None:
-    world = World(3, num_steps=2)
+    world = World(3, num_rounds=2)
     lost = 2 if who == "rank" else 0
 
-    async def body(rank: int, member: MemberActor) -> None:
-        await member.arrive()
+    async def body(rank: int, participant: ParticipantActor) -> None:
+        await participant.arrive(then=Stage.READ)
         if rank == 1 and who == "rank":
             world.lose(2)
         elif rank == 1:
             world.lose_coordinator()
-        await member.perform(anyio.sleep_forever)
+        await participant.perform(anyio.sleep_forever)
 
     await world.run(body, has_coordinator=True)
     said = str(world.outcomes[1])
@@ -204,17 +209,17 @@ def test_who_has_left_was_not_silent(lost: RankLost | CoordinatorLost) -> None:
     assert lost.reason.endswith("has left: its process ended")
 
 
-async def test_a_coordinator_that_was_given_up_passes_no_step(
+async def test_a_coordinator_that_was_given_up_passes_no_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else it alone would have restored."""
-    world = World(2, num_steps=1)
+    world = World(2, num_rounds=1)
 
-    async def body(rank: int, member: MemberActor) -> None:
+    async def body(rank: int, participant: ParticipantActor) -> None:
         if rank == 0:  # its arrival is the last
             await anyio.sleep(1)
-            monkeypatch.setattr(world.gathering._end, "absence", lambda: "it was stopped")
-        await member.arrive()
+            monkeypatch.setattr(world.coordinator._end, "absence", lambda: "it was stopped")
+        await participant.arrive()
 
     await world.run(body)
     reason = "restore aborted: it was stopped (rank 0, stage 'join')"
@@ -321,7 +326,7 @@ class SharedWorld(World):
             assert block_checksums(memory, stored.block_bytes) == stored.crc32c
             self.bytes_read[rank] += len(memory)
 
-    async def body(self, rank: int, member: MemberActor) -> None:
+    async def body(self, rank: int, participant: ParticipantActor) -> None:
         async def read(wanted: Sequence[tuple[Stored, memoryview]]) -> None:
             await self.read(rank, wanted)
 
@@ -329,7 +334,7 @@ class SharedWorld(World):
             for turn, share in enumerate(shares_of(self.plan, rank, self.num_ranks)):
                 if not share.members:
                     for _ in range(share.num_rounds):
-                        await member.arrive()
+                        await participant.arrive()
                     continue
                 assert share.ranks is not None
                 passing = self.passing[turn, share.members]
@@ -355,13 +360,13 @@ class SharedWorld(World):
                         read=read,
                         meet=passing.meet,
                         broadcast=passing.of(share.members.index(rank)),
-                        arrive=member.arrive,
+                        arrive=participant.arrive,
                         run_blocking=run_inline,
                         errands=Errands(tasks, run_blocking=run_inline, label=f"rank {rank}"),
                     ).run()
 
-        await member.perform(exchange)
-        await member.arrive()
+        await participant.perform(exchange)
+        await participant.arrive()
 
     def check(self) -> None:
         """Each rank has what it wants, and each set has read its bytes once."""
@@ -451,13 +456,13 @@ async def test_a_read_that_fails_fails_everywhere_and_leaves_nobody_behind() -> 
 async def test_a_rank_that_dies_in_a_broadcast_is_left() -> None:
     world = everybody(3)
 
-    async def body(rank: int, member: MemberActor) -> None:
+    async def body(rank: int, participant: ParticipantActor) -> None:
         if rank == 2:  # it reads, and says so, but does not pass on
-            await member.arrive()
+            await participant.arrive()
             await anyio.sleep(30)
             world.lose(2)
-            await member.perform(anyio.sleep_forever)
-        await world.body(rank, member)
+            await participant.perform(anyio.sleep_forever)
+        await world.body(rank, participant)
 
     await world.run(body)
     assert {type(outcome) for outcome in world.outcomes.values()} == {str}
@@ -467,13 +472,13 @@ async def test_a_rank_that_dies_in_a_broadcast_is_left() -> None:
 
 
 async def test_abandoned_here_and_now() -> None:
-    world = World(2, num_steps=1)
-    member = world.members[1]
+    world = World(2, num_rounds=1)
+    participant = world.participants[1]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(member.run)
+        tasks.start_soon(participant.run)
         await anyio.lowlevel.checkpoint()
-        member.abandon("the runtime was stopped")
+        participant.abandon("the runtime was stopped")
         with pytest.raises(RestoreAborted, match="the runtime was stopped"):
-            await member.arrive()
+            await participant.arrive()
         tasks.cancel_scope.cancel()
     world.transport.close()

@@ -1,31 +1,31 @@
-"""What ranks bring to the steps of a restore, and what is decided from it.
+"""The decisions of a restore and of its dry run, over ``protocol.rounds``.
 
-The steps (``protocol.gathering``):
+The rounds:
 
-0. *Ready*: input is checked, commit object and manifests are read. All ranks must have read the
-   same attempt. Only then ``state_dict()`` is called, which may be collective.
-1. *Compared*: every rank knows what fits and what it wants. Decided: whether to go on, and how
-   to read (``planning.exchange``). Of a dry run, *weighed* comes next and last: it adds up what
-   each rank would read.
-2. In shared mode one step per round, through all turns of all sets of ranks that share: each
-   rank has read its piece, and all pass theirs on. Who has no piece in a round only arrives.
-3. *Read*: everything is in place. Only then ``load_state_dict()`` is called.
-4. *Loaded*: the last one.
+0. *Ready*: The input is checked, commit object and manifests are read. All ranks must have read
+   the same attempt. Only then ``state_dict()`` is called, which may be collective.
+1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to go
+   on, and how to read (``planning.exchange``). In a dry run, *weighed* comes next and is the last
+   one: it adds up the costs of all ranks.
+2. In shared mode one round per piece, through all turns of all sets of ranks that share: each
+   rank has read its piece, and all pass theirs on. A rank without a piece only arrives.
+3. *Read*: Everything is in place. Only then ``load_state_dict()`` is called.
+4. *Loaded*: The last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
-from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.messages import Stage
+from actorsnap.protocol.rounds import Continue
 
-__all__ = ["Comparison", "Negotiation", "Ready", "Totals", "Weighed"]
+__all__ = ["Comparison", "Ready", "RestoreDecisions", "Totals", "Weighed"]
 
 T = TypeVar("T")
 
@@ -76,47 +76,52 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     mismatched: tuple[str, ...]
 
 
-class Negotiation:
-    """Decides the steps of one restore; see ``protocol.gathering.Decide``.
+class RestoreDecisions:
+    """Decides the rounds of one restore; see ``actors.rounds.Decisions``.
 
     Args:
-        mode: How to read; the coordinator's caller decides for all.
+        mode: How to read; the value of the coordinator's caller holds for all.
         is_dry_run: Nothing is read.
     """
 
     def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
+        self.stage = Stage.JOIN
         self._mode = mode
         self._is_dry_run = is_dry_run
-        self._compared: tuple[Comparison, ...] = ()
-        # The step at which everything is read.
+        self._compared: list[Comparison] = []
+        # The round at which everything is read.
         self._read = 2
 
-    def decide(self, step: int, payloads: Sequence[bytes]) -> Decision:
+    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
         """See the module's docstring.
 
         Raises:
-            SnapshotReplaced: they have read different attempts.
-            IncompatibleState: strict, and something does not fit on some rank.
+            SnapshotReplaced: The ranks have read different attempts.
+            IncompatibleState: In a strict restore, something does not fit on some rank.
         """
-        if step == 0:
+        if round == 0:
             return self._on_ready(_decode(payloads, Ready))
-        if step == 1:
+        if round == 1:
             return self._on_compared(_decode(payloads, Comparison))
         if self._is_dry_run:
             return self._on_weighed(_decode(payloads, Weighed))
-        if step < self._read:
-            return Decision(Stage.READ)
-        return Decision(Stage.LOAD if step == self._read else None)
+        if round <= self._read:
+            return self._enter(Stage.READ if round < self._read else Stage.LOAD)
+        return Continue(is_last=True)
 
-    def _on_ready(self, ranks: Sequence[Ready]) -> Decision:
+    def _enter(self, stage: Stage, payload: bytes = b"") -> Continue:
+        self.stage = stage
+        return Continue(common=payload)
+
+    def _on_ready(self, ranks: Sequence[Ready]) -> Continue:
         first = ranks[0]
         for own in ranks:
             if own.attempt != first.attempt:
                 raise SnapshotReplaced(url=own.url, is_deleted=False)
-        return Decision(Stage.COMPARE)
+        return self._enter(Stage.COMPARE)
 
-    def _on_compared(self, ranks: Sequence[Comparison]) -> Decision:
-        self._compared = tuple(ranks)
+    def _on_compared(self, ranks: list[Comparison]) -> Continue:
+        self._compared = ranks
         if not self._is_dry_run:
             missing, unexpected, mismatched = _merged(ranks)
             if missing or unexpected or mismatched:
@@ -125,16 +130,16 @@ class Negotiation:
                 )
         plan = plan_exchange([own.wants for own in ranks], self._mode)
         self._read = 2 + plan.num_rounds
-        return Decision(Stage.READ, msgspec.msgpack.encode(plan))
+        return self._enter(Stage.READ, msgspec.msgpack.encode(plan))
 
-    def _on_weighed(self, ranks: Sequence[Weighed]) -> Decision:
+    def _on_weighed(self, ranks: Sequence[Weighed]) -> Continue:
         totals = Totals(tuple(ranks), *_merged(self._compared))
-        return Decision(None, msgspec.msgpack.encode(totals))
+        return Continue(common=msgspec.msgpack.encode(totals), is_last=True)
 
 
-def _decode(payloads: Sequence[bytes], kind: type[T]) -> list[T]:
+def _decode(payloads: Mapping[int, bytes], kind: type[T]) -> list[T]:
     decoder = msgspec.msgpack.Decoder(kind)
-    return [decoder.decode(payload) for payload in payloads]
+    return [decoder.decode(payloads[rank]) for rank in sorted(payloads)]
 
 
 _Lines: TypeAlias = tuple[str, ...]

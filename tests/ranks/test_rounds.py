@@ -1,4 +1,4 @@
-"""Steps that real processes go through together, over a TCPStore and gloo."""
+"""Rounds that real processes pass together, over a TCPStore and gloo."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.steps import OPTIONS
+from tests.ranks.rounds import OPTIONS
 from tests.worlds import Director
 
 
 @pytest.fixture(scope="module")
 def director() -> Iterator[Director]:
-    with Director("tests.ranks.steps") as director:
+    with Director("tests.ranks.rounds") as director:
         yield director
 
 

@@ -1,7 +1,7 @@
 """Calls that all ranks make together, as scripts (see ``runtime.taking``).
 
-The body of such a call goes through numbered steps (``protocol.gathering``). Whatever it raises
-on one rank ends it on all ranks, with the same error.
+The body of such a call passes rounds (``protocol.rounds``). An error on one rank ends it on all
+ranks, with the same error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
 
-from actorsnap.actors.gathering import GatheringActor, MemberActor
+from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActor
 from actorsnap.errors import (
     ActorSnapError,
     RestoreAborted,
@@ -19,13 +19,13 @@ from actorsnap.errors import (
 )
 from actorsnap.lines import Lines
 from actorsnap.options import Options
-from actorsnap.protocol.gathering import Decide, GatheringMachine, MemberMachine
 from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
 
-__all__ = ["Alone", "Steps", "go_through"]
+__all__ = ["Alone", "Rounds", "call_together"]
 
 logger = Lines(__name__)
 
@@ -33,16 +33,16 @@ T = TypeVar("T")
 
 
 Arrive: TypeAlias = Callable[[], Awaitable[bytes]]
-Step: TypeAlias = Callable[[Host, Arrive], Awaitable[T]]
+Work: TypeAlias = Callable[[Host, Arrive], Awaitable[T]]
 
 
-class Steps(Protocol):
-    """A rank's way through the steps.
+class Rounds(Protocol):
+    """A rank's side of a call.
 
     Attributes:
         team: None where there is but one rank.
         rank: Of this process in its group.
-        scope: See ``transport.store.StoreSave``; behind the first step.
+        scope: See ``transport.store.StoreSave``; valid after the first round.
     """
 
     @property
@@ -52,32 +52,36 @@ class Steps(Protocol):
     @property
     def scope(self) -> str: ...
 
-    def arrive(self, payload: bytes = b"") -> Script[bytes]:
-        """Waits until all ranks have arrived; returns what was decided."""
+    def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
+        """Waits until all ranks have arrived at the next round; returns the decision.
+
+        Args:
+            then: The stage of the work that follows; None: as before.
+        """
         ...
 
-    def perform(self, step: Step[T]) -> Script[T]:
+    def perform(self, work: Work[T]) -> Script[T]:
         """Runs work on the runtime's loop; cancels it when another rank has failed. The work may
         ``arrive`` itself."""
         ...
 
 
-def go_through(
+def call_together(
     team: Team | None,
     label: Label,
     options: Options,
-    decide: Decide,
-    body: Callable[[Steps], Script[T]],
+    decisions: Decisions,
+    body: Callable[[Rounds], Script[T]],
 ) -> Script[T]:
-    """Runs ``body``, on all ranks of ``team`` together; ``label`` is the same on all.
+    """Runs ``body`` on all ranks of ``team``; ``label`` is the same on all.
 
     It ends with the body on all ranks, or with the same error on all: by ``timeout_s``, and
     soon after one has failed, or was not heard for ``lost_after_s``. On the rank where that
-    began the error has what was raised there as its cause, or is that.
+    began the error has the one raised there as its cause, or is that.
     """
     if team is None:
-        return (yield from body(Alone(decide)))
-    together = Together(team, label, options, decide)
+        return (yield from body(Alone(decisions)))
+    together = Together(team, label, options, decisions)
     try:
         return (yield from body(together))
     except Exception as error:
@@ -88,54 +92,56 @@ def go_through(
 
 
 class Alone:
-    """The steps of a call that one rank makes, or would make if there were others."""
+    """The rounds of a call with one rank, or of one rank as if there were no others."""
 
     team = None
     scope = ""
 
-    def __init__(self, decide: Decide, *, rank: int = 0) -> None:
+    def __init__(self, decisions: Decisions, *, rank: int = 0) -> None:
         self.rank = rank
-        self._decide = decide
-        self._step = 0
+        self._decisions = decisions
+        self._round = 0
 
-    def arrive(self, payload: bytes = b"") -> Script[bytes]:
+    def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
         yield from ()
-        return self._decided(payload)
+        return self._decide(payload)
 
-    def perform(self, step: Step[T]) -> Script[T]:
+    def perform(self, work: Work[T]) -> Script[T]:
         async def arrive() -> bytes:
-            return self._decided(b"")
+            return self._decide(b"")
 
         async def run(host: Host) -> T:
-            return await step(host, arrive)
+            return await work(host, arrive)
 
         result: T = yield run
         return result
 
-    def _decided(self, payload: bytes) -> bytes:
-        decision = self._decide(self._step, [payload])
-        self._step += 1
-        return decision.payload
+    def _decide(self, payload: bytes) -> bytes:
+        decision = self._decisions.decide(self._round, {0: payload})
+        assert isinstance(decision, Continue)
+        self._round += 1
+        return decision.payloads.get(0, decision.common)
 
 
 class Together:
     """This process' part in a call of its team. Takes the next number of the team."""
 
-    def __init__(self, team: Team, label: Label, options: Options, decide: Decide) -> None:
+    def __init__(self, team: Team, label: Label, options: Options, decisions: Decisions) -> None:
         self.team = team
         self.rank = team.rank
         self._host = Host.get()
         self._call = team.begin(label, options)
-        self.member = MemberActor(
-            machine=MemberMachine(rank=team.rank),
+        self._participant = ParticipantActor(
+            machine=Participant(rank=team.rank),
             end=self._call.participant,
             timeout_s=options.timeout_s,
         )
-        self._coordinator: GatheringActor | None = None
+        self._coordinator: CoordinatorActor | None = None
         if self._call.coordinator is not None:
-            self._coordinator = GatheringActor(
-                machine=GatheringMachine(world_size=team.world_size, decide=decide),
+            self._coordinator = CoordinatorActor(
+                machine=Coordinator(world_size=team.world_size),
                 end=self._call.coordinator,
+                decisions=decisions,
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
@@ -149,49 +155,51 @@ class Together:
             async with anyio.create_task_group() as tasks:
                 if self._coordinator is not None:
                     tasks.start_soon(self._coordinator.run)
-                await self.member.run()
+                await self._participant.run()
         except Exception:
-            logger.exception("rank %d: a defect while ranks pass steps together", self.rank)
+            logger.exception("rank %d: a defect in the rounds of a call", self.rank)
             raise
         finally:
-            self.member.abandon("the runtime was stopped")
+            self._participant.abandon("the runtime was stopped")
             self._call.close()
 
-    def arrive(self, payload: bytes = b"") -> Script[bytes]:
-        decided: bytes = yield lambda _: self.member.arrive(payload)
+    def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
+        decided: bytes = yield lambda _: self._participant.arrive(payload, then=then)
         return decided
 
-    def perform(self, step: Step[T]) -> Script[T]:
-        result: T = yield lambda host: self.member.perform(lambda: step(host, self.member.arrive))
+    def perform(self, work: Work[T]) -> Script[T]:
+        participant = self._participant
+        result: T = yield lambda host: participant.perform(lambda: work(host, participant.arrive))
         return result
 
     def fail(self, error: Exception) -> Script[None]:
-        """Tells the others that this rank cannot go on.
+        """Reports to the others that this rank cannot go on.
 
         Raises:
-            ActorSnapError: what all ranks raise, unless that is ``error`` itself.
+            ActorSnapError: The one that all ranks raise, unless that is ``error`` itself.
         """
-        was_over = self.member.is_over
+        participant = self._participant
+        was_over = participant.is_over
         if not was_over:
-            yield lambda _: self.member.fail(self._failure_of(error))
-        verdict = self.member.verdict
+            yield lambda _: participant.fail(self._failure_of(error))
+        verdict = participant.verdict
         is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
         if verdict is None or (is_same and not was_over):
             return
-        # What began elsewhere came here by a step, as a copy without the note that says where.
+        # An error of another rank came here by a round, as a copy without the note on its origin.
         raise verdict from None if is_same else error
 
     def close(self) -> None:
         """Takes leave if the outcome is not known: the caller was interrupted."""
-        if not self.member.is_over:
+        if not self._participant.is_over:
             interrupted = RestoreAborted(
                 reason="the caller was interrupted", rank=self.rank, stage=str(Stage.CANCEL)
             )
             failure = Failure.of(interrupted, stage=Stage.CANCEL, rank=self.rank)
-            self._host.submit(self.member.fail(failure))
+            self._host.submit(self._participant.fail(failure))
 
     def _failure_of(self, error: Exception) -> Failure:
-        rank, stage = self.rank, self.member.stage
+        rank, stage = self.rank, self._participant.stage
         if not isinstance(error, ActorSnapError):
             error = RestoreAborted(reason=describe(error), rank=rank, stage=str(stage))
         return Failure.of(error, stage=stage, rank=rank)

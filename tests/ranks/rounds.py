@@ -1,39 +1,47 @@
-"""Real processes that go through the steps of a call together (see ``tests.worlds``)."""
+"""Real processes that pass the rounds of a call together (see ``tests.worlds``)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from actorsnap.errors import ActorSnapError, StorageError
 from actorsnap.options import Options
-from actorsnap.protocol.gathering import Decision
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Stage
+from actorsnap.protocol.rounds import Continue
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
-from actorsnap.runtime.gathering import Arrive, Steps, go_through
 from actorsnap.runtime.host import Host, Script, run_sync
 from actorsnap.runtime.ranks import find_team
+from actorsnap.runtime.rounds import Arrive, Rounds, call_together
 from tests.worlds import Rank, World
 
 __all__ = ["direct_go"]
 
 OPTIONS = Options(timeout_s=60, lost_after_s=5)
-NUM_STEPS = 3
+NUM_ROUNDS = 3
 LABEL = Label(CallKind.RESTORE, "/snapshot")
 
 
-def decide(step: int, payloads: Sequence[bytes]) -> Decision:
-    return Decision(Stage.READ if step < NUM_STEPS - 1 else None, b"".join(payloads))
+class Joined:
+    """Decides what all ranks have brought along, joined."""
+
+    stage = Stage.READ
+
+    def __init__(self, num_rounds: int = NUM_ROUNDS) -> None:
+        self._num_rounds = num_rounds
+
+    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
+        return Continue(common=b"".join(payloads.values()), is_last=round == self._num_rounds - 1)
 
 
 def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
-    """Three steps, and broadcasts in the last one; ``whom`` has ``trouble`` in the second."""
+    """Three rounds, broadcasts before the last; ``whom`` has ``trouble`` before the second."""
     me.join_gloo()
     team = find_team(None, None)
     assert team is not None
@@ -42,7 +50,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
     store = team.connection()
 
     def wait_for_others() -> None:
-        """Until all are behind the first step: what rank 0 has said may not have left it yet."""
+        """Until all are beyond the first round: what rank 0 has said may not have left it yet."""
         store.set(f"passed-{me.rank}", b"")
         store.wait([f"passed-{rank}" for rank in range(me.world)])
 
@@ -62,8 +70,8 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
         await broadcaster(memoryview(data), 0)
         await broadcaster.close(is_done=True)
 
-    def body(steps: Steps) -> Script[list[str]]:
-        decided = [(yield from steps.arrive(b"%d" % me.rank))]
+    def body(rounds: Rounds) -> Script[list[str]]:
+        decided = [(yield from rounds.arrive(b"%d" % me.rank))]
         if trouble and me.rank == whom:
             if trouble == "storage":
                 raise StorageError(op="read", key="k", backend="b")
@@ -76,19 +84,19 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGKILL)
         if trouble == "kill":
             wait_for_others()
-        decided.append((yield from steps.arrive()))
+        decided.append((yield from rounds.arrive()))
 
-        async def step(host: Host, _: Arrive) -> None:
-            await share(host, steps.scope)
+        async def work(host: Host, _: Arrive) -> None:
+            await share(host, rounds.scope)
 
-        yield from steps.perform(step)
-        decided.append((yield from steps.arrive()))
+        yield from rounds.perform(work)
+        decided.append((yield from rounds.arrive()))
         return [payload.decode() for payload in decided]
 
     said: dict[str, Any] = {}
     began = time.monotonic()
     try:
-        said["decided"] = run_sync(go_through(team, LABEL, OPTIONS, decide, body), name="go")
+        said["decided"] = run_sync(call_together(team, LABEL, OPTIONS, Joined(), body), name="go")
     except (ActorSnapError, KeyboardInterrupt) as error:
         said["error"] = [type(error).__name__, str(error)]
         said["cause"] = repr(error.__cause__)
@@ -98,9 +106,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
     if not trouble.startswith("kill"):
         # The next call goes as if nothing had been.
         said["again"] = run_sync(
-            go_through(
-                team, LABEL, OPTIONS, lambda *_: Decision(None, b"x"), lambda steps: steps.arrive()
-            ),
+            call_together(team, LABEL, OPTIONS, Joined(1), lambda rounds: rounds.arrive(b"x")),
             name="again",
         ).decode()
         dist.barrier()
