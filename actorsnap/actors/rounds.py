@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
+from actorsnap.protocol import rounds
 from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.messages import Failed, Failure, Stage
 from actorsnap.protocol.rounds import (
     Abort,
+    Answer,
+    Continue,
     Coordinator,
     CoordinatorEvent,
     CoordinatorGone,
@@ -24,7 +29,8 @@ from actorsnap.protocol.rounds import (
     Enter,
     FromCoordinator,
     FromRank,
-    Interrupted,
+    Hurry,
+    Overdue,
     Participant,
     ParticipantEvent,
     Reached,
@@ -34,12 +40,16 @@ from actorsnap.protocol.rounds import (
 )
 from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
 
-__all__ = ["CoordinatorActor", "Decisions", "ParticipantActor"]
+__all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
 
 T = TypeVar("T")
 
 _BACKSTOP_S = 10.0
 """Seconds that a rank waits beyond the coordinator's deadline before it ends on its own."""
+
+
+Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
+"""Makes the failure of a call from the reason, the stage and the rank concerned."""
 
 
 class Decisions(Protocol):
@@ -51,7 +61,7 @@ class Decisions(Protocol):
         ...
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
-        """Decides a round.
+        """Decides any round but the commit round.
 
         Raises:
             ActorSnapError: The call ends on all ranks with this error.
@@ -59,16 +69,27 @@ class Decisions(Protocol):
         ...
 
 
-def _aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
-    error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
-    return Failure.of(error, stage=stage, rank=rank)
+class Committer(Protocol):
+    """Performs the commit round of one call."""
+
+    async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
+        """Returns None if it has committed. Never raises for an operating failure."""
+        ...
+
+    def hurry(self, reason: str, *, has_grace: bool) -> None:
+        """Asks ``commit`` to return soon."""
+        ...
 
 
 class CoordinatorActor:
     """The coordinator of one call.
 
     Args:
-        timeout_s: Seconds from ``run`` until the call is aborted.
+        aborted: Makes the failures of the coordinator itself.
+        timeout_s: Seconds until the call is aborted.
+        deadline: The loop's time when they are over; None: they begin with ``run``.
+        committer: For a call with a commit round.
+        trouble: Returns the last error of a storage, for the message at the deadline.
     """
 
     def __init__(
@@ -77,21 +98,40 @@ class CoordinatorActor:
         machine: Coordinator,
         end: CoordinatorEnd,
         decisions: Decisions,
+        aborted: Aborted,
         timeout_s: float,
+        deadline: float | None = None,
+        committer: Committer | None = None,
+        trouble: Callable[[], str] = str,
     ) -> None:
         self._machine = machine
         self._end = end
         self._decisions = decisions
+        self._aborted = aborted
         self._timeout_s = timeout_s
+        self._deadline = deadline
+        self._committer = committer
+        self._trouble = trouble
+        self._over = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup
 
     async def run(self) -> None:
         """Returns when the outcome was sent to every rank."""
-        deadline = anyio.current_time() + self._timeout_s
-        while not self._machine.is_over:
+        if self._deadline is None:
+            self._deadline = anyio.current_time() + self._timeout_s
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._listen, self._deadline)
+            await self._over.wait()
+            self._tasks.cancel_scope.cancel()
+
+    async def _listen(self, deadline: float) -> None:
+        while True:
             event: CoordinatorEvent | None = None
             with anyio.CancelScope(deadline=deadline):
                 event = await self._next_event()
-            await self._handle(event or self._overdue())
+            if event is None:
+                event, deadline = self._overdue(), math.inf
+            await self._handle(event)
 
     async def _handle(self, event: CoordinatorEvent) -> None:
         commands = deque(self._machine.handle(event))
@@ -99,56 +139,77 @@ class CoordinatorActor:
             match commands.popleft():
                 case SendTo(rank, message):
                     await self._end.send(rank, message)
+                case Decide(commits=True) as command:
+                    self._tasks.start_soon(self._commit, command.payloads)
                 case Decide() as command:
                     commands += self._machine.handle(Decided(self._decide(command)))
+                case Hurry(failure, has_grace):
+                    assert self._committer is not None
+                    self._committer.hurry(failure.reason, has_grace=has_grace)
+        if self._machine.is_over:
+            self._over.set()
 
     def _decide(self, command: Decide) -> Decision:
-        stage = self._decisions.stage
         try:
             return self._decisions.decide(command.round, command.payloads)
         except ActorSnapError as error:
-            return Abort(Failure.of(error, stage=stage))
+            return Abort(Failure.of(error, stage=self._decisions.stage))
+
+    async def _commit(self, payloads: Mapping[int, bytes]) -> None:
+        assert self._committer is not None
+        failure = await self._committer.commit(payloads)
+        await self._handle(Decided(Abort(failure) if failure else Continue(is_last=True)))
 
     async def _next_event(self) -> CoordinatorEvent:
         message = await self._end.receive()
         if isinstance(message, Broken):
-            return self._interrupted(message.reason, 0)
-        if absence := self._end.absence():
-            # The ranks that gave this process up have ended: no round may pass here, either.
-            return self._interrupted(absence, 0)
+            return Failed(0, self._failure(message.reason, 0))
+        if self._committer is None and (absence := self._end.absence()):
+            # The ranks that gave this process up have ended: no round may pass here, either. A
+            # committer looks by itself, right before it commits.
+            return Failed(0, self._failure(absence, 0))
         if isinstance(message, Lost):
-            return self._interrupted(RankLost(message.rank, message.silent_s).reason, message.rank)
+            reason = RankLost(message.rank, message.silent_s).reason
+            return rounds.Lost(self._failure(reason, message.rank))
         assert isinstance(message, FromRank), message
         return message
 
-    def _overdue(self) -> Interrupted:
+    def _overdue(self) -> Overdue:
         awaited = self._machine.awaited
-        reason = DeadlinePassed(self._timeout_s).reason(awaited)
-        return self._interrupted(reason, awaited[0] if len(awaited) == 1 else None)
+        passed = DeadlinePassed(self._timeout_s, self._trouble())
+        reason = passed.reason(awaited) if awaited else passed.is_over
+        return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
 
-    def _interrupted(self, reason: str, rank: int | None) -> Interrupted:
-        return Interrupted(_aborted(reason, self._decisions.stage, rank))
+    def _failure(self, reason: str, rank: int | None) -> Failure:
+        return self._aborted(reason, self._decisions.stage, rank)
 
 
 class ParticipantActor:
     """A rank of one call. All on one event loop.
 
     Args:
+        aborted: Makes the failures of this rank.
         timeout_s: The coordinator's.
 
     Attributes:
         stage: The work that the rank does now.
+        outcome: None until it is known.
     """
 
-    def __init__(self, *, machine: Participant, end: ParticipantEnd, timeout_s: float) -> None:
+    def __init__(
+        self, *, machine: Participant, end: ParticipantEnd, aborted: Aborted, timeout_s: float
+    ) -> None:
         self.stage = Stage.JOIN
+        self.outcome: End | None = None
         self._machine = machine
         self._end = end
+        self._aborted = aborted
         self._timeout_s = timeout_s
         self._over = anyio.Event()
         self._proceed = anyio.Event()
         self._payload = b""
-        self._failure: Failure | None = None
+        self._then = self.stage
+        self._answer: Callable[[bytes], bytes] = _no_answer
 
     @property
     def is_over(self) -> bool:
@@ -158,7 +219,7 @@ class ParticipantActor:
     @property
     def verdict(self) -> ActorSnapError | None:
         """The error that all ranks raise, once it is known. A new one at each call."""
-        failure = self._failure
+        failure = None if self.outcome is None else self.outcome.failure
         if failure is None:
             return None
         error = failure.to_error()
@@ -177,21 +238,31 @@ class ParticipantActor:
                 event = await self._next_event()
             await self._handle(event or self._overdue())
 
-    async def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> bytes:
+    async def arrive(
+        self,
+        payload: bytes = b"",
+        *,
+        then: Stage | None = None,
+        commits: bool = False,
+        answer: Callable[[bytes], bytes] | None = None,
+    ) -> bytes:
         """Waits until all ranks have arrived at the next round; returns the decision.
 
         Args:
             then: The stage of the work that follows; None: as before.
+            commits: This is the commit round.
+            answer: Answers questions of the coordinator.
 
         Raises:
             ActorSnapError: The one that all ranks raise, if that is the outcome.
         Cancellation: The rank still counts as arrived.
         """
         self._proceed = anyio.Event()
-        await self._handle(Reached(payload))
+        self._answer = answer or _no_answer
+        self._then = then or self.stage
+        await self._handle(Reached(payload, commits))
         await self._first_of(self._proceed)
         self._check()
-        self.stage = then or self.stage
         return self._payload
 
     async def perform(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -222,12 +293,17 @@ class ParticipantActor:
         await self._handle(WorkFailed(failure))
         await self._over.wait()
 
-    def abandon(self, reason: str) -> None:
+    async def wait(self) -> End:
+        """Waits for the outcome."""
+        await self._over.wait()
+        assert self.outcome is not None
+        return self.outcome
+
+    def abandon(self, failure: Failure) -> None:
         """Ends the call on this rank now; does nothing if the outcome is known."""
-        for command in self._machine.handle(self._gone(reason, None)):
+        for command in self._machine.handle(CoordinatorGone(failure)):
             assert isinstance(command, End)
-            self._end_with(command)
-        self._over.set()
+            self._finish(command)
 
     async def _first_of(self, event: anyio.Event) -> None:
         async with anyio.create_task_group() as tasks:
@@ -263,20 +339,27 @@ class ParticipantActor:
         )
 
     def _gone(self, reason: str, rank: int | None) -> CoordinatorGone:
-        return CoordinatorGone(_aborted(reason, self.stage, rank))
+        return CoordinatorGone(self._aborted(reason, self.stage, rank))
 
     async def _handle(self, event: ParticipantEvent) -> None:
-        for command in self._machine.handle(event):
-            match command:
+        commands = deque(self._machine.handle(event))
+        while commands:
+            match commands.popleft():
                 case Report(message):
                     await self._end.send(message)
+                case Answer(question):
+                    commands += self._machine.handle(Reached(self._answer(question)))
                 case Enter(payload):
-                    self._payload = payload
+                    self.stage, self._payload = self._then, payload
                     self._proceed.set()
-                case End():
-                    self._end_with(command)
+                case End() as end:
+                    self._finish(end)
 
-    def _end_with(self, end: End) -> None:
-        self._failure = end.failure
+    def _finish(self, end: End) -> None:
+        self.outcome = end
         self._payload = end.payload
         self._over.set()
+
+
+def _no_answer(question: bytes) -> bytes:
+    raise AssertionError("nothing is asked in this round")

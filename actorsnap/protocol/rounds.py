@@ -11,7 +11,7 @@ Rules:
 1. A rank leaves a round only after every rank that takes part in it has arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
 3. The decision of the commit round starts once, after all ranks have arrived. From then on only its
-   result counts: failures and the deadline merely ask it to hurry.
+   result counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
 4. A rank that has arrived at the commit round and then loses the coordinator does not know the
    outcome, even if it failed or was cancelled in the meantime: its caller looks in the storage.
    Before that round nothing can have been committed.
@@ -57,7 +57,8 @@ __all__ = [
     "FromCoordinator",
     "FromRank",
     "Hurry",
-    "Interrupted",
+    "Lost",
+    "Overdue",
     "Participant",
     "ParticipantState",
     "Reached",
@@ -118,8 +119,14 @@ class Decided(msgspec.Struct, frozen=True):
     decision: Decision
 
 
-class Interrupted(msgspec.Struct, frozen=True):
-    """Event: a rank was lost, or the deadline has passed."""
+class Lost(msgspec.Struct, frozen=True):
+    """Event: a rank was lost."""
+
+    failure: Failure
+
+
+class Overdue(msgspec.Struct, frozen=True):
+    """Event: the deadline has passed."""
 
     failure: Failure
 
@@ -142,10 +149,15 @@ class Decide(msgspec.Struct, frozen=True):
 
 
 class Hurry(msgspec.Struct, frozen=True):
-    """Command: a rank has failed, or the deadline has passed, while the commit is under way. It
-    decides nothing any more, but somebody waits for the answer."""
+    """Command: end the commit that is under way soon. Its result still decides.
+
+    Attributes:
+        has_grace: A rank has failed, or its caller has cancelled; the commit may take a moment,
+            as it is likely to succeed. False if the deadline has passed.
+    """
 
     failure: Failure
+    has_grace: bool
 
 
 class SendTo(msgspec.Struct, frozen=True):
@@ -163,7 +175,7 @@ class CoordinatorState(StrEnum):
     ABORTED = "aborted"
 
 
-CoordinatorEvent: TypeAlias = FromRank | Decided | Interrupted | TakenOver
+CoordinatorEvent: TypeAlias = FromRank | Decided | Lost | Overdue | TakenOver
 CoordinatorCommand: TypeAlias = Decide | Hurry | SendTo
 
 _C = CoordinatorState
@@ -271,11 +283,11 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         sends: list[CoordinatorCommand] = [SendTo(rank, self._sent[rank]) for rank in parties]
         return [*sends, *self._decide_if_all_arrived()]
 
-    def _on_failed(self, event: Failed | Interrupted) -> list[CoordinatorCommand]:
+    def _on_failed(self, event: Failed | Lost | Overdue) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
-    def _on_late_failure(self, event: Failed | Interrupted) -> list[CoordinatorCommand]:
-        return [Hurry(event.failure)]
+    def _on_late_failure(self, event: Failed | Overdue) -> list[CoordinatorCommand]:
+        return [Hurry(event.failure, has_grace=isinstance(event, Failed))]
 
     def _abort(self, failure: Failure) -> list[CoordinatorCommand]:
         self.state = _C.ABORTED
@@ -436,27 +448,31 @@ _OVER: Row[CoordinatorCommand] = {
     Arrived: _MC._repeat_outcome,
     Failed: _MC._repeat_outcome,
     Decided: _MC._ignore,
-    Interrupted: _MC._ignore,
+    Lost: _MC._ignore,
+    Overdue: _MC._ignore,
     TakenOver: _MC._on_taken_over,
 }
 _COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
     _C.GATHERING: {
         Arrived: _MC._on_arrived,
         Failed: _MC._on_failed,
-        Interrupted: _MC._on_failed,
+        Lost: _MC._on_failed,
+        Overdue: _MC._on_failed,
         TakenOver: _MC._on_taken_over,
     },
     _C.DECIDING: {
         **_LATE,
         Decided: _MC._on_decided,
         Failed: _MC._on_failed,
-        Interrupted: _MC._on_failed,
+        Lost: _MC._on_failed,
+        Overdue: _MC._on_failed,
     },
     _C.COMMITTING: {
         **_LATE,
         Decided: _MC._on_decided,
         Failed: _MC._on_late_failure,
-        Interrupted: _MC._on_late_failure,
+        Lost: _MC._ignore,  # all ranks have arrived
+        Overdue: _MC._on_late_failure,
     },
     _C.PASSED: _OVER,
     _C.ABORTED: _OVER,

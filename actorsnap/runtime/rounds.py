@@ -12,15 +12,12 @@ from typing import Protocol, TypeAlias, TypeVar
 import anyio
 
 from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActor
-from actorsnap.errors import (
-    ActorSnapError,
-    RestoreAborted,
-    describe,
-)
+from actorsnap.errors import ActorSnapError, describe
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.restore import aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
@@ -134,6 +131,7 @@ class Together:
         self._participant = ParticipantActor(
             machine=Participant(rank=team.rank),
             end=self._call.participant,
+            aborted=aborted,
             timeout_s=options.timeout_s,
         )
         self._coordinator: CoordinatorActor | None = None
@@ -142,6 +140,7 @@ class Together:
                 machine=Coordinator(world_size=team.world_size),
                 end=self._call.coordinator,
                 decisions=decisions,
+                aborted=aborted,
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
@@ -160,7 +159,8 @@ class Together:
             logger.exception("rank %d: a defect in the rounds of a call", self.rank)
             raise
         finally:
-            self._participant.abandon("the runtime was stopped")
+            stage = self._participant.stage
+            self._participant.abandon(aborted("the runtime was stopped", stage, None))
             self._call.close()
 
     def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
@@ -192,16 +192,13 @@ class Together:
     def close(self) -> None:
         """Takes leave if the outcome is not known: the caller was interrupted."""
         if not self._participant.is_over:
-            interrupted = RestoreAborted(
-                reason="the caller was interrupted", rank=self.rank, stage=str(Stage.CANCEL)
-            )
-            failure = Failure.of(interrupted, stage=Stage.CANCEL, rank=self.rank)
+            failure = aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))
 
     def _failure_of(self, error: Exception) -> Failure:
         rank, stage = self.rank, self._participant.stage
         if not isinstance(error, ActorSnapError):
-            error = RestoreAborted(reason=describe(error), rank=rank, stage=str(stage))
+            return aborted(describe(error), stage, rank)
         return Failure.of(error, stage=stage, rank=rank)
 
 

@@ -46,7 +46,8 @@ from actorsnap.protocol.rounds import (
     FromCoordinator,
     FromRank,
     Hurry,
-    Interrupted,
+    Lost,
+    Overdue,
     Participant,
     ParticipantState,
     Reached,
@@ -187,7 +188,7 @@ class World:
 
     def pass_deadline(self) -> None:
         self.has_deadline = False
-        self.coordinator_event(Interrupted(failure("timeout_s is over")))
+        self.coordinator_event(Overdue(failure("timeout_s is over")))
 
     def lose_coordinator(self) -> None:
         self.loses_coordinator = False
@@ -220,7 +221,7 @@ class World:
 
     # The machines -----------------------------------------------------------------------------
 
-    def coordinator_event(self, event: FromRank | Decided | Interrupted | TakenOver) -> None:
+    def coordinator_event(self, event: FromRank | Decided | Lost | Overdue | TakenOver) -> None:
         for command in self.coordinator.handle(event):
             match command:
                 case SendTo():
@@ -451,7 +452,7 @@ def test_the_outcome_is_repeated_after_the_end() -> None:
     last = sent(coordinator.handle(Decided(Continue(is_last=True))))
     assert sent(coordinator.handle(Arrived(0, 0))) == last
     aborted = Coordinator(world_size=1)
-    aborted.handle(Interrupted(GONE))
+    aborted.handle(Lost(GONE))
     assert sent(aborted.handle(Arrived(0, 0))) == {0: Aborted(GONE)}
 
 
@@ -475,8 +476,9 @@ def test_a_commit_under_way_is_only_hurried() -> None:
     coordinator.handle(Arrived(0, 0))
     coordinator.handle(Decided(Continue(commits_next=True)))
     assert coordinator.handle(Arrived(0, 1)) == [Decide(1, {0: b""}, True)]
-    assert coordinator.handle(Failed(0, GONE)) == [Hurry(GONE)]
-    assert coordinator.handle(Interrupted(GONE)) == [Hurry(GONE)]
+    assert coordinator.handle(Failed(0, GONE)) == [Hurry(GONE, has_grace=True)]
+    assert coordinator.handle(Overdue(GONE)) == [Hurry(GONE, has_grace=False)]
+    assert coordinator.handle(Lost(GONE)) == []
     assert sent(coordinator.handle(Decided(Continue(is_last=True)))) == {
         0: Proceed(1, b"", 2, True)
     }
