@@ -598,14 +598,11 @@ def plan_alone(here: Here) -> Span:
 
     def plan() -> None:
         app_state = {"model": StateDict(tiny(here, "m"))}
-        leaves = capture(
+        captured = capture(
             app_state, replicated=["**"], ranks=range(here.num_ranks), rank=here.rank
-        ).leaves
-        scopes: dict[tuple[int, ...] | None, list[int]] = {}
-        for index, leaf in enumerate(leaves):
-            if leaf.scope != ():
-                scopes.setdefault(leaf.scope, []).append(index)
-        inventory, lists = take_stock([leaf.item for leaf in leaves], scopes.items())
+        )
+        items = [leaf.item for leaf in captured.leaves]
+        inventory, lists = take_stock(items, captured.scopes.items())
         if here.rank == 0:  # equal on all
             rules = PackingRules(chunk_bytes=16 * MIB, max_objects=4, min_object_bytes=64 * MIB)
             plan_save([inventory] * here.num_ranks, lists, rules)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -31,6 +32,7 @@ from actorsnap import (
     UsageError,
     cli,
 )
+from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -44,13 +46,20 @@ from actorsnap.format.manifest import (
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 from tests.api.states import scribble
-from tests.golden import make_annotations, make_block_sizes, make_compression
+from tests.api.test_many_ranks import restored_by
+from tests.golden import (
+    make_annotations,
+    make_block_sizes,
+    make_compression,
+    make_several_meshes,
+)
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
 COMPRESSION = V1.with_name("compression")
 ANNOTATIONS = V1.with_name("annotations")
+SEVERAL_MESHES = V1.with_name("several_meshes")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
 MANIFEST = f"{ATTEMPT}/manifest/0.json"
 DATA = f"{ATTEMPT}/data/dense/0-0.safetensors"
@@ -325,6 +334,45 @@ def test_what_made_it_still_makes_the_same_annotations(tmp_path: Path) -> None:
     make_annotations.make(tmp_path / "again")
     for key in (COMMIT_KEY, MANIFEST):
         assert (tmp_path / "again" / key).read_bytes() == (ANNOTATIONS / key).read_bytes()
+
+
+# Tensors of one name on several meshes ----------------------------------------------------------
+
+
+@pytest.fixture(params=["golden", "again"])
+async def meshes(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The snapshot that stores equal shards once, and the one that is made now."""
+    if request.param == "golden":
+        return SEVERAL_MESHES
+    await make_several_meshes.make(tmp_path / "again")
+    return tmp_path / "again"
+
+
+@pytest.mark.parametrize("rank", range(make_several_meshes.NUM_RANKS))
+async def test_each_rank_has_its_parts_of_several_meshes_again(meshes: Path, rank: int) -> None:
+    expected, target = (make_several_meshes.app_state(rank) for _ in range(2))
+    for part in target["model"].values():
+        part.local_shards()[0].tensor.zero_()
+    target["own"].data.update(rank=-1, x=torch.zeros(5))
+    report = await anyio.to_thread.run_sync(restored_by, rank, meshes, target)
+    assert report.is_complete
+    assert_same(target["own"].data, expected["own"].data)
+    for name, part in expected["model"].items():
+        found = target["model"][name].local_shards()[0].tensor
+        assert torch.equal(found, part.local_shards()[0].tensor), name
+
+
+async def test_equal_shards_of_several_meshes_are_one_tensor(meshes: Path) -> None:
+    """Those that differ belong to the ranks that stored them."""
+    snapshot = AsyncSnapshot(meshes)
+    assert (await snapshot.verify("full")).ok
+    for name, on in make_several_meshes.MESHES.items():
+        if name in ("expert", "table"):
+            with pytest.raises(FormatError, match="several ranks stored different ones"):
+                await snapshot.read_object(f"model/{name}")
+        else:
+            found = await snapshot.read_object(f"model/{name}")
+            assert torch.equal(found, make_several_meshes.whole(name, on[0])), name
 
 
 # Damage ---------------------------------------------------------------------------------------

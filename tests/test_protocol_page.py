@@ -19,7 +19,6 @@ def test_diagrams_show_what_tables_and_rules_lead_to() -> None:
     # By way of `_assign_if_known`, and of `_abort` where the plan fails.
     [stores] = [line for line in coordinator.splitlines() if "joining --> storing" in line]
     assert stores.split(" : ")[1].split(", ") == [
-        "Divided",
         "Items",
         "Join",
         "Offer",

@@ -9,7 +9,6 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actorsnap.planning.inventory import Division
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
 from actorsnap.protocol.participant import StartStoring
 from actorsnap.state.memory import ByteSource
@@ -101,11 +100,7 @@ class Staging(Protocol):
 class Stager(Protocol):
     """Stages somewhere else, where the bytes are."""
 
-    async def hash_copies(self, division: Division) -> tuple[bytes, ...]:
-        """See ``messages.Join.copies``, of what is told apart so."""
-        ...
-
-    def prepare(self, command: StartStoring, division: Division) -> None:
+    def prepare(self, command: StartStoring) -> None:
         """Takes notice of what will be packed, and how: staging may begin."""
         ...
 

@@ -26,7 +26,6 @@ from actorsnap.actors.objects import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor, sources_of
-from actorsnap.actors.stock import CopyHashes, Stock
 from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Row, Work, row_of
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
@@ -36,7 +35,7 @@ from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.compression import Sampled, sample_bytes
-from actorsnap.planning.inventory import Division, sharded_digest, take_stock
+from actorsnap.planning.inventory import take_stock
 from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.calls import (
     CoordinatorLost,
@@ -69,7 +68,6 @@ from actorsnap.protocol.participant import (
     StartStoring,
     StopWork,
     StoreManifest,
-    TakeStock,
 )
 from actorsnap.state.leaves import Captured, Leaf
 from actorsnap.state.memory import MemorySource
@@ -77,7 +75,7 @@ from actorsnap.storage.base import Storage
 from actorsnap.storage.translated import ends_this_task
 from actorsnap.transport.base import Broken, Lost, ParticipantEnd
 
-__all__ = ["ParticipantActor", "Remembered", "SaveSettings"]
+__all__ = ["ParticipantActor", "SaveSettings"]
 
 logger = Lines(__name__)
 
@@ -129,21 +127,6 @@ class Measured:
     sampled: Sampled | None
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """What a rank knows from its group's last save.
-
-    Attributes:
-        plan: By its digest.
-        division: How it tells what others may hold as well apart.
-        sharded: Its ``Inventory.sharded``, which that holds for.
-    """
-
-    plan: tuple[bytes, RankPlan]
-    division: Division
-    sharded: bytes
-
-
 class ParticipantActor:
     """Takes part in one save.
 
@@ -159,7 +142,7 @@ class ParticipantActor:
         stager: Stages elsewhere; here where None.
         fence: Stages lazily; see ``StagingActor``.
         on_eager_staged: Called when all is copied that is not to be copied lazily.
-        remembered: From the group's last save.
+        remembered: The plan of the group's last save, by its digest.
         deadline: The loop's time when it gives up waiting for the coordinator's first word;
             None waits for ever.
         recorder: Gets what is done when, if anybody wants to know.
@@ -185,11 +168,11 @@ class ParticipantActor:
         stager: Stager | None = None,
         fence: Fence | None = None,
         on_eager_staged: Callable[[], None] = lambda: None,
-        remembered: Remembered | None = None,
+        remembered: tuple[bytes, RankPlan] | None = None,
         deadline: float | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.remembered: Remembered | None = None
+        self.remembered: tuple[bytes, RankPlan] | None = None
         self.measured: Measured | None = None
         self._stager = stager
         self._fence = fence
@@ -225,9 +208,6 @@ class ParticipantActor:
         self._began_storing = 0.0
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
-        self._division: Division = None
-        self._sharded = b""
-        self._copies = CopyHashes()
         self._plans: tuple[ObjectPlan, ...] = ()
         self._maybe_objects: RankObjects | None = None
         self._ledgers: list[ChecksumLedger] = []
@@ -294,37 +274,22 @@ class ParticipantActor:
         return self._outcome.failure
 
     async def _begin(self) -> None:
-        captured, before, division = self._captured, self._before, None
+        captured = self._captured
         if isinstance(captured, Failure):
             await self._post(StepFailed(captured))
             return
-        if before is not None and before.sharded == sharded_digest(captured.sharded):
-            division = before.division
-        await self._take_stock(division)
+        await self._post(await self._run_blocking(self._begun, captured))
 
-    async def _take_stock(self, division: Division) -> None:
-        captured = self._captured
-        assert isinstance(captured, Captured)
-        copies = None if self._stager is None else await self._stager.hash_copies(division)
-        await self._post(await self._run_blocking(self._begun, captured, division, copies))
-
-    def _begun(
-        self, captured: Captured, division: Division, copies: tuple[bytes, ...] | None
-    ) -> Begun:
-        stock = Stock.of(captured, self._leaves, division)
-        if copies is None:
-            copies = self._copies.take(stock, self._leaves)
+    def _begun(self, captured: Captured) -> Begun:
+        scopes = captured.scopes
+        self._scopes = list(scopes.values())
         inventory, lists = take_stock(
             [leaf.item for leaf in self._leaves],
-            stock.scopes,
+            scopes.items(),
             globs=captured.globs,
             sharded=captured.sharded,
-            division=division,
         )
-        self._scopes, self._division = [indices for _, indices in stock.scopes], division
-        self._sharded = inventory.sharded
-        plan = None if self._before is None else self._before.plan
-        return Begun(inventory, lists, plan, captured.sharded, copies)
+        return Begun(inventory, lists, self._before, captured.sharded)
 
     async def _receive_messages(self) -> None:
         while True:
@@ -355,10 +320,6 @@ class ParticipantActor:
             match command:
                 case Send():
                     await self._end.send(command.message)
-                case TakeStock():
-                    tasks.start_soon(
-                        self._guard, Stage.JOIN, None, self._take_stock, command.division
-                    )
                 case StartStoring():
                     # From now on the coordinator's deadline counts, or that it is silent.
                     self._patience.cancel()
@@ -454,10 +415,9 @@ class ParticipantActor:
         self._attempt, self._resumed = command.attempt, command.resumed
         self._save = command.save
         self._level = command.rules.compression
-        plan = (command.digest, command.plan)
-        self.remembered = Remembered(plan, self._division, self._sharded)
+        self.remembered = (command.digest, command.plan)
         if self._stager is not None:
-            self._stager.prepare(command, self._division)
+            self._stager.prepare(command)
         self._storage = await self._open_storage(command)
         try:
             self._plans = await self._run_blocking(self._pack, command)

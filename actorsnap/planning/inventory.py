@@ -1,11 +1,10 @@
-"""What a rank says that it holds: its inventory, and how it tells apart what others may hold, too.
+"""A rank's inventory, and the checks that ranks agree about the tensors that they hold parts of.
 
-A *scope* is a list of items that ranks hold together. It is said by its digest, whatever its
-length; the list itself is sent once. What only one rank holds is not named at all.
+A *scope* is a list of items that ranks hold together. An inventory names it by its digest,
+whatever its length; the list itself is sent once. Items of one rank only are not named at all.
 
-What lies on a mesh of some ranks may lie on others, too, and nobody says whether these are copies.
-Only its bytes can tell, and they are compared a scope at a time: so what lies on the same meshes
-is a scope of its own (``divide``), and what lies on one mesh only is compared with nothing.
+Only meshes and the caller declare that ranks hold the same. Contents are never compared: a tensor
+on two meshes of one name is private on each of them (``docs/decisions/0007-copies-by-content.md``).
 
 It must not know who writes what (``save``), nor what the ranks say to each other.
 """
@@ -16,7 +15,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -25,16 +24,11 @@ from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import Item
 
 __all__ = [
-    "Division",
     "Inventory",
     "Scope",
     "Sharded",
     "check_sharded",
-    "classes_of",
-    "copies_digest",
     "digest_of",
-    "divide",
-    "division_digest",
     "index_runs",
     "inventory_digest",
     "item_digest",
@@ -53,12 +47,11 @@ _MAX_LINES = 50
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with others: all with equal values. Or may hold so.
+    """Items that a rank holds together with others, all with equal values.
 
     Attributes:
         ranks: Who holds them, rising; each of them lists this scope, though perhaps not the
             same items. None: all ranks of the job, and one that lists no such scope has none.
-            Empty: nobody knows; whoever lists the same items, with the same bytes, holds them.
         digest: Of the item list, by ``item_digest``.
         nbytes: Of the items.
     """
@@ -68,33 +61,20 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     nbytes: int
 
 
-Division: TypeAlias = tuple[tuple[tuple[int, int], ...], ...] | None
-"""How a rank tells what others may hold as well apart: per class, a scope of its own, which of
-its ``Sharded`` are in it, as rising runs ``(start, stop)``. What is in none, no other mesh has.
-None: all is one scope."""
-
-
 class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank holds. Names each scope once, but for those without ranks.
+    """What a rank holds. Names each scope once.
 
     Attributes:
-        private_bytes: Of the items that no other rank holds.
+        private_bytes: Of the items that, as far as is declared, no other rank holds.
         scopes: The rest.
         globs: What the caller has called replicated: the same everywhere.
         sharded: Digest of its ``Sharded``; empty if there are none.
-        division: Digest of what its scopes without ranks were made by; empty for None.
     """
 
     private_bytes: int
     scopes: tuple[Scope, ...] = ()
     globs: tuple[str, ...] = ()
     sharded: bytes = b""
-    division: bytes = b""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has scopes of which nobody knows who else holds them."""
-        return any(scope.ranks == () for scope in self.scopes)
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -120,20 +100,6 @@ _encoder = msgspec.msgpack.Encoder()
 def digest_of(value: Any) -> bytes:
     """Returns 12 bytes that stand for a value that msgpack can say."""
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
-
-
-def copies_digest(checksums: Sequence[Sequence[int]]) -> bytes:
-    """Returns 12 bytes that stand for the contents of a scope that nobody knows the holders of.
-
-    Args:
-        checksums: Per item, of all its blocks.
-    """
-    return digest_of(checksums)
-
-
-def division_digest(division: Division) -> bytes:
-    """Returns 12 bytes that stand for a division; none for None."""
-    return b"" if division is None else digest_of(division)
 
 
 def item_digest(items: Sequence[Item]) -> bytes:
@@ -163,7 +129,6 @@ def take_stock(
     *,
     globs: Sequence[str] = (),
     sharded: Sequence[Sharded] = (),
-    division: Division = None,
 ) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
@@ -172,7 +137,6 @@ def take_stock(
         scopes: Who holds each, and the indices of its items. What is in none is private.
         globs: What the caller has called replicated.
         sharded: The tensors of which it holds a part, also an empty one. No others.
-        division: What the scopes without ranks were made by; see ``classes_of``.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
@@ -184,72 +148,18 @@ def take_stock(
         private_bytes -= nbytes
         found.append(Scope(ranks, digest, nbytes))
         lists[digest] = held
-    return (
-        Inventory(
-            private_bytes,
-            tuple(found),
-            tuple(globs),
-            sharded_digest(sharded),
-            division_digest(division),
-        ),
-        lists,
-    )
-
-
-def divide(
-    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]], world_size: int
-) -> list[Division]:
-    """Returns how the ranks that say the same of sharded tensors tell them apart: what lies on the
-    same meshes is a class. None for all, if none of them has more than one class to tell.
-
-    Args:
-        lists: As for ``check_sharded``.
-        world_size: What lies on so many ranks is known to lie nowhere else.
-    """
-    meshes = _meshes(lists)
-    numbers: dict[frozenset[bytes], int] = {}
-    # 0 is for what lies on one mesh.
-    class_of = {
-        path: numbers.setdefault(frozenset(found), 1 + len(numbers)) if len(found) > 1 else 0
-        for path, found in meshes.items()
-    }
-    divisions: list[Division] = []
-    has_several = False
-    for _, tensors in lists:
-        classes: dict[int, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.num_ranks < world_size:
-                classes.setdefault(class_of[tensor.path], []).append(index)
-        has_several = has_several or len(classes) > 1
-        divisions.append(tuple([index_runs(found) for number, found in classes.items() if number]))
-    return divisions if has_several else [None] * len(lists)
+    return Inventory(private_bytes, tuple(found), tuple(globs), sharded_digest(sharded)), lists
 
 
 def on_several_meshes(
     lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> frozenset[str]:
-    """Returns the paths of what may be several tensors of one name. Arguments as for ``divide``."""
-    return frozenset([path for path, found in _meshes(lists).items() if len(found) > 1])
-
-
-def _meshes(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> dict[str, set[bytes]]:
+    """Returns the paths that may name several tensors. Arguments as for ``check_sharded``."""
     meshes: dict[str, set[bytes]] = {}
     for _, tensors in lists:
         for tensor in tensors:
             meshes.setdefault(tensor.path, set()).add(tensor.ranks)
-    return meshes
-
-
-def classes_of(sharded: Sequence[Sharded], division: Division) -> dict[str, int]:
-    """Returns the class of each path that others may hold as well."""
-    if division is None:
-        return {tensor.path: 0 for tensor in sharded}
-    return {
-        sharded[index].path: number
-        for number, runs in enumerate(division)
-        for start, stop in runs
-        for index in range(start, stop)
-    }
+    return frozenset([path for path, found in meshes.items() if len(found) > 1])
 
 
 def check_sharded(

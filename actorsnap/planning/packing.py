@@ -253,12 +253,10 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         shares: In the order of the objects that they lead to.
         first: Number of the first object of what the rank alone writes.
-        own: Indices of the scopes in the rank's inventory that it writes alone.
     """
 
     shares: tuple[Share, ...] = ()
     first: int = 0
-    own: tuple[int, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -281,7 +279,7 @@ def pack(
     """Plans the data objects that one rank writes to, those of its shares first.
 
     Covers each byte that the plan assigns to the rank once, and each item outside of
-    ``scopes``, or in one of ``plan.own``.
+    ``scopes``.
 
     Args:
         items: What the rank holds, in traversal order.
@@ -318,12 +316,7 @@ def pack(
         for part in share.parts:
             arranged = objects[part.number]
             add(members, arranged, key_of(arranged, share.rank, share.first), part)
-    shared = {
-        index
-        for number, members in enumerate(scopes)
-        if number not in plan.own
-        for index in members
-    }
+    shared = {index for members in scopes for index in members}
     own = [index for index in range(len(items)) if index not in shared]
     for arranged in arrange([items[index] for index in own], rules):
         add(own, arranged, key_of(arranged, rank, plan.first))

@@ -19,7 +19,6 @@ It must not know how bytes travel, nor what the ranks say to each other.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -42,7 +41,7 @@ from actorsnap.planning.packing import (
     canonical,
 )
 
-__all__ = ["SavePlan", "lists_for_copies", "plan_digest", "plan_save"]
+__all__ = ["SavePlan", "plan_digest", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
 """Larger rows are cut inside."""
@@ -75,98 +74,18 @@ def plan_digest(plan: RankPlan) -> bytes:
     return digest_of(plan)
 
 
-def lists_for_copies(
-    inventories: Sequence[Inventory], copies: Sequence[Sequence[bytes]]
-) -> dict[bytes, int]:
-    """Returns the scopes without ranks whose lists ``plan_save`` needs, and a rank that has each:
-    none, unless some of them may be copies.
-
-    Args:
-        copies: See ``plan_save``.
-    """
-    open_scopes = _open_scopes(inventories, copies)
-    if not any(found.may_be_copies for found in open_scopes.values()):
-        return {}
-    return {digest: min(found.places) for digest, found in open_scopes.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """A scope without ranks.
-
-    Attributes:
-        places: Who has it, and as which scope of its inventory.
-        contents: What they have in it.
-    """
-
-    places: dict[int, int]
-    contents: set[bytes]
-
-    @property
-    def may_be_copies(self) -> bool:
-        return len(self.places) > 1 and len(self.contents) == 1
-
-
-def _open_scopes(
-    inventories: Sequence[Inventory], copies: Sequence[Sequence[bytes]]
-) -> dict[bytes, _Open]:
-    """Returns the scopes without ranks, by digest."""
-    found: dict[bytes, _Open] = {}
-    for rank, inventory in enumerate(inventories):
-        if not inventory.is_open:
-            continue
-        indices = [index for index, scope in enumerate(inventory.scopes) if scope.ranks == ()]
-        for index, content in zip(indices, copies[rank], strict=True):
-            scope = found.setdefault(inventory.scopes[index].digest, _Open({}, set()))
-            scope.places[rank] = index
-            scope.contents.add(content)
-    return found
-
-
-def _copies(
-    inventories: Sequence[Inventory],
-    lists: Mapping[bytes, Sequence[Item]],
-    copies: Sequence[Sequence[bytes]],
-) -> dict[bytes, dict[int, int]]:
-    """Returns the scopes without ranks that several ranks hold with equal contents.
-
-    Not if the contents of any of them differ, or if anything in them stands in another list:
-    then these may be other tensors of the same names, and each rank must get its own one back.
-    """
-    open_scopes = _open_scopes(inventories, copies)
-    found = {digest: scope.places for digest, scope in open_scopes.items() if scope.may_be_copies}
-    if not found:
-        return {}
-    partial = {s.digest for inventory in inventories for s in inventory.scopes if s.ranks}
-    times = Counter(
-        place for digest in {*open_scopes, *partial} for place in _places(lists[digest])
-    )
-    return {
-        digest: ranks
-        for digest, ranks in found.items()
-        if all(times[place] == 1 for place in _places(lists[digest]))
-    }
-
-
-def _places(items: Iterable[Item]) -> set[_Place]:
-    return {(item.path, item.offsets) for item in items}
-
-
 def plan_save(
     inventories: Sequence[Inventory],
     lists: Mapping[bytes, Sequence[Item]],
     rules: PackingRules,
-    copies: Sequence[Sequence[bytes]] = (),
     several: Set[str] = frozenset(),
 ) -> SavePlan:
     """Shares out what several ranks hold. Deterministic.
 
     Args:
         inventories: Per rank.
-        lists: The items of every scope, by digest. A path and offsets stand in a list once. Of
-            scopes without ranks only those that ``lists_for_copies`` names.
+        lists: The items of every scope, by digest. A path and offsets stand in a list once.
         rules: Sizes; every rank must pack with the same.
-        copies: Per rank, ``copies_digest`` of each of its scopes without ranks, in their order.
         several: Paths that lie on several meshes: what some ranks share of them is not divided.
 
     Raises:
@@ -178,17 +97,7 @@ def plan_save(
     firsts = [0] * len(inventories)
     shares: list[list[Share]] = [[] for _ in inventories]
     joiners: list[list[tuple[int, ...]]] = [[] for _ in inventories]
-    own: list[list[int]] = [[] for _ in inventories]
     groups = _groups(inventories, lists, several)
-    shared = _copies(inventories, lists, copies)
-    for digest, indices in shared.items():
-        places = {rank: (index, None) for rank, index in indices.items()}
-        groups.append(_Group(tuple(places), lists[digest], places))
-    for rank, inventory in enumerate(inventories):
-        for index, listed in enumerate(inventory.scopes):
-            if listed.ranks == () and listed.digest not in shared:
-                own[rank].append(index)
-                loads[rank] += listed.nbytes
     groups.sort(key=lambda group: (len(group.holders), group.holders))
     for group in groups:
         lowest, num_holders = group.holders[0], len(group.holders)
@@ -211,10 +120,7 @@ def plan_save(
                 joiners[opener].append(tuple(others))
         firsts[lowest] += len(objects)
     plans = tuple(
-        [
-            RankPlan(tuple(held), first, tuple(alone))
-            for held, first, alone in zip(shares, firsts, own, strict=True)
-        ]
+        [RankPlan(tuple(held), first) for held, first in zip(shares, firsts, strict=True)]
     )
     return SavePlan(
         ranks=plans,
@@ -257,15 +163,12 @@ def _groups(
         for index, scope in enumerate(inventory.scopes):
             by_digest = scopes.setdefault(scope.ranks, {})
             by_digest.setdefault(scope.digest, {})[rank] = index
-        named = [scope.ranks for scope in inventory.scopes if scope.ranks != ()]
-        if len(set(named)) < len(named):
+        if len({scope.ranks for scope in inventory.scopes}) < len(inventory.scopes):
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
     complaints = _differing_globs(inventories)
     repeated = _repeated(scopes, lists)
     for ranks, by_digest in scopes.items():
-        if ranks == ():
-            continue  # see _copies
         apart: Set[_Place] = frozenset()
         if ranks is not None:
             complaints += _absent(ranks, by_digest, lists)
@@ -285,6 +188,10 @@ def _groups(
         "replicated= on all of them; what differs from rank to rank must not be called replicated:",
     )
     return groups
+
+
+def _places(items: Iterable[Item]) -> set[_Place]:
+    return {(item.path, item.offsets) for item in items}
 
 
 def _repeated(

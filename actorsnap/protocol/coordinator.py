@@ -7,8 +7,8 @@ Rules:
 
 1. Nothing is assigned before every rank has joined with the same release, and every
    inventory is known. Equal inventories are asked for once, whoever has them, and those of
-   the save before are remembered (``Memory``). Each rank tells what other meshes have, too,
-   from what they have not; who does not yet is told how, once, and remembers it.
+   the save before are remembered (``Memory``). Where ranks hold parts of different tensors, one
+   rank of each kind sends which, and a part that no rank stores ends the save.
 2. Objects that several ranks write are completed after every rank has written.
 3. ``WriteCommit`` is given once, after every rank reported ``Stored``; never after a
    failure, a cancellation, the loss of a rank or the deadline.
@@ -30,13 +30,7 @@ import msgspec
 from actorsnap.errors import UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord, SaveRecord
-from actorsnap.planning.inventory import (
-    Sharded,
-    check_sharded,
-    divide,
-    inventory_digest,
-    on_several_meshes,
-)
+from actorsnap.planning.inventory import Sharded, check_sharded, on_several_meshes
 from actorsnap.planning.packing import PackingRules
 from actorsnap.planning.save import SavePlan
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
@@ -50,8 +44,6 @@ from actorsnap.protocol.messages import (
     Assign,
     Committed,
     Complete,
-    Divide,
-    Divided,
     Failed,
     Failure,
     FromCoordinator,
@@ -171,8 +163,6 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         self._asked: dict[bytes, int] = {}
         self._asked_sharded: dict[bytes, int] = {}
         self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
-        # Ranks that are told how to divide, and have not yet.
-        self._dividing: set[int] = set()
         self._handed: int | None = None
         self._plan: SavePlan | None = None
         self._writing: set[int] = set()
@@ -217,8 +207,6 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         self._memory.inventories[structure] = event.inventory
         wanted: list[bytes] = []
         for scope in event.inventory.scopes:
-            if scope.ranks == ():
-                continue  # who else has it is not known yet
             if scope.digest not in self._memory.lists and scope.digest not in self._asked:
                 self._asked[scope.digest] = event.rank
                 wanted.append(scope.digest)
@@ -246,19 +234,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
             except UsageError as error:
                 return self._abort(Failure.of(error, stage=Stage.PLAN))
             self._memory.agreed = said
-            self._memory.divisions = dict(zip(order, divide(lists, self.world_size), strict=True))
             self._memory.several = on_several_meshes(lists)
-        return self._assign_if_known()
-
-    def _on_divided(self, event: Divided) -> list[CoordinatorCommand]:
-        if event.rank not in self._dividing:
-            return []
-        self._dividing.remove(event.rank)
-        structure = inventory_digest(event.inventory)
-        self._memory.inventories[structure] = event.inventory
-        self._joined[event.rank] = msgspec.structs.replace(
-            self._joined[event.rank], structure=structure, copies=event.copies
-        )
         return self._assign_if_known()
 
     @property
@@ -266,7 +242,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         return tuple(self._joined[rank].structure for rank in range(self.world_size))
 
     def _assign_if_known(self) -> list[CoordinatorCommand]:
-        is_waiting = self._asked or self._asked_sharded or self._dividing
+        is_waiting = self._asked or self._asked_sharded
         if is_waiting or len(self._joined) < self.world_size:
             return []
         structures = self._structures
@@ -274,20 +250,8 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         if len(said) > 1 and said != self._memory.agreed:
             self._asked_sharded = {digest: ranks[0] for digest, ranks in said.items() if digest}
             return [SendToRank(rank, AskSharded()) for rank in self._asked_sharded.values()]
-        undivided = self._memory.undivided(structures)
-        if undivided:
-            self._dividing = set(undivided)
-            return [SendToRank(rank, Divide(division)) for rank, division in undivided.items()]
-        copies = tuple(self._joined[rank].copies for rank in range(self.world_size))
-        wanted = self._memory.missing_copies(structures, copies)
-        if wanted:
-            self._asked |= wanted
-            asked: dict[int, list[bytes]] = {}
-            for digest, rank in wanted.items():
-                asked.setdefault(rank, []).append(digest)
-            return [SendToRank(rank, AskItems(tuple(digests))) for rank, digests in asked.items()]
         try:
-            plan = self._plan = self._memory.plan(structures, copies, self.rules)
+            plan = self._plan = self._memory.plan(structures, self.rules)
         except UsageError as error:
             return self._abort(Failure.of(error, stage=Stage.PLAN))
         self.state = _S.STORING
@@ -366,7 +330,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
         present: Mapping[int, object] = self._joined if self.state is _S.JOINING else self._stored
         absent = [rank for rank in range(self.world_size) if rank not in present]
         if not absent:  # all have joined, and somebody does not answer what was asked
-            absent = sorted({*self._asked.values(), *self._asked_sharded.values(), *self._dividing})
+            absent = sorted({*self._asked.values(), *self._asked_sharded.values()})
         rank = absent[0] if len(absent) == 1 else None
         return self._abort(Failure(reason=event.reason(absent), stage=self._stage, rank=rank))
 
@@ -397,7 +361,7 @@ class CoordinatorMachine(Machine[CoordinatorState, CoordinatorEvent, Coordinator
 
 
 _M = CoordinatorMachine
-_JOINING = (Handed, Join, Offer, Items, ShardedTensors, Divided)
+_JOINING = (Handed, Join, Offer, Items, ShardedTensors)
 _STORING = (Opened, Written, Stored)
 _TABLE: Table[CoordinatorState, CoordinatorCommand] = {
     _S.JOINING: {
@@ -405,7 +369,6 @@ _TABLE: Table[CoordinatorState, CoordinatorCommand] = {
         Offer: _M._on_offer,
         Items: _M._on_items,
         ShardedTensors: _M._on_sharded,
-        Divided: _M._on_divided,
         Handed: _M._on_handed,
         Failed: _M._on_failed,
         RankLost: _M._on_lost,

@@ -21,7 +21,7 @@ import msgspec
 
 from actorsnap.errors import ActorSnapError, printable, rebuild, text_of
 from actorsnap.format.manifest import MemoryFormat
-from actorsnap.planning.inventory import Division, Sharded
+from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.messages import Failure, sendable
 
@@ -35,8 +35,6 @@ __all__ = [
     "ChangePace",
     "ChunksReleased",
     "ChunksStaged",
-    "CopiesHashed",
-    "CopiesWanted",
     "EndSave",
     "ExpectRanks",
     "Fault",
@@ -124,7 +122,7 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
         requires_grad: Indices of those leaves that do.
         holders: Ranks that hold the same, and the indices of what they hold.
-        led, copied: Indices of the leaves that are.
+        led: Indices of the leaves that are.
         memory_formats: Of leaves that have one, by index.
         attributes: Of leaves that have some, by index, as JSON.
         entries: The finished entries but for values, with their positions among all parts, as JSON.
@@ -141,7 +139,6 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     requires_grad: list[int]
     holders: list[tuple[tuple[int, ...], list[int]]]
     led: list[int]
-    copied: list[int]
     memory_formats: dict[int, MemoryFormat]
     attributes: bytes
     entries: bytes
@@ -240,13 +237,6 @@ class ChunksStaged(_Frame, frozen=True, tag="c"):
     chunks: list[tuple[int, int | None]]
 
 
-class CopiesHashed(_Frame, frozen=True, tag="h"):
-    """The answer to ``CopiesWanted``: see ``messages.Join.copies``."""
-
-    number: int
-    copies: tuple[bytes, ...]
-
-
 class StagingWaits(_Frame, frozen=True, tag="w"):
     """The trainer waits for memory: store what there is."""
 
@@ -315,7 +305,6 @@ ToProcess: TypeAlias = (
     | ExpectRanks
     | LeaveTeam
     | Save
-    | CopiesHashed
     | ChunksStaged
     | StagingWaits
     | StagingEnded
@@ -350,19 +339,11 @@ class Begun(_Frame, frozen=True, tag="b"):
     attempt: str
 
 
-class CopiesWanted(_Frame, frozen=True, tag="h"):
-    """Hash what other ranks may hold as well, told apart so."""
-
-    number: int
-    division: Division
-
-
 class StagingWanted(_Frame, frozen=True, tag="w"):
     """How the state is cut into chunks. All ranks have joined.
 
     Attributes:
         attempt, at: What is saved, and where: rank 0's.
-        division: By which the scopes of what the rank holds were made.
     """
 
     number: int
@@ -370,7 +351,6 @@ class StagingWanted(_Frame, frozen=True, tag="w"):
     plan: RankPlan
     attempt: str = ""
     at: bytes = b""
-    division: Division = None
 
 
 class ChunksReleased(_Frame, frozen=True, tag="c"):
@@ -426,7 +406,6 @@ FromProcess: TypeAlias = (
     Ready
     | Loaded
     | Begun
-    | CopiesWanted
     | StagingWanted
     | ChunksReleased
     | Progressed

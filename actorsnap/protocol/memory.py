@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorsnap.planning.inventory import Division, Inventory, division_digest
+from actorsnap.planning.inventory import Inventory
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.planning.save import SavePlan, lists_for_copies, plan_save
+from actorsnap.planning.save import SavePlan, plan_save
 
 __all__ = ["Memory"]
 
@@ -22,7 +22,6 @@ class Memory:
         inventories: By digest.
         lists: Item lists, by digest.
         agreed: What ``sharded`` returned when ranks were last seen to agree.
-        divisions: How each of them then tells what others may hold as well apart.
         several: What then lay on several meshes.
     """
 
@@ -30,7 +29,6 @@ class Memory:
         self.inventories: dict[bytes, Inventory] = {}
         self.lists: dict[bytes, tuple[Item, ...]] = {}
         self.agreed: dict[bytes, list[int]] = {}
-        self.divisions: dict[bytes, Division] = {}
         self.several: frozenset[str] = frozenset()
         self._made_from: object = None
         self._plan: SavePlan | None = None
@@ -39,7 +37,7 @@ class Memory:
         """The same, for one save. It can be kept when that has planned."""
         other = Memory()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
-        other.agreed, other.divisions, other.several = self.agreed, self.divisions, self.several
+        other.agreed, other.several = self.agreed, self.several
         other._plan, other._made_from = self._plan, self._made_from
         return other
 
@@ -51,49 +49,19 @@ class Memory:
             found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
-    def undivided(self, structures: Sequence[bytes]) -> dict[int, Division]:
-        """The ranks that do not tell apart as ``divisions`` says, and how they have to."""
-        found: dict[int, Division] = {}
-        for rank, structure in enumerate(structures):
-            inventory = self.inventories[structure]
-            division = self.divisions.get(inventory.sharded)
-            has_any = inventory.is_open or inventory.division
-            if has_any and inventory.division != division_digest(division):
-                found[rank] = division
-        return found
-
-    def missing_copies(
-        self, structures: Sequence[bytes], copies: Sequence[Sequence[bytes]]
-    ) -> dict[bytes, int]:
-        """The lists to ask for of what turned out to be held by several: digests, and who
-        answers."""
-        found = lists_for_copies([self.inventories[digest] for digest in structures], copies)
-        return {digest: rank for digest, rank in found.items() if digest not in self.lists}
-
-    def plan(
-        self,
-        structures: tuple[bytes, ...],
-        copies: tuple[tuple[bytes, ...], ...],
-        rules: PackingRules,
-    ) -> SavePlan:
+    def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
         """The plan for ranks with these inventories; forgets what is not in it.
 
         Raises:
             UsageError: the inventories contradict each other.
         """
-        # Contents change from save to save, but mostly not whose are equal.
-        firsts: dict[bytes, int] = {}
-        alike = tuple(
-            [tuple([firsts.setdefault(digest, len(firsts)) for digest in own]) for own in copies]
-        )
         several = self.several if self.sharded(structures) == self.agreed else frozenset()
-        made_from = (structures, alike, rules, several)
+        made_from = (structures, rules, several)
         if self._plan is None or self._made_from != made_from:
             self._plan = plan_save(
                 [self.inventories[digest] for digest in structures],
                 self.lists,
                 rules,
-                copies,
                 several,
             )
             self._made_from = made_from

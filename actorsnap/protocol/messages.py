@@ -15,7 +15,7 @@ import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printable, rebuild
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Division, Inventory, Sharded
+from actorsnap.planning.inventory import Inventory, Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.labels import Label
 
@@ -32,8 +32,6 @@ __all__ = [
     "Called",
     "Committed",
     "Complete",
-    "Divide",
-    "Divided",
     "Failed",
     "Failure",
     "FromCoordinator",
@@ -167,14 +165,12 @@ class Join(_Message, frozen=True, tag="j"):
     Attributes:
         structure: Digest of its inventory.
         plan: Digest of the plan that it remembers from the save before; empty if none.
-        copies: Digest of the contents of each scope that others may hold as well.
     """
 
     rank: int
     release: str
     structure: bytes
     plan: bytes = b""
-    copies: tuple[bytes, ...] = ()
 
 
 class Offer(_Message, frozen=True, tag="o"):
@@ -196,14 +192,6 @@ class ShardedTensors(_Message, frozen=True, tag="h"):
 
     rank: int
     tensors: tuple[Sharded, ...]
-
-
-class Divided(_Message, frozen=True, tag="v"):
-    """The answer to ``Divide``: what the rank holds, told apart so; ``copies`` as in ``Join``."""
-
-    rank: int
-    inventory: Inventory
-    copies: tuple[bytes, ...]
 
 
 class Token(_Message, frozen=True):
@@ -315,13 +303,6 @@ class AskSharded(_Message, frozen=True, tag="H"):
     """Send the tensors that you hold parts of: others say something else, or nothing."""
 
 
-class Divide(_Message, frozen=True, tag="V"):
-    """Tell what others may hold as well apart like this, from now on: what lies on other meshes,
-    too, has turned out to be only some of it."""
-
-    division: Division
-
-
 class Meet(_Message, frozen=True, tag="M"):
     """The uploader processes save, and meet under this name: a new one with each process of rank
     0. See ``protocol.line``."""
@@ -415,7 +396,6 @@ ToCoordinator: TypeAlias = (
     | Offer
     | Items
     | ShardedTensors
-    | Divided
     | Opened
     | Written
     | Stored
@@ -429,7 +409,6 @@ FromCoordinator: TypeAlias = (
     | AskInventory
     | AskItems
     | AskSharded
-    | Divide
     | Meet
     | SaveInTrainers
     | Assign

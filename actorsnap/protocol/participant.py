@@ -28,7 +28,7 @@ from typing import TypeAlias
 import msgspec
 
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Division, Inventory, Sharded, inventory_digest
+from actorsnap.planning.inventory import Inventory, Sharded, inventory_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.calls import (
     CoordinatorLost,
@@ -47,8 +47,6 @@ from actorsnap.protocol.messages import (
     Assign,
     Committed,
     Complete,
-    Divide,
-    Divided,
     Failed,
     Failure,
     FromCoordinator,
@@ -89,7 +87,6 @@ __all__ = [
     "StartStoring",
     "StopWork",
     "StoreManifest",
-    "TakeStock",
 ]
 
 
@@ -110,20 +107,18 @@ class ParticipantState(StrEnum):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """The rank's state is captured; this is what it holds. Comes again after ``TakeStock``.
+    """The rank's state is captured; this is what it holds.
 
     Attributes:
         lists: The items of each scope, by digest.
         remembered: The plan of the save before, by its digest, or None.
         sharded: The tensors that it holds parts of.
-        copies: See ``Join``.
     """
 
     inventory: Inventory
     lists: Mapping[bytes, tuple[Item, ...]]
     remembered: tuple[bytes, RankPlan] | None = None
     sharded: tuple[Sharded, ...] = ()
-    copies: tuple[bytes, ...] = ()
 
 
 class ObjectWork(msgspec.Struct, frozen=True):
@@ -183,12 +178,6 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 # Commands -----------------------------------------------------------------------------------
-
-
-class TakeStock(msgspec.Struct, frozen=True):
-    """Look again what the rank holds, and tell what others may hold as well apart like this."""
-
-    division: Division
 
 
 class StartStoring(msgspec.Struct, frozen=True):
@@ -255,7 +244,6 @@ ParticipantEvent: TypeAlias = (
 )
 ParticipantCommand: TypeAlias = (
     Send
-    | TakeStock
     | StartStoring
     | JoinObjects
     | AnnounceStaged
@@ -284,7 +272,6 @@ class ParticipantMachine(Machine[ParticipantState, ParticipantEvent, Participant
         self.rank = rank
         self.release = release
         self._begun: Begun | None = None
-        self._is_told_to_divide = False
         self._is_staged = False
         self._objects: tuple[ObjectWork, ...] = ()
         self._pending_chunks: list[int] = []
@@ -311,7 +298,7 @@ class ParticipantMachine(Machine[ParticipantState, ParticipantEvent, Participant
         self._begun = event
         remembered = event.remembered[0] if event.remembered else b""
         structure = inventory_digest(event.inventory)
-        return [Send(Join(self.rank, self.release, structure, remembered, event.copies))]
+        return [Send(Join(self.rank, self.release, structure, remembered))]
 
     def _on_ask_inventory(self, event: AskInventory) -> list[ParticipantCommand]:
         assert self._begun is not None
@@ -325,16 +312,6 @@ class ParticipantMachine(Machine[ParticipantState, ParticipantEvent, Participant
     def _on_ask_sharded(self, event: AskSharded) -> list[ParticipantCommand]:
         assert self._begun is not None
         return [Send(ShardedTensors(self.rank, self._begun.sharded))]
-
-    def _on_divide(self, event: Divide) -> list[ParticipantCommand]:
-        if self._is_told_to_divide:
-            return []
-        self._is_told_to_divide = True
-        return [TakeStock(event.division)]
-
-    def _on_stock_taken(self, event: Begun) -> list[ParticipantCommand]:
-        self._begun = event
-        return [Send(Divided(self.rank, event.inventory, event.copies))]
 
     def _on_assign(self, event: Assign) -> list[ParticipantCommand]:
         assert self._begun is not None
@@ -490,7 +467,7 @@ _TROUBLE: Row[ParticipantCommand] = {
 }
 # Messages that came twice.
 _JOINED: Row[ParticipantCommand] = dict.fromkeys(
-    (SaveInTrainers, AskInventory, AskItems, AskSharded, Divide, Assign), _M._ignore
+    (SaveInTrainers, AskInventory, AskItems, AskSharded, Assign), _M._ignore
 )
 _STORED: Row[ParticipantCommand] = {**_JOINED, Tokens: _M._ignore, Complete: _M._ignore}
 _TABLE: Table[ParticipantState, ParticipantCommand] = {
@@ -504,8 +481,6 @@ _TABLE: Table[ParticipantState, ParticipantCommand] = {
         AskInventory: _M._on_ask_inventory,
         AskItems: _M._on_ask_items,
         AskSharded: _M._on_ask_sharded,
-        Divide: _M._on_divide,
-        Begun: _M._on_stock_taken,
         Assign: _M._on_assign,
         Meet: _M._ignore,
         SaveInTrainers: _M._ignore,

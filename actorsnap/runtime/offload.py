@@ -24,9 +24,7 @@ from typing import Protocol, TypeAlias
 import anyio
 
 from actorsnap.actors.errands import first_error
-from actorsnap.actors.stock import Stock
 from actorsnap.lines import Lines
-from actorsnap.planning.inventory import Division
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.protocol.frames import (
     Alive,
@@ -37,7 +35,6 @@ from actorsnap.protocol.frames import (
     ChangeLogLevel,
     ChangePace,
     ChunksReleased,
-    CopiesWanted,
     EndSave,
     ExpectRanks,
     Finished,
@@ -107,7 +104,7 @@ _MAX_KNOWN = 4
 """So many structures are remembered."""
 
 
-_PackKey: TypeAlias = tuple[bytes, int, Division, PackingRules, RankPlan]
+_PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
 class HandedSave(Protocol):
@@ -141,8 +138,6 @@ class HandedSave(Protocol):
         ...
 
     def on_begun(self) -> None: ...
-
-    def on_copies_wanted(self, frame: CopiesWanted) -> None: ...
 
     def on_staging_wanted(self, frame: StagingWanted) -> None: ...
 
@@ -245,16 +240,15 @@ class Uploader:
         self, described: Described, captured: Captured, rank: int, wanted: StagingWanted
     ) -> tuple[ObjectPlan, ...]:
         """What is to be staged, without knowing where it goes. Blocks; for worker threads."""
-        key = (described.digest, rank, wanted.division, wanted.rules, wanted.plan)
+        key = (described.digest, rank, wanted.rules, wanted.plan)
         packed = self._packed
         if packed is None or packed[0] != key:
-            stock = Stock.of(captured, captured.leaves, wanted.division)
             objects = pack(
                 described.structure.items,
                 attempt="",
                 rank=rank,
                 rules=wanted.rules,
-                scopes=[indices for _, indices in stock.scopes],
+                scopes=list(captured.scopes.values()),
                 plan=wanted.plan,
             )
             packed = self._packed = key, objects
@@ -421,11 +415,9 @@ class Uploader:
     def _pass_on(
         self,
         save: HandedSave,
-        frame: CopiesWanted | StagingWanted | ChunksReleased | Progressed | Recorded | Finished,
+        frame: StagingWanted | ChunksReleased | Progressed | Recorded | Finished,
     ) -> None:
         match frame:
-            case CopiesWanted():
-                save.on_copies_wanted(frame)
             case StagingWanted():
                 if save.is_shared:
                     # Rank 0's name for it, which that has begun.

@@ -20,16 +20,12 @@ from actorsnap.actors.errands import first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
 from actorsnap.actors.staging import StagingActor, sources_of
-from actorsnap.actors.stock import CopyHashes, Stock
 from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import SnapshotAborted, printable
 from actorsnap.lines import Lines
-from actorsnap.planning.inventory import Division
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol.frames import (
     ChunksStaged,
-    CopiesHashed,
-    CopiesWanted,
     Fault,
     Finished,
     Recorded,
@@ -83,7 +79,6 @@ class OffloadedSave(Job):
         self._ended: anyio.Event
         self._error: BaseException | None = None
         self._cause: Exception | None = None
-        self._hashes = CopyHashes()
         self._wanted: StagingWanted | None = None
         self._is_wanted = False  # by the process that there is now
         # By number: the memory that is held, where it is, and what is stored of it.
@@ -209,24 +204,6 @@ class OffloadedSave(Job):
 
     def on_begun(self) -> None:
         """The process has the save."""
-
-    def on_copies_wanted(self, frame: CopiesWanted) -> None:
-        """Hashes what others may hold as well: the process has no bytes yet."""
-        self._tasks.start_soon(self._hash_copies, frame.division)
-
-    async def _hash_copies(self, division: Division) -> None:
-        assert self._captured is not None
-        try:
-            copies = await self._host.run_blocking(self._copies_of, self._captured, division)
-        except Exception as error:  # whatever a device copy raises
-            self._cause = error
-            self._uploader.send(StagingFailed(self._number, Fault.chain(error)))
-        else:
-            self._uploader.send(CopiesHashed(self._number, copies))
-
-    def _copies_of(self, captured: Captured, division: Division) -> tuple[bytes, ...]:
-        leaves = captured.leaves
-        return self._hashes.take(Stock.of(captured, leaves, division), leaves)
 
     def on_staging_wanted(self, frame: StagingWanted) -> None:
         """Stages; behind the death of a process, announces what is staged already."""

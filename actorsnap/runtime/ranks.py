@@ -19,9 +19,9 @@ from typing import Any
 import anyio
 
 from actorsnap.actors.roll import Caller, Roll
-from actorsnap.actors.session import Remembered
 from actorsnap.lines import Lines
 from actorsnap.options import Options
+from actorsnap.planning.packing import RankPlan
 from actorsnap.protocol.frames import LeaveTeam, TeamPlace
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
@@ -57,7 +57,7 @@ class Team:
         number: Of this object, in this process.
         turn: Who has it hands a save over to the uploader process: in the order of the calls.
         memory: What the coordinator knows from the save before. On the loop only.
-        remembered: What the rank knows from the save before. On the loop only.
+        remembered: The rank's plan of the save before, by its digest. On the loop only.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Team:
         self._host = Host.get()
         self._pid = os.getpid()
         self.memory = Memory()
-        self.remembered: Remembered | None = None
+        self.remembered: tuple[bytes, RankPlan] | None = None
         # Where the store went away it has most likely not come back, and nobody starts up.
         again: dict[str, Any] = {}
         if before is not None:

@@ -62,7 +62,6 @@ def describe(captured: Captured) -> Described:
         requires_grad=[number for number, leaf in enumerate(leaves) if leaf.requires_grad],
         holders=list(holders.items()),
         led=[number for number, leaf in enumerate(leaves) if leaf.is_led],
-        copied=[number for number, leaf in enumerate(leaves) if leaf.is_copied],
         memory_formats={
             n: leaf.memory_format for n, leaf in enumerate(leaves) if leaf.memory_format
         },
@@ -94,8 +93,6 @@ def rebuild(structure: Structure, values: list[bytes]) -> Captured:
             leaves[number].holders = ranks
     for number in structure.led:
         leaves[number].is_led = True
-    for number in structure.copied:
-        leaves[number].is_copied = True
     for number, memory_format in structure.memory_formats.items():
         leaves[number].memory_format = memory_format
     for number, attributes in msgspec.json.decode(structure.attributes):

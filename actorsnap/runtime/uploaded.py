@@ -17,14 +17,11 @@ import msgspec
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import ProgressBoard, Recorder
 from actorsnap.options import Options
-from actorsnap.planning.inventory import Division
 from actorsnap.planning.packing import Chunk
 from actorsnap.protocol.frames import (
     Begun,
     ChunksReleased,
     ChunksStaged,
-    CopiesHashed,
-    CopiesWanted,
     Fault,
     FromProcess,
     Progressed,
@@ -99,10 +96,6 @@ class UploadedSave:
         self._in, self._out = anyio.create_memory_object_stream[
             ChunksStaged | StagingWaits | StagingEnded | StagingFailed
         ](math.inf)
-        self._hashed_in, self._hashed_out = anyio.create_memory_object_stream[
-            CopiesHashed | StagingFailed
-        ](math.inf)
-        self._has_copied = bool(structure.copied)
         self._hashed = self._stored = 0
         self._released: list[int] = []
         self._is_staged = False
@@ -158,15 +151,10 @@ class UploadedSave:
         if self._job.is_shared and not self._is_staged and silent_s > limit_s:
             self.cancel(f"this rank's trainer was not heard for {silent_s:.0f} s: it was stopped")
 
-    def deliver(
-        self, frame: CopiesHashed | ChunksStaged | StagingWaits | StagingEnded | StagingFailed
-    ) -> None:
+    def deliver(self, frame: ChunksStaged | StagingWaits | StagingEnded | StagingFailed) -> None:
         """Takes what the trainer says about staging."""
-        if isinstance(frame, CopiesHashed | StagingFailed):
-            self._hashed_in.send_nowait(frame)
-        if not isinstance(frame, CopiesHashed):
-            self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
-            self._in.send_nowait(frame)
+        self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
+        self._in.send_nowait(frame)
 
     def tell_released(self) -> None:
         """Tells which chunks are not needed any more since that was told last."""
@@ -191,31 +179,17 @@ class UploadedSave:
 
     def _end(self) -> None:
         self.tell_progress()
-        for stream in (self._in, self._out, self._hashed_in, self._hashed_out):
-            stream.close()
+        self._in.close()
+        self._out.close()
         error = self._job.finished.exception()
         faults = None if error is None else Fault.chain(error)
         self._trainer.ended(self._number, faults)
 
-    async def hash_copies(self, division: Division) -> tuple[bytes, ...]:
-        """See ``Stager``: the trainer has the bytes.
-
-        Raises:
-            Exception: it cannot read them.
-        """
-        if not self._has_copied:
-            return ()
-        self._trainer.send(CopiesWanted(self._number, division))
-        frame = await self._hashed_out.receive()
-        if isinstance(frame, StagingFailed):
-            raise Fault.to_error(frame.faults)
-        return frame.copies
-
-    def prepare(self, command: StartStoring, division: Division) -> None:
+    def prepare(self, command: StartStoring) -> None:
         """Lets the trainer begin, while this process packs."""
         at = command.url.encode("utf-8", "surrogatepass")
         self._trainer.send(
-            StagingWanted(self._number, command.rules, command.plan, command.attempt, at, division)
+            StagingWanted(self._number, command.rules, command.plan, command.attempt, at)
         )
 
     def make(self, order: StagingOrder) -> _ArenaStaging:

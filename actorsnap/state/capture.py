@@ -478,7 +478,6 @@ class _Collector:
             holders = () if piece.holders is None else self._members(piece.holders)
             leaf = self._add_piece(path, found, piece.box, piece.tensor, holders)
             self._annotate(leaf, piece.tensor, tensor)
-            leaf.is_copied = not holders and len(found.ranks) < len(self._ranks)
 
     def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
         self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
@@ -566,7 +565,6 @@ class _Collector:
             self._say(path, name, shape, tuple(among))
             holders = () if replica.is_led else members
             leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
-            leaf.is_copied = replica.is_led
         self._annotate(leaf, value)
         return True
 

@@ -363,13 +363,11 @@ def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
-    """The same of leaves, but for arrays, and for what other ranks compare with theirs."""
+    """The same of leaves, but for arrays."""
     found: _ByDevice = {}
     cpu = found[torch.device("cpu")] = Extents()
     for number, leaf in enumerate(leaves):
         source = leaf.source
-        if leaf.is_copied:
-            continue
         if isinstance(source, DeviceSource | TensorSource):
             _add(found, number, source.owner)
         elif isinstance(source, MemorySource) and not isinstance(source.owner, np.ndarray):

@@ -33,8 +33,6 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         memory_format, attributes: See ``TensorEntry``.
         holders: Ranks of the group that hold it with the same value, if some do and not all.
         is_led: All ranks hold it, but the value that counts is this rank's.
-        is_copied: Ranks that it is not known of may hold the same: those of other meshes, or
-            of a group that one rank leads.
     """
 
     item: Item
@@ -44,7 +42,6 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     requires_grad: bool = False
     holders: tuple[int, ...] = ()
     is_led: bool = False
-    is_copied: bool = False
     memory_format: MemoryFormat | None = None
     attributes: dict[str, Any] | None = None
 
@@ -100,3 +97,15 @@ class Captured:
     def leaves(self) -> list[Leaf]:
         """The parts that have bytes, in the same order."""
         return [part for part in self.parts if type(part) is Leaf]
+
+    @property
+    def scopes(self) -> dict[tuple[int, ...] | None, list[int]]:
+        """The indices of the leaves that ranks hold together, by those ranks; None: all of them.
+
+        In the order of the inventory, wherever the state is known. Private leaves are left out.
+        """
+        scopes: dict[tuple[int, ...] | None, list[int]] = {}
+        for index, leaf in enumerate(self.leaves):
+            if leaf.scope != ():
+                scopes.setdefault(leaf.scope, []).append(index)
+        return scopes

@@ -18,11 +18,11 @@ import anyio
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
 from actorsnap.actors.errands import Errands
-from actorsnap.actors.session import ParticipantActor, Remembered, SaveSettings
+from actorsnap.actors.session import ParticipantActor, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import SaveRecord, features_of
-from actorsnap.planning.packing import PackingRules
+from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Failure
@@ -82,12 +82,12 @@ class SimulatedSave:
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
-    remembered: Mapping[int, Remembered] = field(default_factory=dict)
+    remembered: Mapping[int, tuple[bytes, RankPlan]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outcomes: dict[int, Failure | None] = {}
         self.told_s: dict[int, float] = {}
-        self.learned: dict[int, Remembered] = {}
+        self.learned: dict[int, tuple[bytes, RankPlan]] = {}
         self.staged: set[int] = set()
         self.causes: list[BaseException] = []
         self.participants: dict[int, ParticipantActor] = {}

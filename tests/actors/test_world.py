@@ -15,8 +15,7 @@ import safetensors.torch
 import torch
 import trio.testing
 
-from actorsnap.actors import session, stock
-from actorsnap.actors.stock import checksums_of
+from actorsnap.actors import session
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
 from actorsnap.format.frames import FRAME_BYTES, Unpacker
@@ -34,12 +33,9 @@ from actorsnap.protocol.messages import (
     AskInventory,
     AskItems,
     AskSharded,
-    Divide,
-    Divided,
     Failure,
     Stage,
 )
-from actorsnap.state.memory import ByteSource
 from actorsnap.state.stateful import StateDict
 from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
 from actorsnap.storage.memory import MemoryStorage, open_memory
@@ -482,16 +478,9 @@ def stages(embedding: Sequence[tuple[int, ...]]) -> list[dict[str, StateDict]]:
     return states
 
 
-async def test_what_several_meshes_have_is_told_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_mesh_stores_its_own_and_says_so_once() -> None:
     storage = empty_storage()
     numbers = itertools.count()
-    looked_at: list[int] = []
-
-    def look(source: ByteSource) -> list[int]:
-        looked_at.append(source.nbytes)
-        return checksums_of(source)
-
-    monkeypatch.setattr(stock, "checksums_of", look)
 
     async def save(
         states: list[dict[str, StateDict]], before: SimulatedSave | None = None, **more: Any
@@ -501,34 +490,23 @@ async def test_what_several_meshes_have_is_told_apart_once(monkeypatch: pytest.M
             more = {"memory": before.memory, "remembered": before.learned} | more
         more["attempt"] = f"20260101T00000{next(numbers)}-0123abcd-1-89abcdef"
         world = world_of(4, storage, states=states, network=network, overwrite=True, **more)
-        looked_at.clear()
         assert await world.run() == dict.fromkeys(range(4))
         return world, network
 
-    asks = (AskInventory, AskItems, AskSharded, Divide)
+    asks = (AskInventory, AskItems, AskSharded)
     tied = stages([(0, 1), (2, 3)])
     first, network = await save(tied)
-    assert network.count(Divide) == network.count(Divided) == 4
-    assert sorted(looked_at) == [32 * 1024] * 8, "once, though stock was taken twice"
+    assert network.count(AskInventory) == network.count(AskSharded) == 2, "one rank of each stage"
+    assert network.count(AskItems) == 0
     _, manifests = await read_back(storage)
     paths = [entry.path for manifest in manifests for entry in manifest.entries]
-    assert [paths.count(f"model/{name}") for name in ("embedding", "layer0", "layer1")] == [2] * 3
+    counts = [paths.count(f"model/{name}") for name in ("embedding", "layer0", "layer1")]
+    assert counts == [4, 2, 2]
     again, network = await save(tied, first)
     assert network.count(*asks) == 0
-    assert looked_at == [32 * 1024] * 4, "the layers are nobody else's"
     assert max(network.nbytes(rank) for rank in range(1, 4)) <= 200
-    known = {rank: known for rank, known in again.learned.items() if rank != 2}
-    forgot, network = await save(tied, again, remembered=known)
-    assert network.count(Divide) == 1
-    # What the first stage remembers does not hold any more, though it has the same as before.
-    apart, network = await save(stages([(0, 1)]), forgot)
-    assert network.count(Divide) == 2
+    apart, network = await save(stages([(0, 1)]), again)
+    assert network.count(AskInventory) == 1
+    assert network.count(AskSharded) == 2
     _, network = await save(stages([(0, 1)]), apart)
     assert network.count(*asks) == 0
-
-
-async def test_stages_that_share_nothing_are_not_told_to_divide() -> None:
-    network = Overheard(4)
-    world = world_of(4, empty_storage(), states=stages([]), network=network)
-    assert await world.run() == dict.fromkeys(range(4))
-    assert network.count(Divide, AskItems) == 0

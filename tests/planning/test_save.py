@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,9 +19,6 @@ from actorsnap.planning.inventory import (
     Scope,
     Sharded,
     check_sharded,
-    classes_of,
-    copies_digest,
-    divide,
     inventory_digest,
     item_digest,
     on_several_meshes,
@@ -33,11 +30,10 @@ from actorsnap.planning.packing import (
     ObjectPlan,
     PackingRules,
     RankPlan,
-    canonical,
     check_memory,
     pack,
 )
-from actorsnap.planning.save import SavePlan, lists_for_copies, plan_digest, plan_save
+from actorsnap.planning.save import SavePlan, plan_digest, plan_save
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 MIB = 1 << 20
@@ -545,17 +541,19 @@ def test_copies_of_what_lies_on_another_mesh_too_are_stored_whole_by_each_holder
     """Ranks 0 and 1 have copies of a tensor, rank 2 one of this name, perhaps with other values."""
     copied, kept = shard("m/w", (0, 0), (8, 4), (8, 4)), shard("m/v", (0, 0), (8, 4), (8, 4))
     inventories, lists = [], {}
-    for ranks, held in (((0, 1), [copied, kept]), ((0, 1), [copied, kept]), ((), [copied])):
-        inventory, found = take_stock(held, [(ranks, range(len(held)))])
+    for held in ([copied, kept], [copied, kept], [copied]):
+        scopes = [((0, 1), range(2))] if kept in held else []
+        inventory, found = take_stock(held, scopes)
         inventories.append(inventory)
         lists.update(found)
-    plan = plan_save(inventories, lists, RULES, [(), (), (b"",)], frozenset(["m/w"]))
+    plan = plan_save(inventories, lists, RULES, frozenset(["m/w"]))
     written = [
         sum([part.stop - part.start for share in own.shares for part in share.parts])
         for own in plan.ranks
     ]
     assert sorted(written[:2]) == [copied.nbytes, copied.nbytes + kept.nbytes]
-    assert plan.ranks[2].own == (0,)
+    assert inventories[2].private_bytes == copied.nbytes
+    assert plan.ranks[2] == RankPlan()
     said = [
         ([0, 1], [Sharded("m/w", "f", (8, 4), b"a", 2), Sharded("m/v", "f", (8, 4), b"a", 2)]),
         ([2], [Sharded("m/w", "f", (8, 4), b"b", 1)]),
@@ -633,237 +631,3 @@ def test_digests_tell_lists_and_inventories_apart_and_are_stable() -> None:
     one = Inventory(0, (Scope((0, 1), b"x", 1),))
     assert inventory_digest(one) == inventory_digest(Inventory(0, (Scope((0, 1), b"x", 1),)))
     assert inventory_digest(one) != inventory_digest(Inventory(1, one.scopes))
-
-
-@pytest.mark.parametrize(
-    ("contents", "written"),
-    [
-        ([b"x", b"x", b"y", b"y"], 1 + 1),
-        ([b"x", b"z", b"y", b"y"], 2 + 1),  # other tensors of the same names: all are kept
-        ([b"x", b"x", b"y", b"z"], 1 + 2),
-        ([b"1", b"2", b"3", b"4"], 2 + 2),
-    ],
-)
-def test_what_meshes_do_not_say_is_written_once_if_it_is_equal(
-    contents: list[bytes], written: int
-) -> None:
-    """Ranks 0 and 1 list the same shards, 2 and 3 others; each has something private, too."""
-    held = [[shard("m/norm", (row, 0), (512, 512), (1024, 512))] for row in (0, 0, 512, 512)]
-    private = make("own/x", 4096)
-    lists = {item_digest(items): tuple(items) for items in held}
-    inventories = [
-        Inventory(private.nbytes, (Scope((), item_digest(items), items[0].nbytes),))
-        for items in held
-    ]
-    copies = [(content,) for content in contents]
-    asked = lists_for_copies(inventories, copies)
-    assert sorted(asked.values()) == ([] if contents[0] == b"1" else [0, 2])
-    plan = plan_save(inventories, {digest: lists[digest] for digest in asked}, RULES, copies)
-    objects = [
-        pack(
-            [*items, private],
-            attempt=ATTEMPT,
-            rank=rank,
-            rules=RULES,
-            scopes=[range(1)],
-            plan=plan.ranks[rank],
-        )
-        for rank, items in enumerate(held)
-    ]
-    for rank, plans in enumerate(objects):
-        assert sum(1 in planned.items for planned in plans) == 1, "private"
-        is_alone = copies[rank] != copies[rank ^ 1]
-        assert plan.ranks[rank].own == ((0,) if is_alone else ())
-    nbytes = sum(
-        end - start
-        for plans in objects
-        for planned in plans
-        for item, start, end in zip(planned.items, planned.starts, planned.ends, strict=True)
-        if item == 0
-    )
-    assert nbytes == written * held[0][0].nbytes
-    keys = [planned.key for plans in objects for planned in plans if planned.opens]
-    assert len(set(keys)) == len(keys)
-
-
-def test_copies_are_no_copies_where_their_place_stands_in_another_list() -> None:
-    """Two stages of the same names: ranks 0 and 1 hold one norm, 2 and 3 another one."""
-    norm = shard("m/norm", (0, 0), (512, 512), (1024, 512))
-    held = [[norm], [norm], [norm, shard("m/x", (0,), (8,), (16,))]]
-    held.append(held[2])
-    inventories = [Inventory(0, (Scope((), item_digest(items), 1 << 20),)) for items in held]
-    lists = {item_digest(items): tuple(items) for items in held}
-    plan = plan_save(inventories, lists, RULES, [(b"x",), (b"x",), (b"y",), (b"y",)])
-    assert [own.own for own in plan.ranks] == [(0,)] * 4
-    assert not any(own.shares for own in plan.ranks)
-
-
-class Meshes:
-    """Ranks with parts of tensors that lie on meshes of some of them, which take part in a save.
-
-    Args:
-        tensors: Per path, the meshes that it lies on, each divided evenly into 1 MiB a rank.
-        drifted: Paths and ranks with contents of their own.
-    """
-
-    def __init__(
-        self,
-        world: int,
-        tensors: dict[str, list[tuple[int, ...]]],
-        drifted: Set[tuple[str, int]] = frozenset(),
-    ) -> None:
-        self.meshes = tensors
-        self.items: list[list[Item]] = [[] for _ in range(world)]
-        sharded: list[list[Sharded]] = [[] for _ in range(world)]
-        for path, meshes in tensors.items():
-            for mesh in meshes:
-                of = (512 * len(mesh), 512)
-                said = Sharded(path, "float32", of, ranks_digest(mesh), len(mesh))
-                for number, rank in enumerate(mesh):
-                    item = shard(path, (512 * number, 0), (512, 512), of)
-                    self.items[rank].append(msgspec.structs.replace(item, is_whole=True))
-                    sharded[rank].append(said)
-        said_by: dict[tuple[Sharded, ...], list[int]] = {}
-        for rank, own in enumerate(sharded):
-            if own:
-                said_by.setdefault(tuple(own), []).append(rank)
-        told = [(ranks, own) for own, ranks in said_by.items()]
-        self.divisions = {
-            rank: division
-            for (ranks, _), division in zip(told, divide(told, world), strict=True)
-            for rank in ranks
-        }
-        self.contents = [
-            {item.path: rank + 1 if (item.path, rank) in drifted else 0 for item in items}
-            for rank, items in enumerate(self.items)
-        ]
-        inventories, copies, scopes = [], [], []
-        lists: dict[bytes, tuple[Item, ...]] = {}
-        for rank, items in enumerate(self.items):
-            class_of = classes_of(sharded[rank], self.divisions.get(rank))
-            classes: dict[int, list[int]] = {}
-            for index, item in sorted(enumerate(items), key=lambda pair: canonical(pair[1])):
-                is_open = len(self.mesh_of(item.path, rank)) < world
-                if is_open and item.path in class_of:
-                    classes.setdefault(class_of[item.path], []).append(index)
-            own_scopes = list(classes.values())
-            inventory, found = take_stock(items, [((), indices) for indices in own_scopes])
-            inventories.append(inventory)
-            lists |= found
-            scopes.append(own_scopes)
-            copies.append(
-                [
-                    copies_digest([[self.contents[rank][items[index].path]] for index in indices])
-                    for indices in own_scopes
-                ]
-            )
-        self.copies = copies
-        asked = lists_for_copies(inventories, copies)
-        wanted = {digest: lists[digest] for digest in asked}
-        plan = plan_save(inventories, wanted, RULES, copies)
-        assert plan == plan_save(inventories, dict(reversed(wanted.items())), RULES, copies)
-        self.loads = [0] * world
-        self.writers: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
-        for rank, items in enumerate(self.items):
-            for planned in pack(
-                items,
-                attempt=ATTEMPT,
-                rank=rank,
-                rules=RULES,
-                scopes=scopes[rank],
-                plan=plan.ranks[rank],
-            ):
-                assert planned.boxes == (None,) * len(planned.items), "nothing is cut"
-                for index in planned.items:
-                    self.loads[rank] += items[index].nbytes
-                    place = (items[index].path, items[index].offsets)
-                    self.writers.setdefault(place, []).append(rank)
-
-    def mesh_of(self, path: str, rank: int) -> tuple[int, ...]:
-        return next(mesh for mesh in self.meshes[path] if rank in mesh)
-
-    def alike(self, path: str, rank: int) -> list[tuple[str, int]]:
-        """What the rank holds of all that lies on the same meshes."""
-        return [
-            (item.path, self.contents[rank][item.path])
-            for item in self.items[rank]
-            if set(self.meshes[item.path]) == set(self.meshes[path])
-        ]
-
-    def check(self) -> None:
-        """Each place is stored once, if all that lies on the same meshes is equal; else by each."""
-        holders: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
-        for rank, items in enumerate(self.items):
-            for item in items:
-                holders.setdefault((item.path, item.offsets), []).append(rank)
-        assert self.writers.keys() == holders.keys()
-        for place, ranks in holders.items():
-            path = place[0]
-            sizes = {len(self.mesh_of(path, rank)) for rank in ranks}
-            contents = [self.alike(path, rank) for rank in ranks]
-            is_one = len(sizes) == 1 and all(content == contents[0] for content in contents)
-            found = self.writers[place]
-            assert len(found) == (1 if is_one else len(ranks)), place
-            assert set(found) <= set(ranks)
-
-
-@st.composite
-def tensors_on_meshes(draw: st.DrawFn) -> Meshes:
-    world = draw(st.integers(2, 8))
-    grids = []
-    for _ in range(draw(st.integers(1, 2))):
-        ranks, width = draw(st.permutations(range(world))), draw(st.integers(1, world))
-        starts = range(0, world - width + 1, width)
-        grids.append([tuple(sorted(ranks[at : at + width])) for at in starts])
-    subsets = [st.lists(st.sampled_from(grid), min_size=1, unique=True) for grid in grids]
-    paths = st.sampled_from([f"m/{n}" for n in range(8)])
-    tensors = draw(st.dictionaries(paths, st.one_of(subsets), min_size=1))
-    drifted = draw(st.sets(st.tuples(st.sampled_from(sorted(tensors)), st.integers(0, world - 1))))
-    return Meshes(world, tensors, drifted if draw(st.booleans()) else frozenset())
-
-
-@given(tensors_on_meshes())
-def test_what_lies_on_the_same_meshes_is_stored_once_if_it_is_equal(world: Meshes) -> None:
-    world.check()
-
-
-def test_lists_that_overlap_only_in_part() -> None:
-    """Two pipeline stages of two FSDP ranks each, which share an embedding."""
-    tensors: dict[str, list[tuple[int, ...]]] = {
-        "m/embedding": [(0, 1), (2, 3)],
-        "m/first": [(0, 1)],
-        "m/last": [(2, 3)],
-    }
-    world = Meshes(4, tensors)
-    world.check()
-    assert sum(world.loads) == (2 + 2 + 2) * MIB
-    assert [len(copies) for copies in world.copies] == [1] * 4
-    drifted = Meshes(4, tensors, {("m/embedding", 2)})
-    drifted.check()
-    assert sum(drifted.loads) == (3 + 2 + 2) * MIB
-    other = Meshes(6, {"m/embedding": [(0, 1), (2, 3, 4, 5)], "m/first": [(0, 1)]})
-    other.check()
-    assert sum(other.loads) == (6 + 2) * MIB, "divided in another way, no two parts are equal"
-
-
-def test_drift_concerns_what_lies_on_the_same_meshes_only() -> None:
-    """Three stages; one norm on the first two of them has drifted apart."""
-    both: list[tuple[int, ...]] = [(0, 1), (2, 3)]
-    every = [*both, (4, 5)]
-    tensors = {"m/norm": both, "m/scale": both, "m/embedding": every}
-    world = Meshes(6, tensors, {("m/norm", rank) for rank in range(4)})
-    world.check()
-    assert sum(world.loads) == (2 * 4 + 2) * MIB
-
-
-def test_who_has_one_class_only_is_not_told_to_divide() -> None:
-    norms: dict[str, list[tuple[int, ...]]] = {f"m/{n}": [(0, 2), (1, 3)] for n in range(8)}
-    world = Meshes(4, {"m/w": [(0, 1, 2, 3)], **norms})
-    assert set(world.divisions.values()) == {None}
-    world.check()
-    assert world.loads == [5 * MIB] * 4, "shared out evenly"
-    apart = Meshes(4, {"m/first": [(0, 1)], "m/last": [(2, 3)]})
-    assert set(apart.divisions.values()) == {None}
-    both = Meshes(4, {"m/first": [(0, 1)], **norms})
-    assert [both.divisions[rank] for rank in (0, 2)] == [(((1, 9),),), (((0, 8),),)]
-    both.check()

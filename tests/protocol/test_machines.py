@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -47,11 +48,10 @@ from actorsnap.protocol.messages import (
     Aborted,
     AskInventory,
     AskItems,
+    AskSharded,
     Assign,
     Committed,
     Complete,
-    Divide,
-    Divided,
     Failed,
     Failure,
     Items,
@@ -84,7 +84,6 @@ from actorsnap.protocol.participant import (
     StartStoring,
     StopWork,
     StoreManifest,
-    TakeStock,
 )
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -397,55 +396,40 @@ def test_equal_inventories_are_asked_for_once_and_then_remembered() -> None:
 
 
 def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one() -> None:
-    """Both ranks hold ``shared``, and ``copied``, as only their bytes tell."""
-    shared, copied = (LARGE,), (msgspec.structs.replace(LARGE, path="m/norm", replicated=False),)
-    scopes = tuple(
-        Scope(ranks, item_digest(items), LARGE.nbytes)
-        for ranks, items in ((None, shared), ((), copied))
-    )
+    """Each rank lists other items of a scope."""
+    lists = [(LARGE,), (LARGE, msgspec.structs.replace(LARGE, path="m/norm"))]
+    digests = [item_digest(items) for items in lists]
     machine = coordinator(2)
-    for rank in range(2):
-        machine.handle(Join(rank, "1", b"x", copies=(b"equal",)))
-    digests = [scope.digest for scope in scopes]
-    asked = machine.handle(Offer(0, Inventory(0, scopes)))
-    assert asked == [SendToRank(0, AskItems((digests[0],)))]
-    answer = Items(0, {digests[0]: shared})
-    assert machine.handle(answer) == [SendToRank(0, AskItems((digests[1],)))]
-    assert machine.handle(answer) == []
-    machine.handle(Items(0, {digests[1]: copied}))
+    for rank, items in enumerate(lists):
+        machine.handle(Join(rank, "1", b"%d" % rank))
+        scope = Scope(None, digests[rank], sum(item.nbytes for item in items))
+        asked = machine.handle(Offer(rank, Inventory(0, (scope,))))
+        assert asked == [SendToRank(rank, AskItems((digests[rank],)))]
+    answer = Items(0, {digests[0]: lists[0]})
+    assert machine.handle(answer) == machine.handle(answer) == []
+    machine.handle(Items(1, {digests[1]: lists[1]}))
     assert machine.state is CoordinatorState.STORING
 
 
-def test_the_deadline_names_the_rank_that_does_not_divide() -> None:
+def test_ranks_with_different_sharded_tensors_send_them_once() -> None:
     machine = coordinator(2)
     sharded = [
         tuple(Sharded(path, "uint8", (8,), b"%d" % rank, 1) for path in ("m/tied", f"m/{rank}"))
         for rank in range(2)
     ]
-    for rank, own in enumerate(sharded):
-        machine.handle(Join(rank, "1", b"%d" % rank, copies=(b"",)))
-        scope = Scope((), b"%d" % rank, 16)
-        machine.handle(Offer(rank, Inventory(0, (scope,), sharded=sharded_digest(own))))
     commands: list[object] = []
     for rank, own in enumerate(sharded):
-        commands = [*machine.handle(ShardedTensors(rank, own))]
-    assert commands == [SendToRank(rank, Divide((((0, 1),),))) for rank in range(2)]
-    machine.handle(Divided(0, Inventory(8), ()))
-    machine.handle(DeadlinePassed(5.0))
-    assert machine.failure is not None
-    assert machine.failure.rank == 1
-
-
-def test_a_rank_divides_once_however_often_it_is_told() -> None:
-    machine = ParticipantMachine(rank=0, release="1")
-    machine.handle(Begun(NOTHING, {}))
-    told = Divide((((0, 1),),))
-    assert machine.handle(told) == [TakeStock(told.division)]
-    assert machine.handle(told) == []
-    other = Inventory(0, (Scope((), b"x", 1),))
-    answer = Begun(other, {}, copies=(b"y",))
-    assert machine.handle(answer) == [Send(Divided(0, other, (b"y",)))]
-    assert machine.handle(AskInventory()) == [Send(Offer(0, other))]
+        machine.handle(Join(rank, "1", b"%d" % rank))
+        commands = [*machine.handle(Offer(rank, Inventory(16, sharded=sharded_digest(own))))]
+    assert commands == [SendToRank(rank, AskSharded()) for rank in range(2)]
+    answer = ShardedTensors(0, sharded[0])
+    assert machine.handle(answer) == machine.handle(answer) == []
+    late = copy.deepcopy(machine)
+    machine.handle(ShardedTensors(1, sharded[1]))
+    assert machine.state is CoordinatorState.STORING
+    late.handle(DeadlinePassed(5.0))
+    assert late.failure is not None
+    assert late.failure.rank == 1, "the one that does not answer"
 
 
 def test_a_rank_that_forgot_its_plan_is_sent_it_again() -> None:

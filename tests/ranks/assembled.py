@@ -64,7 +64,7 @@ class Assembled:
         begin = [0] * part.ndim if offsets is None else offsets
         box = tuple(slice(o, o + n) for o, n in zip(begin, part.shape, strict=True))
         if self._found[path][box].any():
-            # Meshes of some ranks each, which nobody says are copies of one another.
+            # Each of several meshes has stored its own.
             assert torch.equal(self.tensors[path][box], part), path
             self.num_duplicates += 1
         self.tensors[path][box] = part
