@@ -10,7 +10,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
-from actorsnap.protocol.participant import StartStoring
+from actorsnap.protocol.save import Assignment
 from actorsnap.state.memory import ByteSource
 
 __all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "release_leases"]
@@ -100,7 +100,7 @@ class Staging(Protocol):
 class Stager(Protocol):
     """Stages somewhere else, where the bytes are."""
 
-    def prepare(self, command: StartStoring) -> None:
+    def prepare(self, assignment: Assignment) -> None:
         """Takes notice of what will be packed, and how: staging may begin."""
         ...
 

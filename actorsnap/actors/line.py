@@ -21,7 +21,16 @@ from actorsnap.protocol.calls import (
     SendToRank,
 )
 from actorsnap.protocol.line import EndInProcess, HandOver, LineEvent, LineMachine, SaveHere
-from actorsnap.protocol.messages import Failure, SaveInTrainers
+from actorsnap.protocol.messages import (
+    Arrived,
+    Failed,
+    Failure,
+    FromCoordinator,
+    Handed,
+    SaveInTrainers,
+    ToCoordinator,
+    unlike_processes,
+)
 from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
 
 __all__ = ["LineActor", "LineWork"]
@@ -144,3 +153,42 @@ class LineActor:
 
     async def _look(self) -> None:
         self.post(Looked(await self._work.look_for_commit()))
+
+
+class TrainersEnd:
+    """Rank 0's end of a save that the trainers make; a ``CoordinatorEnd``.
+
+    Answers the trainers whose uploader processes would save.
+    """
+
+    def __init__(self, end: CoordinatorEnd) -> None:
+        self._end = end
+        self._has_joined = False
+        self._unlike: Failed | None = None
+
+    def absence(self) -> str | None:
+        """See ``CoordinatorEnd``."""
+        return self._end.absence()
+
+    async def send(self, rank: int, message: FromCoordinator) -> None:
+        """See ``CoordinatorEnd``."""
+        await self._end.send(rank, message)
+
+    async def receive(self) -> ToCoordinator | Lost | Broken:
+        """See ``CoordinatorEnd``."""
+        while True:
+            message = await self._end.receive()
+            match message:
+                case Handed(rank, True):
+                    await self._end.send(rank, SaveInTrainers())
+                case Handed(rank):
+                    self._unlike = Failed(rank, unlike_processes(rank))
+                case Arrived(rank=0):
+                    self._has_joined = True
+                    if self._unlike is None:
+                        return message
+                case _:
+                    return message
+            # If rank 0 itself has failed that is the reason, and comes next.
+            if self._unlike is not None and self._has_joined:
+                return self._unlike

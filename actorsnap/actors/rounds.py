@@ -14,7 +14,7 @@ import anyio.lowlevel
 from actorsnap.errors import ActorSnapError, RestoreAborted
 from actorsnap.protocol import rounds
 from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.messages import Failed, Failure, Stage
+from actorsnap.protocol.messages import Failed, Failure, Meet, SaveInTrainers, Stage
 from actorsnap.protocol.rounds import (
     Abort,
     Answer,
@@ -46,6 +46,9 @@ T = TypeVar("T")
 
 _BACKSTOP_S = 10.0
 """Seconds that a rank waits beyond the coordinator's deadline before it ends on its own."""
+
+_COMMIT_BACKSTOP_S = 20.0
+"""Additional seconds in the commit round: an unanswered commit is waited for, then looked for."""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
@@ -209,6 +212,8 @@ class ParticipantActor:
         self._proceed = anyio.Event()
         self._payload = b""
         self._then = self.stage
+        self._deadline = math.inf
+        self._patience = anyio.CancelScope()
         self._answer: Callable[[bytes], bytes] = _no_answer
 
     @property
@@ -231,10 +236,10 @@ class ParticipantActor:
 
     async def run(self) -> None:
         """Listens until the outcome is known."""
-        deadline = anyio.current_time() + self._timeout_s + _BACKSTOP_S
+        self._deadline = anyio.current_time() + self._timeout_s + _BACKSTOP_S
         while not self.is_over:
             event: ParticipantEvent | None = None
-            with anyio.CancelScope(deadline=deadline):
+            with anyio.CancelScope(deadline=self._deadline) as self._patience:
                 event = await self._next_event()
             await self._handle(event or self._overdue())
 
@@ -260,6 +265,8 @@ class ParticipantActor:
         self._proceed = anyio.Event()
         self._answer = answer or _no_answer
         self._then = then or self.stage
+        if commits:
+            self._patience.deadline = self._deadline = self._deadline + _COMMIT_BACKSTOP_S
         await self._handle(Reached(payload, commits))
         await self._first_of(self._proceed)
         self._check()
@@ -323,6 +330,9 @@ class ParticipantActor:
 
     async def _next_event(self) -> ParticipantEvent:
         message = await self._end.receive()
+        while isinstance(message, Meet | SaveInTrainers):
+            # Rank 0's process would save, and ends it when it learns that this rank's does not.
+            message = await self._end.receive()
         if isinstance(message, Lost):
             lost = CoordinatorLost.silent(message.rank, message.silent_s)
             return self._gone(lost.reason, lost.rank)

@@ -1,7 +1,7 @@
 """What the trainers of a team say to each other about a save that their uploader processes make.
 
-The processes have a team of their own, where one of them coordinates (``coordinator``,
-``participant``). It says nothing of a rank that never gets there: one whose trainer failed to
+The processes have a team of their own, where one of them coordinates (``protocol.save``). It says
+nothing of a rank that never gets there: one whose trainer failed to
 capture, died, or was told other options; nor does it reach a trainer whose process has died. For
 that each trainer keeps its line to the others open, under the number that the call has there.
 
@@ -41,12 +41,12 @@ from actorsnap.protocol.calls import (
 from actorsnap.protocol.machine import Machine, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
+    Arrived,
     Committed,
     Failed,
     Failure,
     FromCoordinator,
     Handed,
-    Join,
     Meet,
     SaveInTrainers,
     Stage,
@@ -176,7 +176,7 @@ class LineMachine(Machine[LineState, LineEvent, LineCommand]):
         self._handed.add(event.rank)
         return self._tell_where_to_meet()
 
-    def _on_unlike(self, event: Join) -> list[LineCommand]:
+    def _on_unlike(self, event: Arrived) -> list[LineCommand]:
         return self._end(unlike_processes(event.rank))
 
     def _on_failed(self, event: Failed | Aborted) -> list[LineCommand]:
@@ -291,7 +291,7 @@ _OF_PROCESS: Row[LineCommand] = {
     ProcessGone: _M._on_gone,
 }
 _OF_OTHERS = (
-    *(Join, Handed, Failed, RankLost, Meet, SaveInTrainers),
+    *(Arrived, Handed, Failed, RankLost, Meet, SaveInTrainers),
     *(CoordinatorLost, DeadlinePassed),
 )
 _TABLE: Table[LineState, LineCommand] = {
@@ -299,7 +299,7 @@ _TABLE: Table[LineState, LineCommand] = {
         Handed: _M._on_handed,
         Meet: _M._on_meet,
         SaveInTrainers: _M._on_in_trainers,
-        Join: _M._on_unlike,
+        Arrived: _M._on_unlike,
         Failed: _M._on_failed,
         RankLost: _M._on_lost,
         Aborted: _M._on_failed,

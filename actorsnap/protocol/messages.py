@@ -14,9 +14,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printable, rebuild
-from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Inventory, Sharded
-from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.labels import Label
 
 __all__ = [
@@ -24,34 +21,21 @@ __all__ = [
     "Absent",
     "Arrived",
     "Ask",
-    "AskInventory",
-    "AskItems",
     "AskLabel",
-    "AskSharded",
-    "Assign",
     "Called",
     "Committed",
-    "Complete",
     "Failed",
     "Failure",
     "FromCoordinator",
     "Handed",
-    "Items",
-    "Join",
     "Labelled",
     "Meet",
-    "Offer",
-    "Opened",
     "Proceed",
     "Repeat",
     "SaveInTrainers",
-    "ShardedTensors",
     "Stage",
-    "Stored",
     "ToCoordinator",
     "Token",
-    "Tokens",
-    "Written",
     "sendable",
     "unlike_processes",
 ]
@@ -159,41 +143,6 @@ class Labelled(_Message, frozen=True, tag="l"):
     label: Label
 
 
-class Join(_Message, frozen=True, tag="j"):
-    """A rank takes part.
-
-    Attributes:
-        structure: Digest of its inventory.
-        plan: Digest of the plan that it remembers from the save before; empty if none.
-    """
-
-    rank: int
-    release: str
-    structure: bytes
-    plan: bytes = b""
-
-
-class Offer(_Message, frozen=True, tag="o"):
-    """The answer to ``AskInventory``."""
-
-    rank: int
-    inventory: Inventory
-
-
-class Items(_Message, frozen=True, tag="i"):
-    """The answer to ``AskItems``: the lists, by digest."""
-
-    rank: int
-    lists: dict[bytes, tuple[Item, ...]]
-
-
-class ShardedTensors(_Message, frozen=True, tag="h"):
-    """The answer to ``AskSharded``."""
-
-    rank: int
-    tensors: tuple[Sharded, ...]
-
-
 class Token(_Message, frozen=True):
     """What ``Storage.join_writer`` needs of an object.
 
@@ -219,28 +168,6 @@ class Token(_Message, frozen=True):
         short = self.key
         key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
-
-
-class Opened(_Message, frozen=True, tag="p"):
-    """The objects that others write to as well are open."""
-
-    rank: int
-    tokens: tuple[Token, ...]
-
-
-class Written(_Message, frozen=True, tag="w"):
-    """Whatever the rank writes to objects of several ranks is durable, or as durable as the
-    opener's ``complete`` makes it."""
-
-    rank: int
-
-
-class Stored(_Message, frozen=True, tag="s"):
-    """All objects of the rank and its manifest are durable. Size and checksum of the latter."""
-
-    rank: int
-    size: int
-    crc32c: int
 
 
 class Arrived(_Message, frozen=True, tag="a"):
@@ -289,20 +216,6 @@ class Absent(_Message, frozen=True, tag="W"):
     ranks: tuple[int, ...]
 
 
-class AskInventory(_Message, frozen=True, tag="I"):
-    """Send your inventory: no rank before you had the same."""
-
-
-class AskItems(_Message, frozen=True, tag="L"):
-    """Send the items of your scopes with these digests."""
-
-    digests: tuple[bytes, ...]
-
-
-class AskSharded(_Message, frozen=True, tag="H"):
-    """Send the tensors that you hold parts of: others say something else, or nothing."""
-
-
 class Meet(_Message, frozen=True, tag="M"):
     """The uploader processes save, and meet under this name: a new one with each process of rank
     0. See ``protocol.line``."""
@@ -312,40 +225,6 @@ class Meet(_Message, frozen=True, tag="M"):
 
 class SaveInTrainers(_Message, frozen=True, tag="S"):
     """Rank 0's trainer takes part, and not its uploader process: so do those that follow."""
-
-
-class Assign(_Message, frozen=True, tag="A"):
-    """What the rank writes.
-
-    Attributes:
-        attempt: The attempt's name.
-        url: Where the coordinator saves to; it holds for all. UTF-8 with surrogates passed.
-        fsync: Whether everything has to be durable before the commit, likewise.
-        rules: Its packing rules, likewise.
-        digest: Of the plan.
-        plan: None if the rank said that it remembers it.
-        save: What the rank's manifest repeats of the commit object.
-        resumed: Dead attempts at the same place, the newest first: what they left need not be sent.
-    """
-
-    attempt: str
-    url: bytes
-    fsync: bool
-    rules: PackingRules
-    digest: bytes
-    plan: RankPlan | None
-    save: SaveRecord
-    resumed: tuple[str, ...] = ()
-
-
-class Tokens(_Message, frozen=True, tag="T"):
-    """Objects that others have opened, to join."""
-
-    tokens: tuple[Token, ...]
-
-
-class Complete(_Message, frozen=True, tag="D"):
-    """Every rank has written: complete the objects that you opened for others as well."""
 
 
 class Ask(_Message, frozen=True, tag="Q"):
@@ -389,34 +268,7 @@ class Aborted(_Message, frozen=True, tag="X"):
     failure: Failure
 
 
-ToCoordinator: TypeAlias = (
-    Called
-    | Labelled
-    | Join
-    | Offer
-    | Items
-    | ShardedTensors
-    | Opened
-    | Written
-    | Stored
-    | Arrived
-    | Handed
-    | Failed
-)
+ToCoordinator: TypeAlias = Called | Labelled | Arrived | Handed | Failed
 FromCoordinator: TypeAlias = (
-    AskLabel
-    | Absent
-    | AskInventory
-    | AskItems
-    | AskSharded
-    | Meet
-    | SaveInTrainers
-    | Assign
-    | Tokens
-    | Complete
-    | Committed
-    | Ask
-    | Proceed
-    | Repeat
-    | Aborted
+    AskLabel | Absent | Meet | SaveInTrainers | Committed | Ask | Proceed | Repeat | Aborted
 )

@@ -212,6 +212,8 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
     @property
     def awaited(self) -> tuple[int, ...]:
         """The ranks that have not arrived yet."""
+        if self.state is not _C.GATHERING:
+            return ()
         return tuple(sorted(self._parties() - self._payloads.keys()))
 
     def validate(self) -> None:

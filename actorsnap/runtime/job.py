@@ -54,7 +54,7 @@ class Job(abc.ABC):
 
     Args:
         membership: None where this is the only rank.
-        fence: See ``ParticipantActor``.
+        fence: See ``Saver``.
         observation: Gets what is done when, if anybody wants to know.
 
     Attributes:

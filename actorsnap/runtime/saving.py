@@ -16,12 +16,14 @@ from typing import TypeAlias
 
 import anyio
 
-from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
+from actorsnap.actors.commit import CommitActor, CommitTemplate
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import Stager
+from actorsnap.actors.line import TrainersEnd
 from actorsnap.actors.reader import find_commit, read_commits
-from actorsnap.actors.session import Measured, ParticipantActor, SaveSettings
+from actorsnap.actors.rounds import CoordinatorActor
+from actorsnap.actors.saver import Saver, SaveSettings
 from actorsnap.actors.trace import Phase
 from actorsnap.errors import (
     ActorSnapError,
@@ -38,9 +40,9 @@ from actorsnap.lines import Lines
 from actorsnap.options import chunk_within, zstd_level
 from actorsnap.planning.compression import CompressionChoice
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure, Stage
-from actorsnap.protocol.participant import ParticipantMachine, StartStoring
+from actorsnap.protocol.rounds import Coordinator
+from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
@@ -80,7 +82,7 @@ class SaveJob(Job):
     Args:
         captured: The rank's state, or why there is none.
         copies: The trainer may change the state before the save has ended.
-        stager: See ``ParticipantActor``.
+        stager: See ``Saver``.
         after: An attempt whose process has died in this very save: if it has committed, so has
             the save.
         cause: The exception behind ``captured`` where that is a failure.
@@ -120,7 +122,7 @@ class SaveJob(Job):
         self._choice: CompressionChoice | None = None
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
-        self._participant: ParticipantActor | None = None
+        self._saver: Saver | None = None
         self._ended_by: Failure | None = None
         self._scope: anyio.CancelScope | None = None
         self._is_committed = False
@@ -133,10 +135,10 @@ class SaveJob(Job):
         return str(self._attempt or "")
 
     def end(self, failure: Failure) -> None:
-        """Ends it because the team has; see ``ParticipantActor.end``. On the loop only."""
+        """Ends it because the team has; see ``Saver.end``. On the loop only."""
         self._ended_by = self._ended_by or failure
-        if self._participant is not None:
-            self._participant.end(failure)
+        if self._saver is not None:
+            self._saver.end(failure)
         elif self._scope is not None:
             self._scope.cancel()
 
@@ -150,8 +152,8 @@ class SaveJob(Job):
             self._host.submit(self._begin())
         elif self._is_committed:
             self._tell()
-        elif self._participant is not None:
-            self._participant.request_cancel(reason)
+        elif self._saver is not None:
+            self._saver.request_cancel(reason)
         elif self._scope is not None:
             self._scope.cancel()
 
@@ -266,14 +268,14 @@ class SaveJob(Job):
                         raise
                     self._captured = failure_of(error)
             self._choose_compression()
-            coordinator = await self._attempt_save(errands, deadline, fsync=fsync)
+            committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
             self._end_attempt()
             self.board.enter(Phase.COMMITTED)
             self._log_totals()
-            if coordinator is not None:
-                await self._collect(errands, coordinator, deadline)
+            if committer is not None:
+                await self._collect(errands, committer, deadline)
         finally:
             for storage in (self._storage, self._superseded):
                 if storage is not None:
@@ -305,13 +307,14 @@ class SaveJob(Job):
             on_retry=errands.note_retry,
         )
 
-    async def _open_assigned(self, errands: Errands, command: StartStoring) -> Storage:
+    async def _open_assigned(self, errands: Errands, assignment: Assignment) -> Storage:
         """The storage that the coordinator says: rank 0's options hold for all."""
-        self._told = command.attempt
+        self._told = assignment.attempt
         if self._storage is None:
-            if command.url != self._request.place.at:
-                self._go_to(command.url)
-            self._storage = await self._open(errands, command.attempt, fsync=command.fsync)
+            url = assignment.url.decode("utf-8", "surrogatepass")
+            if url != self._request.place.at:
+                self._go_to(url)
+            self._storage = await self._open(errands, assignment.attempt, fsync=assignment.fsync)
         return self._storage
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
@@ -378,8 +381,8 @@ class SaveJob(Job):
 
     async def _attempt_save(
         self, errands: Errands, deadline: float, *, fsync: bool
-    ) -> CoordinatorActor | None:
-        """Runs this rank's actors to the end; returns the coordinator, if it is here.
+    ) -> CommitActor | None:
+        """Runs this rank's actors to the end; returns the committer, if it is here.
 
         Raises:
             ActorSnapError: it is not committed.
@@ -394,8 +397,9 @@ class SaveJob(Job):
         else:
             ends = membership.call.participant, membership.call.coordinator
             remembered = membership.team.remembered
-        participant = ParticipantActor(
-            machine=ParticipantMachine(rank=self.rank, release=RELEASE),
+        saver = Saver(
+            rank=self.rank,
+            release=RELEASE,
             end=ends[0],
             open_storage=functools.partial(self._open_assigned, errands),
             captured=captured,
@@ -404,8 +408,6 @@ class SaveJob(Job):
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
                 pace=self._host.pace if self._copies else None,  # else the trainer waits for it
-                samples_level=self._samples_level,
-                step=self._request.step,
             ),
             budget=self._host.budget,
             errands=errands,
@@ -416,39 +418,38 @@ class SaveJob(Job):
             fence=self.fence,
             on_eager_staged=self._on_eager_staged,
             remembered=remembered,
-            deadline=None if self.rank == 0 else deadline + _GRACE_S,
+            timeout_s=options.timeout_s,
             recorder=self._recorder,
         )
         del captured
-        coordinator = None
+        coordinator = committer = None
         if ends[1] is not None:
-            coordinator = self._coordinator(ends[1], errands, deadline, fsync=fsync)
-        self._participant = participant
+            coordinator, committer = self._coordinator(ends[1], errands, deadline, fsync=fsync)
+        self._saver = saver
         if self._cancel_reason is not None:
-            participant.request_cancel(self._cancel_reason)
+            saver.request_cancel(self._cancel_reason)
         if self._ended_by is not None:
-            participant.end(self._ended_by)
+            saver.end(self._ended_by)
         try:
             async with anyio.create_task_group() as tasks:
                 if coordinator is not None:
                     tasks.start_soon(coordinator.run)
-                failure = await participant.run()
+                failure = await saver.run()
         finally:
-            self._participant = None
+            self._saver = None
             if membership is None:
                 transport.close()
-            elif participant.remembered is not None:
-                membership.team.remembered = participant.remembered
+            elif saver.remembered is not None:
+                membership.team.remembered = saver.remembered
                 membership.team.memory = membership.memory
-        is_committed = coordinator is not None and coordinator.commit is not None
-        self._learn(participant.measured)
+        is_committed = committer is not None and committer.committed is not None
         if failure is not None and not is_committed:
             raise self._error(failure)
-        return coordinator
+        return committer
 
     def _coordinator(
         self, end: CoordinatorEnd, errands: Errands, deadline: float, *, fsync: bool
-    ) -> CoordinatorActor:
+    ) -> tuple[CoordinatorActor, CommitActor | None]:
         options, membership = self.options, self._membership
         storage = self._storage
         can = Capabilities() if storage is None else storage.capabilities
@@ -464,40 +465,53 @@ class SaveJob(Job):
             step=self._request.step,
             metadata=self._request.metadata,
         )
-        return CoordinatorActor(
-            machine=CoordinatorMachine(
-                attempt=str(self._attempt),
-                url=self._request.place.at,
-                fsync=fsync,
-                save=save,
-                release=RELEASE,
-                rules=PackingRules(
-                    chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
-                    max_objects=min(options.max_objects, can.preferred_parallel_objects),
-                    min_object_bytes=options.min_object_bytes,
-                    min_write_bytes=can.min_write_bytes,
-                    max_writes=can.max_writes,
-                    max_object_bytes=can.max_object_bytes,
-                    has_joined_writers=can.has_joined_writers,
-                    compression=level,
+        attempt = str(self._attempt)
+        decisions = SaveDecisions(
+            attempt=attempt,
+            url=self._request.place.at,
+            fsync=fsync,
+            save=save,
+            release=RELEASE,
+            rules=PackingRules(
+                chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
+                max_objects=min(options.max_objects, can.preferred_parallel_objects),
+                min_object_bytes=options.min_object_bytes,
+                min_write_bytes=can.min_write_bytes,
+                max_writes=can.max_writes,
+                max_object_bytes=can.max_object_bytes,
+                has_joined_writers=can.has_joined_writers,
+                compression=level,
+            ),
+            resumed=self._resumed,
+            memory=None if membership is None else membership.memory,
+        )
+        committer = None
+        if storage is not None:
+            committer = CommitActor(
+                template=CommitTemplate(
+                    attempt=attempt,
+                    created=_utc(time.time()),
+                    save=save,
+                    overwrite=self._request.overwrite,
                 ),
-                resumed=self._resumed,
-                memory=None if membership is None else membership.memory,
-            ),
-            end=end,
-            storage=self._storage,
-            errands=errands,
-            template=CommitTemplate(
-                attempt=str(self._attempt),
-                created=_utc(time.time()),
-                save=save,
-                overwrite=self._request.overwrite,
-            ),
+                records=decisions.records,
+                storage=storage,
+                errands=errands,
+                absence=end.absence,
+                on_failure=self._on_failure,
+                recorder=self._recorder,
+            )
+        coordinator = CoordinatorActor(
+            machine=Coordinator(world_size=self._world_size),
+            end=end if membership is None else TrainersEnd(end),
+            decisions=decisions,
+            aborted=aborted,
             timeout_s=options.timeout_s,
             deadline=deadline,
-            on_failure=self._on_failure,
-            recorder=self._recorder,
+            committer=committer,
+            trouble=lambda: errands.trouble,
         )
+        return coordinator, committer
 
     def _choose_compression(self) -> None:
         """Of rank 0 it counts."""
@@ -513,16 +527,6 @@ class SaveJob(Job):
             self._level = level
         elif choice.wants_sample:
             self._samples_level = level
-
-    def _learn(self, measured: Measured | None) -> None:
-        """How fast it was tells how the next save to this place is made."""
-        if self._choice is not None and measured is not None:
-            self._choice.learn(
-                is_compressed=self._level is not None,
-                state_bytes=measured.nbytes,
-                seconds=measured.seconds,
-                sampled=measured.sampled,
-            )
 
     def _on_staged(self) -> None:
         self._staged_s = time.monotonic() - self._begun_s
@@ -548,9 +552,7 @@ class SaveJob(Job):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
 
-    async def _collect(
-        self, errands: Errands, coordinator: CoordinatorActor, deadline: float
-    ) -> None:
+    async def _collect(self, errands: Errands, committer: CommitActor, deadline: float) -> None:
         """Garbage never makes a committed snapshot fail, nor keeps its caller waiting long."""
 
         async def collect() -> None:
@@ -559,8 +561,8 @@ class SaveJob(Job):
                 self._host,
                 self._storage,
                 committed=str(self._attempt),
-                superseded=[coordinator.replaced] if coordinator.replaced else [],
-                was_vacant=coordinator.was_vacant,
+                superseded=[committer.replaced] if committer.replaced else [],
+                was_vacant=committer.was_vacant,
                 # What has committed here meanwhile, was replaced.
                 expendable=self._host.all_ended() - self._ended_before,
             )

@@ -34,7 +34,7 @@ from actorsnap.protocol.frames import (
     Structure,
 )
 from actorsnap.protocol.messages import Failure
-from actorsnap.protocol.participant import StartStoring
+from actorsnap.protocol.save import Assignment
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -185,11 +185,17 @@ class UploadedSave:
         faults = None if error is None else Fault.chain(error)
         self._trainer.ended(self._number, faults)
 
-    def prepare(self, command: StartStoring) -> None:
+    def prepare(self, assignment: Assignment) -> None:
         """Lets the trainer begin, while this process packs."""
-        at = command.url.encode("utf-8", "surrogatepass")
+        assert assignment.plan is not None
         self._trainer.send(
-            StagingWanted(self._number, command.rules, command.plan, command.attempt, at)
+            StagingWanted(
+                self._number,
+                assignment.rules,
+                assignment.plan,
+                assignment.attempt,
+                assignment.url,
+            )
         )
 
     def make(self, order: StagingOrder) -> _ArenaStaging:

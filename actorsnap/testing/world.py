@@ -16,17 +16,18 @@ from typing import Any
 import anyio
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.coordinator import CommitTemplate, CoordinatorActor
+from actorsnap.actors.commit import CommitActor, CommitTemplate
 from actorsnap.actors.errands import Errands
-from actorsnap.actors.session import ParticipantActor, SaveSettings
+from actorsnap.actors.rounds import CoordinatorActor
+from actorsnap.actors.saver import Saver, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
-from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Failure
-from actorsnap.protocol.participant import ParticipantMachine, StartStoring
+from actorsnap.protocol.rounds import Coordinator
+from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import Capabilities, RunBlocking, Storage
@@ -90,7 +91,7 @@ class SimulatedSave:
         self.learned: dict[int, tuple[bytes, RankPlan]] = {}
         self.staged: set[int] = set()
         self.causes: list[BaseException] = []
-        self.participants: dict[int, ParticipantActor] = {}
+        self.participants: dict[int, Saver] = {}
         self.budgets = [Budget(self.budget_bytes) for _ in self.states]
         self._network = self.network or SimulatedNetwork(len(self.states))
         self._processes = [anyio.CancelScope() for _ in self.states]
@@ -125,12 +126,13 @@ class SimulatedSave:
     async def _save(self, rank: int, errands: Errands) -> None:
         storage = FaultyStorage(self.storages[rank], before=partial(self._pass, rank))
 
-        async def open_storage(_: StartStoring) -> Storage:
+        async def open_storage(_: Assignment) -> Storage:
             return storage
 
         memory = self.memory.copy()
-        participant = self.participants[rank] = ParticipantActor(
-            machine=ParticipantMachine(rank=rank, release=self.release_of.get(rank, RELEASE)),
+        participant = self.participants[rank] = Saver(
+            rank=rank,
+            release=self.release_of.get(rank, RELEASE),
             end=self._network.participant(rank),
             open_storage=open_storage,
             captured=capture(
@@ -146,7 +148,7 @@ class SimulatedSave:
             on_staged=lambda: self.staged.add(rank),
             on_failure=self.causes.append,
             remembered=self.remembered.get(rank),
-            deadline=None if rank == 0 else anyio.current_time() + self.timeout_s + PATIENCE_S,
+            timeout_s=self.timeout_s,
         )
         self._network.begin(rank)
         async with anyio.create_task_group() as tasks:
@@ -169,37 +171,44 @@ class SimulatedSave:
             metadata=dict(self.metadata),
         )
         can = Capabilities() if self.compression is not None else storage.capabilities
-        return CoordinatorActor(
-            machine=CoordinatorMachine(
-                attempt=self.attempt,
-                url="simulated",
-                fsync=True,
-                save=save,
-                release=RELEASE,
-                rules=PackingRules(
-                    chunk_bytes=self.chunk_bytes,
-                    max_objects=2,
-                    min_object_bytes=_MIB,
-                    min_write_bytes=can.min_write_bytes,
-                    max_writes=can.max_writes,
-                    has_joined_writers=can.has_joined_writers,
-                    compression=self.compression,
-                ),
-                resumed=self.resumed,
-                memory=memory,
+        decisions = SaveDecisions(
+            attempt=self.attempt,
+            url="simulated",
+            save=save,
+            release=RELEASE,
+            rules=PackingRules(
+                chunk_bytes=self.chunk_bytes,
+                max_objects=2,
+                min_object_bytes=_MIB,
+                min_write_bytes=can.min_write_bytes,
+                max_writes=can.max_writes,
+                has_joined_writers=can.has_joined_writers,
+                compression=self.compression,
             ),
-            end=self._network.coordinator(),
-            storage=storage,
-            errands=errands,
+            resumed=self.resumed,
+            memory=memory,
+        )
+        end = self._network.coordinator()
+        committer = CommitActor(
             template=CommitTemplate(
                 attempt=self.attempt,
                 created="2026-01-01T00:00:00.000000Z",
                 save=save,
                 overwrite=self.overwrite,
             ),
-            timeout_s=self.timeout_s,
-            deadline=anyio.current_time() + self.timeout_s,
+            records=decisions.records,
+            storage=storage,
+            errands=errands,
+            absence=end.absence,
             on_failure=self.causes.append,
+        )
+        return CoordinatorActor(
+            machine=Coordinator(world_size=len(self.states)),
+            end=end,
+            decisions=decisions,
+            aborted=aborted,
+            timeout_s=self.timeout_s,
+            committer=committer,
         )
 
     async def _pass(self, rank: int, verb: Verb, key: str) -> None:

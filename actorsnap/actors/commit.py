@@ -1,0 +1,243 @@
+"""The commit: the one operation that makes a snapshot visible.
+
+Looks first, then writes the commit object, then, if there was no answer, looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+import anyio
+import anyio.lowlevel
+
+from actorsnap.actors.errands import Errands, first_error
+from actorsnap.actors.reader import find_commit
+from actorsnap.actors.trace import Recorder, Work, row_of
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    describe,
+)
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    Commit,
+    ManifestRecord,
+    SaveRecord,
+    encode_commit,
+)
+from actorsnap.lines import Lines
+from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.storage.base import Storage
+from actorsnap.storage.many import for_each
+from actorsnap.storage.translated import ends_this_task
+
+__all__ = ["CommitActor", "CommitTemplate"]
+
+logger = Lines(__name__)
+
+_COMMIT_GRACE_S = 10.0
+"""Seconds that a commit may still take when the caller cancels: it mostly succeeds, and an
+unanswered one leaves garbage."""
+
+_LOOK_S = 10.0
+"""Limit of the look at the result of a failed commit, in seconds."""
+
+_NUM_LOOKERS = 16
+
+
+class _Visible(Enum):
+    NONE = auto()
+    OURS = auto()
+    ANOTHER = auto()
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitTemplate:
+    """The parts of the commit object that are known before the ranks report.
+
+    Attributes:
+        save: The part that rank manifests repeat.
+        overwrite: Replace a commit object that is there already.
+    """
+
+    attempt: str
+    created: str
+    save: SaveRecord
+    overwrite: bool
+
+    def fill(self, manifests: tuple[ManifestRecord, ...]) -> Commit:
+        return self.save.commit(attempt=self.attempt, created=self.created, manifests=manifests)
+
+
+class CommitActor:
+    """Commits one attempt; see ``actors.rounds.Committer``.
+
+    Args:
+        template: The rest of the commit object.
+        records: Reads the payloads of the commit round.
+        storage: Where the commit object goes.
+        errands: Runs the commit, which may hang.
+        absence: Returns why other ranks have given this process up; None if they have not.
+        on_failure: Gets the exception of a failed commit, before it is reported.
+        recorder: Gets what is done when, if anybody wants to know.
+
+    Attributes:
+        committed: The commit object, once it was written.
+        replaced: The attempt that its commit object replaced, if any.
+        was_vacant: No commit object was there before, intact or damaged.
+    """
+
+    def __init__(
+        self,
+        *,
+        template: CommitTemplate,
+        records: Callable[[Mapping[int, bytes]], tuple[ManifestRecord, ...]],
+        storage: Storage,
+        errands: Errands,
+        absence: Callable[[], str | None],
+        on_failure: Callable[[BaseException], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._template = template
+        self._records = records
+        self._storage = storage
+        self._errands = errands
+        self._absence = absence
+        self._on_failure = on_failure
+        self._recorder = recorder
+        self._scope = anyio.CancelScope()
+        self._stop_reason = ""
+        self._is_asked = False
+        self.committed: Commit | None = None
+        self.replaced: str | None = None
+        self.was_vacant = not template.overwrite
+
+    def hurry(self, reason: str, *, has_grace: bool) -> None:
+        """See ``Committer``."""
+        self._stop_reason = reason
+        grace_s = _COMMIT_GRACE_S if has_grace else 0.0
+        self._scope.deadline = anyio.current_time() + grace_s
+
+    async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
+        """See ``Committer``."""
+        commit = self._template.fill(self._records(payloads))
+        answers: list[Failure | None] = []
+        with self._scope:
+            answers.append(await self._errands.run(self._write, commit))
+        failure = answers[0] if answers else await self._unanswered()
+        if failure is None:
+            self.committed = commit
+        return failure
+
+    async def _write(self, commit: Commit) -> Failure | None:
+        try:
+            data = encode_commit(commit)
+            await self._look_before(commit)
+            if absence := self._absence():
+                return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            self._is_asked = True
+            with row_of(self._recorder, "coordinator") as row:
+                if self._template.overwrite:
+                    await self._storage.put(COMMIT_KEY, [memoryview(data)])
+                else:
+                    await self._storage.put_if_absent(COMMIT_KEY, data)
+                if row is not None:
+                    row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
+        except BaseException as error:  # any error of a backend: stored data must not be lost
+            if ends_this_task(error):
+                raise
+            return await self._failed(first_error(error))
+        return None
+
+    async def _look_before(self, commit: Commit) -> None:
+        """Checks that everything the commit object names is there; finds what it replaces."""
+        looks: list[Callable[[], Awaitable[None]]] = [
+            partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
+        ]
+        if self._template.overwrite:
+            looks.insert(0, self._look_for_older)
+        await for_each(looks, lambda look: look(), at_once=min(_NUM_LOOKERS, len(looks)))
+        await anyio.lowlevel.checkpoint_if_cancelled()
+
+    async def _look_for_older(self) -> None:
+        with suppress(ChecksumMismatch):
+            older = await find_commit(self._storage)
+            self.replaced = older.attempt if older is not None else None
+            self.was_vacant = older is None
+
+    async def _look_for(self, rank: int, record: ManifestRecord) -> None:
+        try:
+            await self._storage.stat(record.key)
+        except ObjectNotFound as error:
+            if rank == 0:
+                raise
+            raise StorageError(
+                op="stat",
+                key=record.key,
+                backend=self._storage.url,
+                detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
+                "it: save to a path on storage that all ranks share",
+            ) from error
+
+    async def _failed(self, error: BaseException) -> Failure | None:
+        visible = await self._visible() if self._is_asked else _Visible.NONE
+        if isinstance(error, ObjectExists) and visible is _Visible.OURS:
+            # The backend tried twice by itself, and met the object of its first try.
+            return None
+        self._on_failure(error)
+        is_lost = isinstance(error, ObjectExists) or (
+            visible is _Visible.ANOTHER and not self._template.overwrite
+        )
+        if is_lost:
+            exists = ObjectExists(
+                op="commit",
+                key=COMMIT_KEY,
+                backend=self._storage.url,
+                detail="another snapshot was committed at this path meanwhile",
+            )
+            return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
+        return Failure(
+            reason=str(error) if isinstance(error, ActorSnapError) else describe(error),
+            stage=Stage.COMMIT,
+            rank=0,
+            key=(error.key if isinstance(error, StorageError) else None) or COMMIT_KEY,
+            may_be_visible=visible in (_Visible.OURS, _Visible.UNKNOWN),
+        )
+
+    async def _unanswered(self) -> Failure | None:
+        """Ends a commit whose answer nobody waits for any more."""
+        if not self._is_asked:
+            return Failure(reason=self._stop_reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+        if await self._visible() is _Visible.OURS:
+            return None
+        # The storage may still perform it: what the commit object names must stay.
+        return Failure(
+            reason=f"{self._stop_reason}; the storage has not answered the commit, which "
+            "may yet take effect",
+            stage=Stage.COMMIT,
+            rank=0,
+            key=COMMIT_KEY,
+            may_be_visible=True,
+        )
+
+    async def _visible(self) -> _Visible:
+        """Looks whose commit object is there, after a commit that failed or had no answer."""
+        with anyio.move_on_after(_LOOK_S):
+            try:
+                commit = await self._errands.run(find_commit, self._storage)
+            except Exception:
+                logger.debug("the commit object cannot be read", exc_info=True)
+            else:
+                if commit is None:
+                    return _Visible.NONE
+                is_ours = commit.attempt == self._template.attempt
+                return _Visible.OURS if is_ours else _Visible.ANOTHER
+        return _Visible.UNKNOWN

@@ -1,0 +1,546 @@
+"""One rank's part in one save, from its inventory to the outcome.
+
+Read ``Saver._save`` from top to bottom: the rank joins, opens its objects, moves bytes from the
+staging actor to the uploaders over one bounded stream, completes the objects, and stores its
+manifest. The rounds in between are those of ``protocol.save``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.compressing import CompressedStore
+from actorsnap.actors.errands import Errands, first_error
+from actorsnap.actors.fence import Fence
+from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
+from actorsnap.actors.ledger import ChecksumLedger, entries_of
+from actorsnap.actors.objects import RankObjects
+from actorsnap.actors.pace import Pace
+from actorsnap.actors.reader import find_commit
+from actorsnap.actors.rounds import ParticipantActor
+from actorsnap.actors.staging import StagingActor, sources_of
+from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
+from actorsnap.actors.uploader import UploaderActor
+from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.frames import check_available
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import RankManifest, encode_rank_manifest
+from actorsnap.lines import Lines
+from actorsnap.planning.inventory import Inventory, inventory_digest, take_stock
+from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
+from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.rounds import Participant
+from actorsnap.protocol.save import (
+    Assignment,
+    InventoryAnswer,
+    ItemsAnswer,
+    Joined,
+    Question,
+    ShardedAnswer,
+    Stored,
+    aborted,
+    decode,
+    encode,
+)
+from actorsnap.state.leaves import Captured, Leaf
+from actorsnap.state.memory import MemorySource
+from actorsnap.storage.base import Storage
+from actorsnap.storage.translated import ends_this_task
+from actorsnap.transport.base import ParticipantEnd
+
+__all__ = ["SaveSettings", "Saver"]
+
+logger = Lines(__name__)
+
+_RELEASED = MemorySource(0, 0, None)
+
+_LOOK_S = 10.0
+"""Limit of the look at the storage when the coordinator is gone, in seconds."""
+
+_MAX_EXTRA_BYTES = 64 << 20
+"""Memory for compressed chunks when the budget is lent to copies in another process."""
+
+_HEAD_START_S = 0.002
+"""Seconds for which uploaders leave the GIL and the CPUs to the trainer after it was woken: else it
+continues a switch interval (5 ms) later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSettings:
+    """How a rank saves.
+
+    Attributes:
+        copies: Copy everything before it is stored, so that the trainer may go on.
+        num_uploaders: Chunks hashed and written at once.
+        num_copiers: Chunks copied at once.
+        pace: See ``UploaderActor``.
+    """
+
+    copies: bool
+    num_uploaders: int
+    num_copiers: int
+    pace: Pace | None = None
+
+
+class Saver:
+    """Takes part in one save.
+
+    Args:
+        rank: This rank.
+        release: This release.
+        end: The transport's end of this rank.
+        open_storage: Opens the place that the coordinator names; the storage stays the caller's.
+        captured: The rank's state, dropped as soon as it is staged and the manifest built; or why
+            there is none: then this rank only reports that.
+        errands: Runs all work of this rank that may hang.
+        on_staged: Called when the trainer may overwrite its tensors.
+        on_failure: Gets the exception of a failure before it is reported.
+        stager: Stages in another process; None: in this one.
+        fence: Stages lazily; see ``StagingActor``.
+        on_eager_staged: Called when everything but the lazy part is copied.
+        remembered: The plan of the group's last save, with its digest.
+        timeout_s: The coordinator's.
+        recorder: Gets what is done when, if anybody wants to know.
+
+    Attributes:
+        remembered: For the next save; None before this one has a plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        release: str,
+        end: ParticipantEnd,
+        open_storage: Callable[[Assignment], Awaitable[Storage]],
+        captured: Captured | Failure,
+        settings: SaveSettings,
+        budget: Budget,
+        errands: Errands,
+        board: ProgressBoard,
+        on_staged: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+        stager: Stager | None = None,
+        fence: Fence | None = None,
+        on_eager_staged: Callable[[], None] = lambda: None,
+        remembered: tuple[bytes, RankPlan] | None = None,
+        timeout_s: float = math.inf,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.remembered: tuple[bytes, RankPlan] | None = None
+        self._rank = rank
+        self._release = release
+        self._rounds = ParticipantActor(
+            machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=timeout_s
+        )
+        self._open_storage = open_storage
+        self._captured = captured
+        self._leaves: list[Leaf] = [] if isinstance(captured, Failure) else captured.leaves
+        self._settings = settings
+        self._budget = budget
+        self._errands = errands
+        self._board = board
+        self._on_staged = on_staged
+        self._on_failure = on_failure
+        self._stager = stager
+        self._fence = fence
+        self._on_eager_staged = on_eager_staged
+        self._before = remembered
+        self._recorder = recorder
+        self._work_scope = anyio.CancelScope()
+        # Why the work ends: the first reason counts.
+        self._failure: Failure | None = captured if isinstance(captured, Failure) else None
+        self._has_stopped = False
+        # Once the rank has its part of the plan:
+        self._attempt = ""
+        self._storage: Storage
+        self._objects: RankObjects | None = None
+
+    def request_cancel(self, reason: str) -> None:
+        """Asks for an abort. The commit may still win. Call on the loop only."""
+        self._stop(Failure(reason=reason, stage=Stage.CANCEL, rank=self._rank))
+
+    def end(self, failure: Failure) -> None:
+        """Ends the save, on rank 0 for all ranks, elsewhere without the coordinator. The commit may
+        have won. Call on the loop only."""
+        if self._rank == 0:
+            self._stop(failure)
+        else:
+            self._rounds.abandon(failure)
+
+    def _stop(self, failure: Failure) -> None:
+        self._failure = self._failure or failure
+        self._work_scope.cancel()
+
+    async def run(self) -> Failure | None:
+        """Takes part until the outcome.
+
+        Returns:
+            None if committed, else why not. Never raises for an operating failure.
+        Cancellation: Writers are closed, objects discarded, as in an abort.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._rounds.run)
+                tasks.start_soon(self._work)
+                outcome = await self._rounds.wait()
+                tasks.cancel_scope.cancel()
+        except BaseException:
+            await self._discard()
+            raise
+        finally:
+            # Errors and their frames may refer to this object; the trainer's memory goes now.
+            self._leaves, self._captured = [], Captured()
+        failure = outcome.failure
+        if failure is not None and outcome.is_unknown:
+            return await self._look_for_commit(failure)
+        if failure is not None and not failure.may_be_visible:
+            await self._discard()
+        return failure
+
+    async def _work(self) -> None:
+        """Saves; reports a failure, or that the caller has cancelled."""
+        if self._failure is None:
+            with self._work_scope:
+                try:
+                    await self._errands.run(self._save)
+                except BaseException as error:
+                    self._note_failure(error, Stage.STORE, None)
+        if self._failure is not None:
+            await self._rounds.fail(self._failure)
+
+    @contextmanager
+    def _during(self, stage: Stage, key: str | None = None) -> Iterator[None]:
+        """Says where an error has occurred. The first one ends the work."""
+        try:
+            yield
+        except BaseException as error:
+            self._note_failure(error, stage, key)
+            raise
+
+    def _note_failure(self, error: BaseException, stage: Stage, key: str | None) -> None:
+        if ends_this_task(error):
+            raise error
+        if self._failure is None:
+            self._failure = self._failure_of(first_error(error), stage, key)
+        # A sibling may hang in a call of the storage: it is left behind.
+        self._work_scope.cancel()
+
+    def _failure_of(self, error: BaseException, stage: Stage, key: str | None) -> Failure:
+        rank = self._rank
+        if not isinstance(error, ActorSnapError):
+            logger.debug("%s: %s failed", self._board.label, stage, exc_info=error)
+        self._on_failure(error)
+        if isinstance(error, StorageError) and error.key:
+            key = error.key
+        if self._recorder is not None:
+            self._recorder.mark(f"{stage} failed", key=key or "", error=describe(error))
+        if isinstance(error, StateChanged):
+            return Failure.of(StateChanged(path=error.path, rank=rank), stage=stage, rank=rank)
+        if stage is Stage.PLAN and isinstance(error, UsageError):
+            return Failure.of(error, stage=stage, rank=rank)
+        reason = str(error) if isinstance(error, ActorSnapError) else describe(error)
+        return Failure(reason=reason, stage=stage, rank=rank, key=key)
+
+    # The save -------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        row = None if self._recorder is None else self._recorder.add_row("participant")
+        with self._during(Stage.JOIN):
+            scopes, assignment = await self._join()
+        if row is not None:
+            row.note(Work.AGREE)
+        self._attempt = assignment.attempt
+        if self._stager is not None:
+            self._stager.prepare(assignment)
+        storage = self._storage = await self._open_storage(assignment)
+        with self._during(Stage.PLAN):
+            plans = await self._errands.run_blocking(self._pack, assignment, scopes)
+        objects = self._objects = RankObjects(
+            plans,
+            storage,
+            attempt=assignment.attempt,
+            resumed=assignment.resumed,
+            is_compressed=assignment.rules.compression is not None,
+            recorder=self._recorder,
+        )
+        ledgers = [
+            ChecksumLedger(plan, [self._leaves[index].item for index in plan.items])
+            for plan in plans
+        ]
+        self._board.plan(sum(plan.nbytes for plan in plans))
+        await self._store_objects(assignment, objects, plans, ledgers)
+        if assignment.shares_objects:
+            await self._rounds.arrive()
+            await self._complete_shared(objects, plans)
+        stored = await self._store_manifest(assignment, plans, ledgers)
+        await self._rounds.arrive(encode(stored), commits=True)
+
+    async def _join(self) -> tuple[list[list[int]], Assignment]:
+        """Reports what this rank holds; returns its leaves by scope, and its part of the plan."""
+        captured, before = self._captured, self._before
+        assert isinstance(captured, Captured)
+        scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory, captured)
+        remembered = b"" if before is None else before[0]
+
+        def answer(payload: bytes) -> bytes:
+            question = decode(payload, Question)
+            if question.inventory:
+                return encode(InventoryAnswer(inventory))
+            if question.sharded:
+                return encode(ShardedAnswer(captured.sharded))
+            return encode(ItemsAnswer({digest: lists[digest] for digest in question.lists}))
+
+        joined = Joined(self._release, inventory_digest(inventory), remembered)
+        payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
+        assignment = decode(payload, Assignment)
+        if assignment.plan is None:
+            assert before is not None
+            assignment = msgspec.structs.replace(assignment, plan=before[1])
+        assert assignment.plan is not None
+        self.remembered = (assignment.digest, assignment.plan)
+        return scopes, assignment
+
+    async def _store_objects(
+        self,
+        assignment: Assignment,
+        objects: RankObjects,
+        plans: Sequence[ObjectPlan],
+        ledgers: Sequence[ChecksumLedger],
+    ) -> None:
+        """Stages all chunks and stores them; completes the objects that no other rank writes to."""
+        order = write_order(plans)
+        copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
+        # Copies are bounded by the budget; views of live memory need only keep up.
+        staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
+            len(order) + 1 if copies else 2 * num_uploaders
+        )
+        may_store, begin = anyio.Event(), anyio.Event()
+        if not copies:
+            may_store.set()
+        staging = self._staging(StagingOrder(plans, order, staged_in, may_store), plans)
+        pending = [len(plan.chunks) for plan in plans]
+
+        async def finish(number: int) -> None:
+            plan = plans[number]
+            with self._during(Stage.STORE, plan.key):
+                if not plan.opens:
+                    await objects.release(number)
+                elif not plan.is_shared:
+                    await objects.complete(number)
+
+        async def report(number: int) -> None:
+            pending[number] -= 1
+            assert pending[number] >= 0
+            if not pending[number]:
+                tasks.start_soon(finish, number)
+
+        compressed = self._compressed_store(assignment, plans)
+        try:
+            async with anyio.create_task_group() as watch:
+                watch.start_soon(self._release_when_stopped, staged_out)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._stage, staging)
+                    tasks.start_soon(self._open, assignment, objects)
+                    tasks.start_soon(self._begin_storing, may_store, begin)
+                    for _ in range(num_uploaders):
+                        uploader = UploaderActor(
+                            chunks=staged_out.clone(),
+                            writer_of=objects.writer_of,
+                            ledgers=ledgers,
+                            begin=begin,
+                            run_blocking=self._errands.run_bulk,
+                            report=report,
+                            is_stopped=lambda: self._has_stopped,
+                            has_blocking_io=self._storage.capabilities.has_blocking_io,
+                            resumes=bool(assignment.resumed),
+                            board=self._board,
+                            pace=self._settings.pace,
+                            compressed=compressed,
+                            recorder=self._recorder,
+                        )
+                        tasks.start_soon(uploader.run)
+                watch.cancel_scope.cancel()
+        finally:
+            with staged_out:
+                release_leases(staged_out)
+        if not copies:
+            # The trainer's own memory was read until the last chunk was written.
+            self._announce_staged()
+
+    async def _release_when_stopped(self, staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
+        """When the work is stopped, frees the memory of chunks that wait for a write that hangs."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._has_stopped = True
+            release_leases(staged)
+
+    async def _open(self, assignment: Assignment, objects: RankObjects) -> None:
+        """Opens this rank's objects, and joins those of other ranks."""
+        tokens = await objects.open()
+        if assignment.shares_objects:
+            payload = await self._rounds.arrive(encode(tokens))
+            await objects.join(decode(payload, tuple[Token, ...]))
+
+    async def _stage(self, staging: Staging) -> None:
+        with self._during(Stage.STAGE):
+            await staging.run()
+        if self._settings.copies:
+            for leaf in self._leaves:
+                leaf.source = _RELEASED  # from now on the trainer may free its memory, too
+            self._announce_staged()
+
+    def _announce_staged(self) -> None:
+        if self._recorder is not None:
+            self._recorder.mark("staged")
+        self._board.enter(Phase.STORING)
+        self._on_staged()
+
+    async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
+        """Lets uploaders begin when staging permits."""
+        await may_store.wait()
+        if self._settings.copies:
+            await anyio.sleep(_HEAD_START_S)
+        begin.set()
+
+    async def _complete_shared(self, objects: RankObjects, plans: Sequence[ObjectPlan]) -> None:
+        """Completes the objects of this rank that other ranks have written to as well."""
+        shared = [n for n, plan in enumerate(plans) if plan.opens and plan.is_shared]
+        async with anyio.create_task_group() as tasks:
+            for number in shared:
+                tasks.start_soon(self._complete, objects, number, plans[number].key)
+
+    async def _complete(self, objects: RankObjects, number: int, key: str) -> None:
+        with self._during(Stage.STORE, key):
+            await objects.complete(number)
+
+    async def _store_manifest(
+        self, assignment: Assignment, plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
+    ) -> Stored:
+        key = manifest_key(assignment.attempt, self._rank)
+        objects = self._objects
+        assert objects is not None
+        with self._during(Stage.STORE, key), row_of(self._recorder, "objects") as row:
+            encode_all = functools.partial(self._encode_manifest, assignment, plans, ledgers)
+            data = await self._errands.run_blocking(encode_all)
+            await objects.put(key, data)
+            if row is not None:
+                row.note(Work.MANIFEST, key, 0, len(data))
+        return Stored(len(data), crc32c(data))
+
+    # Pure parts -----------------------------------------------------------------------------------
+
+    def _take_inventory(
+        self, captured: Captured
+    ) -> tuple[list[list[int]], Inventory, Mapping[bytes, tuple[Item, ...]]]:
+        scopes = captured.scopes
+        inventory, lists = take_stock(
+            [leaf.item for leaf in self._leaves],
+            scopes.items(),
+            globs=captured.globs,
+            sharded=captured.sharded,
+        )
+        return list(scopes.values()), inventory, lists
+
+    def _pack(self, assignment: Assignment, scopes: list[list[int]]) -> tuple[ObjectPlan, ...]:
+        if assignment.rules.compression is not None:
+            check_available()  # rank 0 has seen only its own installation
+        assert assignment.plan is not None
+        plans = pack(
+            [leaf.item for leaf in self._leaves],
+            attempt=assignment.attempt,
+            rank=self._rank,
+            rules=assignment.rules,
+            scopes=scopes,
+            plan=assignment.plan,
+        )
+        if self._settings.copies or not all(leaf.source.is_addressable for leaf in self._leaves):
+            check_memory(plans, assignment.rules, self._budget.limit_bytes)
+        return plans
+
+    def _encode_manifest(
+        self, assignment: Assignment, plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
+    ) -> bytes:
+        assert isinstance(self._captured, Captured)
+        for ledger in ledgers:
+            ledger.check_complete()
+        return encode_rank_manifest(
+            RankManifest(
+                attempt=assignment.attempt,
+                rank=self._rank,
+                objects=tuple([ledger.to_record() for ledger in ledgers]),
+                entries=entries_of(self._captured.parts, plans, ledgers),
+                save=assignment.save,
+                optimizers=self._captured.optimizers,
+            )
+        )
+
+    def _staging(self, order: StagingOrder, plans: Sequence[ObjectPlan]) -> Staging:
+        if self._stager is not None:
+            return self._stager.make(order)
+        copies = self._settings.copies
+        return StagingActor(
+            order,
+            sources=[sources_of(plan, self._leaves) for plan in plans],
+            copies=copies,
+            budget=self._budget,
+            run_blocking=self._errands.run_blocking,
+            num_copiers=self._settings.num_copiers if copies else 1,
+            board=self._board,
+            recorder=self._recorder,
+            fence=self._fence,
+            on_eager_staged=self._on_eager_staged,
+        )
+
+    def _compressed_store(
+        self, assignment: Assignment, plans: Sequence[ObjectPlan]
+    ) -> CompressedStore | None:
+        level = assignment.rules.compression
+        if level is None:
+            return None
+        at_once = None
+        if self._stager is not None:
+            # The budget is lent to the copies in another process.
+            largest = max([c.stop - c.start for plan in plans for c in plan.chunks], default=1)
+            at_once = max(1, _MAX_EXTRA_BYTES // largest)
+        return CompressedStore(
+            self._storage,
+            level=level,
+            budget=self._budget,
+            run_blocking=self._errands.run_bulk,
+            num_threads=self._settings.num_copiers,
+            at_once=at_once,
+        )
+
+    # The end --------------------------------------------------------------------------------------
+
+    async def _look_for_commit(self, failure: Failure) -> Failure | None:
+        """Looks in the storage: the coordinator is gone, and it may have committed."""
+        with anyio.move_on_after(_LOOK_S):
+            try:
+                commit = await self._errands.run(find_commit, self._storage)
+                if commit is not None and commit.attempt == self._attempt:
+                    return None
+            except Exception as error:  # any error of a backend
+                logger.warning(
+                    "%s: whether it is committed is unknown: %s", self._board.label, error
+                )
+        return Failure(
+            reason=failure.reason, stage=Stage.COMMIT, rank=failure.rank, may_be_visible=True
+        )
+
+    async def _discard(self) -> None:
+        """Deletes what this rank wrote. Bounded; a failure is only logged, as it leaves garbage."""
+        if self._objects is not None:
+            await self._errands.clean_up(self._objects.delete)

@@ -1,0 +1,329 @@
+"""The decisions of a save, over ``protocol.rounds``.
+
+The rounds:
+
+0. *Joined*: Each rank has an inventory of its state, and sends digests. The coordinator asks one
+   rank per unknown digest for what is behind it, then plans who writes what. Each rank gets its
+   part of the plan.
+1. *Opened* (only ranks that share objects with others): The objects that others write to as well
+   are open. Each rank gets the tokens of those that it joins.
+2. *Written* (the same ranks): All chunks of shared objects are stored. Only then are these objects
+   completed.
+3. *Stored*, the commit round: Each rank has stored its manifest.
+
+Inventories, item lists and the plan of the previous save are remembered by their digests
+(``PlanCache``): a rank that saves the same state again sends digests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import ManifestRecord, SaveRecord
+from actorsnap.planning.inventory import (
+    Inventory,
+    Sharded,
+    check_sharded,
+    on_several_meshes,
+)
+from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.planning.save import SavePlan
+from actorsnap.protocol.memory import Memory
+from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+
+__all__ = [
+    "Answer",
+    "Assignment",
+    "InventoryAnswer",
+    "ItemsAnswer",
+    "Joined",
+    "Question",
+    "SaveDecisions",
+    "ShardedAnswer",
+    "Stored",
+    "aborted",
+    "decode",
+    "encode",
+]
+
+T = TypeVar("T")
+
+
+class _Payload(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Joined(_Payload, frozen=True):
+    """A rank takes part.
+
+    Attributes:
+        inventory: Digest of its inventory.
+        plan: Digest of the plan that it remembers from the previous save; empty if none.
+    """
+
+    release: str
+    inventory: bytes
+    plan: bytes = b""
+
+
+class Question(_Payload, frozen=True):
+    """Asks for what digests stand for.
+
+    Attributes:
+        inventory: The rank's inventory.
+        lists: Its item lists with these digests.
+        sharded: Its sharded tensors.
+    """
+
+    inventory: bool = False
+    lists: tuple[bytes, ...] = ()
+    sharded: bool = False
+
+
+class InventoryAnswer(_Payload, frozen=True, tag="n"):
+    inventory: Inventory
+
+
+class ItemsAnswer(_Payload, frozen=True, tag="i"):
+    """Item lists, by digest."""
+
+    lists: dict[bytes, tuple[Item, ...]]
+
+
+class ShardedAnswer(_Payload, frozen=True, tag="h"):
+    tensors: tuple[Sharded, ...]
+
+
+Answer: TypeAlias = InventoryAnswer | ItemsAnswer | ShardedAnswer
+
+
+class Assignment(_Payload, frozen=True):
+    """What a rank writes.
+
+    Attributes:
+        attempt: The attempt's name.
+        url: Where the coordinator saves to; holds for all ranks. UTF-8 with surrogates passed.
+        fsync: Whether everything has to be durable before the commit; holds for all ranks.
+        rules: The coordinator's packing rules; hold for all ranks.
+        digest: Of the plan.
+        plan: None if the rank remembers it.
+        save: The part of the commit object that the rank's manifest repeats.
+        resumed: Dead attempts at the same place, the newest first: their objects are not sent
+            again.
+        shares_objects: Some objects of this rank have several writers: it takes part in rounds 1
+            and 2.
+    """
+
+    attempt: str
+    url: bytes
+    fsync: bool
+    rules: PackingRules
+    digest: bytes
+    plan: RankPlan | None
+    save: SaveRecord
+    resumed: tuple[str, ...]
+    shares_objects: bool
+
+
+class Stored(_Payload, frozen=True):
+    """Size and CRC32C of the rank manifest."""
+
+    size: int
+    crc32c: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(payload: object) -> bytes:
+    """Returns a payload as msgpack."""
+    return _encoder.encode(payload)
+
+
+def decode(payload: bytes, kind: type[T]) -> T:
+    """Reverses ``encode``."""
+    return msgspec.msgpack.decode(payload, type=kind)
+
+
+def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
+    """Returns a failure that is raised as ``SnapshotAborted``."""
+    return Failure(reason=reason, stage=stage, rank=rank)
+
+
+class SaveDecisions:
+    """Decides the rounds of one save; see ``actors.rounds.Decisions``.
+
+    Args:
+        attempt: Its name.
+        url: Where to save.
+        fsync: Whether everything has to be durable before the commit.
+        save: The description of the save for the commit object; each rank repeats it in its
+            manifest, rank 0 with the metadata.
+        release: This release. All ranks must be of the same.
+        rules: How all ranks pack.
+        resumed: Dead attempts whose objects are used, the newest first.
+        memory: Of the previous save; no other save may use it.
+
+    Attributes:
+        stage: The work that leads to the next round.
+    """
+
+    def __init__(
+        self,
+        *,
+        attempt: str,
+        url: str,
+        save: SaveRecord,
+        release: str,
+        rules: PackingRules,
+        fsync: bool = True,
+        resumed: tuple[str, ...] = (),
+        memory: Memory | None = None,
+    ) -> None:
+        self.stage = Stage.JOIN
+        self.attempt = attempt
+        self.resumed = resumed
+        self._url = url
+        self._fsync = fsync
+        self._save = save
+        self._save_of_others = msgspec.structs.replace(save, metadata={})
+        self._release = release
+        self._rules = rules
+        self._memory = memory or Memory()
+        self._joined: dict[int, Joined] = {}
+        self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
+        self._plan: SavePlan | None = None
+
+    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
+        """Decides any round but the commit round.
+
+        Raises:
+            UsageError: The inventories contradict each other.
+        """
+        if round == 0:
+            return self._on_joined(payloads) if not self._joined else self._on_answers(payloads)
+        if round == 1:
+            return self._on_opened(payloads)
+        return Continue(commits_next=True)
+
+    def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
+        """Returns what the commit object names, from the payloads of the commit round."""
+        records = []
+        for rank in sorted(payloads):
+            stored = decode(payloads[rank], Stored)
+            key = manifest_key(self.attempt, rank)
+            records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
+        return tuple(records)
+
+    # Joining
+
+    def _on_joined(self, payloads: Mapping[int, bytes]) -> Decision:
+        for rank in sorted(payloads):
+            joined = decode(payloads[rank], Joined)
+            if joined.release != self._release:
+                return Abort(
+                    Failure(
+                        reason=f"rank {rank} runs actorsnap {joined.release}, the coordinator "
+                        f"{self._release}; install the same release on all ranks",
+                        stage=Stage.JOIN,
+                        rank=rank,
+                    )
+                )
+            self._joined[rank] = joined
+        digests = {rank: joined.inventory for rank, joined in self._joined.items()}
+        unknown = _firsts(digests.items(), self._memory.inventories)
+        if unknown:
+            return _ask(dict.fromkeys(unknown.values(), Question(inventory=True)))
+        return self._plan_if_known()
+
+    def _on_answers(self, payloads: Mapping[int, bytes]) -> Decision:
+        wanted: list[tuple[int, bytes]] = []
+        for rank, payload in payloads.items():
+            match _answers.decode(payload):
+                case InventoryAnswer(inventory):
+                    self._memory.inventories[self._joined[rank].inventory] = inventory
+                    wanted += [(rank, scope.digest) for scope in inventory.scopes]
+                case ItemsAnswer(lists):
+                    self._memory.lists.update(lists)
+                case ShardedAnswer(tensors):
+                    self._sharded[self._inventory(rank).sharded] = tensors
+        questions: dict[int, tuple[bytes, ...]] = {}
+        for digest, rank in _firsts(wanted, self._memory.lists).items():
+            questions[rank] = (*questions.get(rank, ()), digest)
+        if questions:
+            return _ask({rank: Question(lists=digests) for rank, digests in questions.items()})
+        return self._plan_if_known()
+
+    def _inventory(self, rank: int) -> Inventory:
+        return self._memory.inventories[self._joined[rank].inventory]
+
+    def _plan_if_known(self) -> Decision:
+        self.stage = Stage.PLAN
+        structures = tuple([self._joined[rank].inventory for rank in sorted(self._joined)])
+        holders = self._memory.sharded(structures)
+        if len(holders) > 1 and holders != self._memory.agreed:
+            if not self._sharded:
+                self.stage = Stage.JOIN
+                firsts = [ranks[0] for digest, ranks in holders.items() if digest]
+                return _ask(dict.fromkeys(firsts, Question(sharded=True)))
+            lists = [(ranks, self._sharded[digest]) for digest, ranks in holders.items() if digest]
+            check_sharded(lists)
+            self._memory.agreed, self._memory.several = holders, on_several_meshes(lists)
+        plan = self._plan = self._memory.plan(structures, self._rules)
+        self.stage = Stage.STORE
+        alone = [rank for rank, own in enumerate(plan.ranks) if not own.is_shared]
+        is_shared = len(alone) < len(plan.ranks)
+        return Continue(
+            payloads={rank: encode(self._assignment(rank, plan)) for rank in self._joined},
+            skips=dict.fromkeys(alone, 2) if is_shared else {},
+            commits_next=not is_shared,
+        )
+
+    def _assignment(self, rank: int, plan: SavePlan) -> Assignment:
+        is_known = self._joined[rank].plan == plan.digests[rank]
+        return Assignment(
+            attempt=self.attempt,
+            url=self._url.encode("utf-8", "surrogatepass"),
+            fsync=self._fsync,
+            rules=self._rules,
+            digest=plan.digests[rank],
+            plan=None if is_known else plan.ranks[rank],
+            save=self._save if rank == 0 else self._save_of_others,
+            resumed=self.resumed,
+            shares_objects=plan.ranks[rank].is_shared,
+        )
+
+    # Shared objects
+
+    def _on_opened(self, payloads: Mapping[int, bytes]) -> Continue:
+        assert self._plan is not None
+        tokens: dict[int, list[Token]] = {}
+        for rank, payload in payloads.items():
+            opened = decode(payload, tuple[Token, ...])
+            for token, joiners in zip(opened, self._plan.joiners[rank], strict=True):
+                for joiner in joiners:
+                    tokens.setdefault(joiner, []).append(token)
+        return Continue(
+            payloads={rank: encode(found) for rank, found in tokens.items()}, common=encode([])
+        )
+
+
+def _firsts(
+    digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
+) -> dict[bytes, int]:
+    """Returns the unknown digests, each with the first rank that has it."""
+    found: dict[bytes, int] = {}
+    for rank, digest in digests:
+        if digest not in known:
+            found.setdefault(digest, rank)
+    return found
+
+
+def _ask(questions: Mapping[int, Question]) -> AskMore:
+    return AskMore({rank: encode(question) for rank, question in questions.items()})
