@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from actorsnap.protocol import coordinator, line, participant, roll, rounds
+from actorsnap.protocol import line, roll, rounds
 from actorsnap.protocol.machine import Table
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
@@ -130,12 +130,6 @@ def _assigned(node: ast.Assign) -> list[str]:
 
 def parts() -> dict[str, str]:
     """Each generated part of the page, by its name."""
-    deciding = Machine(
-        coordinator._TABLE, coordinator.CoordinatorMachine, coordinator.CoordinatorState
-    )
-    taking_part = Machine(
-        participant._TABLE, participant.ParticipantMachine, participant.ParticipantState
-    )
     coordinating = Machine(rounds._COORDINATOR, rounds.Coordinator, rounds.CoordinatorState)
     arriving = Machine(rounds._PARTICIPANT, rounds.Participant, rounds.ParticipantState)
     trainer = Machine(line._TABLE, line.LineMachine, line.LineState)
@@ -145,10 +139,6 @@ def parts() -> dict[str, str]:
         "roll table": calling.table(),
         "messages to the coordinator": messages(ToCoordinator),
         "messages to a rank": messages(FromCoordinator),
-        "coordinator diagram": deciding.diagram(),
-        "coordinator table": deciding.table(),
-        "rank diagram": taking_part.diagram(),
-        "rank table": taking_part.table(),
         "line diagram": trainer.diagram(),
         "line table": trainer.table(),
         "rounds coordinator diagram": coordinating.diagram(),

@@ -12,7 +12,7 @@ import trio.testing
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Failed, Failure, Stage, Written
+from actorsnap.protocol.messages import Aborted, Arrived, Failed, Failure, Stage
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.testing import SimulatedNetwork
 from actorsnap.transport.base import Lost
@@ -49,7 +49,7 @@ class Ranks:
             if rank == 0:
                 tasks.start_soon(self.coordinate, label)
             await caller.call()
-            await caller.send(Written(rank))
+            await caller.send(Arrived(rank, 0))
             self.heard[rank] = await caller.receive()
             self.ended_s[rank] = anyio.current_time()
 
@@ -64,7 +64,7 @@ class Ranks:
             if isinstance(message, Failed):
                 failure = message.failure
                 break
-            assert isinstance(message, Written)
+            assert isinstance(message, Arrived)
             written += 1
         for rank in range(self.world_size):
             await end.send(rank, Aborted(failure))

@@ -22,7 +22,7 @@ import anyio.to_thread
 import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
-from actorsnap.actors import coordinator, errands
+from actorsnap.actors import commit, errands
 from actorsnap.runtime import inputs, taking, upkeep
 from actorsnap.runtime.host import Host, run_sync, shutdown, wait_done
 from actorsnap.runtime.place import Source
@@ -290,7 +290,7 @@ def interrupted(
     With ``stalls`` the operation then waits until it is cancelled, else it goes on.
     """
     raised = ""
-    coordinator._COMMIT_GRACE_S = 0.0  # a storage that never answers is not waited for
+    commit._COMMIT_GRACE_S = 0.0  # a storage that never answers is not waited for
     errands._CLEANUP_S = 1.0
     barrier = _InterruptingBarrier(at, stalls=stalls)
 

@@ -25,7 +25,7 @@ from actorsnap import (
     SnapshotAborted,
     sync,
 )
-from actorsnap.actors import coordinator
+from actorsnap.actors import commit
 from actorsnap.runtime import host, place, saving
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrappers import Wrapper
@@ -92,7 +92,7 @@ async def async_take(url: str, number: int, *, overwrite: bool = False) -> Pendi
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that never answers the commit is not waited for."""
-    monkeypatch.setattr(coordinator, "_COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(commit, "_COMMIT_GRACE_S", 0.0)
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])

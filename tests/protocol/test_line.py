@@ -32,11 +32,11 @@ from actorsnap.protocol.line import (
 from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
+    Arrived,
     Committed,
     Failed,
     Failure,
     Handed,
-    Join,
     Meet,
     SaveInTrainers,
     Stage,
@@ -104,7 +104,7 @@ def test_the_outcome_is_the_process(rank: int, failure: Failure | None) -> None:
 
 def test_a_rank_that_saves_otherwise_ends_it_on_all() -> None:
     for message, words in (
-        (Join(1, "0.1", b""), "the same Options.offload"),
+        (Arrived(1, 0), "the same Options.offload"),
         (Failed(1, FULL), "the disk is full"),
     ):
         machine = opened(0)

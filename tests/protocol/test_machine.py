@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorsnap.protocol import coordinator, line, participant, rounds
+from actorsnap.protocol import line, rounds
 from actorsnap.protocol.machine import Machine, ProtocolViolation, Table
 
 
@@ -84,8 +84,6 @@ def test_whatever_is_late_is_harmless() -> None:
 @pytest.mark.parametrize(
     ("table", "states", "finals"),
     [
-        (coordinator._TABLE, coordinator.CoordinatorState, {"committed", "aborted"}),
-        (participant._TABLE, participant.ParticipantState, {"committed", "aborted"}),
         (line._TABLE, line.LineState, {"here", "committed", "aborted"}),
         (rounds._COORDINATOR, rounds.CoordinatorState, set()),
         (rounds._PARTICIPANT, rounds.ParticipantState, {"ended"}),

@@ -1,7 +1,7 @@
 """What ranks and directors do in ``test_falls.py`` (see ``tests.worlds``).
 
-A *fall* is a rank that is killed or stopped when one of its machines is about to handle one event,
-in a save or a restore of a trainer's state. What follows it shows whether the job can go on.
+A *fall* is a rank that is killed or stopped just before one event or one step of its work, in a
+save or a restore of a trainer's state. What follows it shows whether the job can go on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from actorsnap import Options, StateDict
+from actorsnap.actors.ledger import ChecksumLedger
+from actorsnap.actors.objects import RankObjects
+from actorsnap.actors.saver import Saver
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.protocol.coordinator import CoordinatorMachine
-from actorsnap.protocol.messages import Join, Offer
-from actorsnap.protocol.participant import ParticipantMachine
 from actorsnap.protocol.rounds import Coordinator, Participant
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
@@ -36,63 +35,64 @@ TIMEOUT_S = 60.0
 OPTIONS = Options(timeout_s=TIMEOUT_S, lost_after_s=LOST_AFTER_S, fsync=False, read_mode="shared")
 _MIB = 1 << 20
 
-_MACHINES: dict[str, Any] = {
-    "participant": ParticipantMachine,
-    "coordinator": CoordinatorMachine,
-    "restoring rank": Participant,
-    "restoring coordinator": Coordinator,
+_PLACES: dict[str, tuple[Any, str]] = {
+    "rank": (Participant, "handle"),
+    "coordinator": (Coordinator, "handle"),
+    "chunk stored": (ChecksumLedger, "record"),
+    "staged": (Saver, "_announce_staged"),
+    "object released": (RankObjects, "release"),
+    "object completed": (RankObjects, "complete"),
+    "manifest": (Saver, "_store_manifest"),
 }
+"""Methods before which a rank falls."""
+
+_LAST_ROUND = {"save": 3, "restore": 4}
 
 
 class Step(NamedTuple):
     """Where a rank falls.
 
     Attributes:
+        call: ``save`` or ``restore``.
         victim: The rank. Rank 0 coordinates.
-        machine: Of ``_MACHINES``.
-        event: What it is about to handle.
-        number: Of the round, in a restore.
+        place: Of ``_PLACES``.
+        event: The event that is about to be handled, at a machine.
+        round: The machine's.
     """
 
+    call: str
     victim: int
-    machine: str
-    event: str
-    number: int = -1
+    place: str
+    event: str = ""
+    round: int = -1
 
     @property
     def is_save(self) -> bool:
-        return self.machine in ("participant", "coordinator")
+        return self.call == "save"
 
     @property
     def is_decided(self) -> bool:
         """Whether the others have succeeded, or can."""
-        return self.event in ("CommitWritten", "Committed") or self[2:] == ("Proceed", 4)
+        is_end = self.event == "Proceed" or (self.event == "Decided" and self.is_save)
+        return is_end and self.round == _LAST_ROUND[self.call]
 
 
 STEPS = [
-    Step(1, "participant", "Begun"),
-    Step(1, "participant", "AskInventory"),
-    Step(1, "participant", "AskItems"),
-    Step(1, "participant", "Assign"),
-    Step(1, "participant", "Planned"),
-    Step(1, "participant", "Tokens"),
-    Step(1, "participant", "ChunkStored"),
-    Step(1, "participant", "StagingEnded"),
-    Step(1, "participant", "ObjectReleased"),
-    Step(1, "participant", "ManifestStored"),
-    Step(1, "participant", "Committed"),
-    Step(0, "coordinator", "Join"),
-    Step(0, "coordinator", "Offer"),
-    Step(0, "coordinator", "Items"),
-    Step(0, "coordinator", "Opened"),
-    Step(0, "coordinator", "Written"),
-    Step(0, "coordinator", "Stored"),
-    Step(0, "coordinator", "CommitWritten"),
-    Step(0, "participant", "Complete"),
-    # A restore: all are ready, have compared, have read a round, have read all, have loaded.
-    *(Step(1, "restoring rank", "Reached", number) for number in range(5)),
-    *(Step(1, "restoring rank", "Proceed", number) for number in (2, 4)),
-    *(Step(0, "restoring coordinator", "Arrived", number) for number in range(5)),
+    # All have joined, opened their objects, written to the shared ones, stored.
+    *(Step("save", 1, "rank", "Reached", number) for number in range(4)),
+    *(Step("save", 1, "rank", "Proceed", number) for number in range(4)),
+    Step("save", 1, "chunk stored"),
+    Step("save", 1, "staged"),
+    Step("save", 1, "object released"),
+    Step("save", 1, "manifest"),
+    Step("save", 0, "rank", "Ask", 0),
+    Step("save", 0, "object completed"),
+    *(Step("save", 0, "coordinator", "Arrived", number) for number in range(4)),
+    Step("save", 0, "coordinator", "Decided", 3),
+    # All are ready, have compared, have read a piece, have read all, have loaded.
+    *(Step("restore", 1, "rank", "Reached", number) for number in range(5)),
+    *(Step("restore", 1, "rank", "Proceed", number) for number in (2, 4)),
+    *(Step("restore", 0, "coordinator", "Arrived", number) for number in range(5)),
 ]
 
 
@@ -101,17 +101,18 @@ STEPS = [
 
 def _trip(step: Step, signal_number: int) -> None:
     """Ends or stops this process when it comes there."""
-    kind = _MACHINES[step.machine]
-    handle = kind.handle
+    kind, name = _PLACES[step.place]
+    method = getattr(kind, name)
 
-    def tripping(self: Any, event: Any) -> Any:
-        if type(event).__name__ == step.event and step.number in (-1, getattr(self, "round", -1)):
-            kind.handle = handle
+    def tripping(self: Any, *args: Any, **more: Any) -> Any:
+        is_event = not step.event or type(args[0]).__name__ == step.event
+        if is_event and step.round in (-1, getattr(self, "round", -1)):
+            setattr(kind, name, method)
             # This thread: the process' others could go on for a moment, with this one.
             signal.pthread_kill(threading.get_ident(), signal_number)
-        return handle(self, event)
+        return method(self, *args, **more)
 
-    kind.handle = tripping
+    setattr(kind, name, tripping)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -164,29 +165,6 @@ class Trainer:
         return app
 
 
-@contextmanager
-def _first(victim: int) -> Iterator[None]:
-    """Rank 0 hears that rank before the others: who is heard first is asked for what all have."""
-    handle: Any = CoordinatorMachine.handle
-    held: dict[type, list[Any]] = {Join: [], Offer: []}
-
-    def favouring(self: Any, event: Any) -> Any:
-        waiting = held.get(type(event))
-        if waiting is None:
-            return handle(self, event)
-        if event.rank != victim:
-            waiting.append(event)
-            return []
-        del held[type(event)]
-        return [command for one in (event, *waiting) for command in handle(self, one)]
-
-    CoordinatorMachine.handle = favouring  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CoordinatorMachine.handle = handle  # type: ignore[method-assign]
-
-
 def _obey(me: Rank, kind: str) -> None:
     """Saves and restores, as the director says."""
     me.join_gloo()
@@ -194,15 +172,11 @@ def _obey(me: Rank, kind: str) -> None:
     while True:
         order = me.hear()
         signal.alarm(LIMIT_S)
-        favour: AbstractContextManager[None] = nullcontext()
         if order["step"] is not None:
             step = Step(*order["step"])
             if me.rank == step.victim:
                 _trip(step, order["signal"])
-            elif me.rank == 0 and step.event.startswith("Ask"):
-                favour = _first(step.victim)
-        with favour:
-            me.say(_call(trainer, order["is_save"], order["path"], order["number"]))
+        me.say(_call(trainer, order["is_save"], order["path"], order["number"]))
 
 
 def _call(trainer: Trainer, is_save: bool, path: str, number: int) -> dict[str, Any]:

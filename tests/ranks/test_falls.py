@@ -88,9 +88,9 @@ def test_a_rank_falls_at_every_step(tmp_path: Path, how: str, num_ranks: int) ->
 def test_a_rank_falls(tmp_path: Path) -> None:
     """A rank and the coordinator, in a save and a restore."""
     steps = [
-        Step(1, "participant", "ChunkStored"),
-        Step(0, "coordinator", "Stored"),
-        Step(0, "restoring coordinator", "Arrived", 4),
+        Step("save", 1, "chunk stored"),
+        Step("save", 0, "coordinator", "Arrived", 3),
+        Step("restore", 0, "coordinator", "Arrived", 4),
     ]
     assert set(steps) < set(STEPS)
     fall(tmp_path, steps, ("fsdp2", 2, "kill"), ("sharded_tensor", 4, "stop"))

@@ -1,0 +1,202 @@
+"""The decisions of a save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from actorsnap.errors import UsageError
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import SaveRecord
+from actorsnap.planning.inventory import (
+    Inventory,
+    Scope,
+    Sharded,
+    inventory_digest,
+    item_digest,
+    sharded_digest,
+)
+from actorsnap.planning.packing import Item, PackingRules
+from actorsnap.protocol.memory import Memory
+from actorsnap.protocol.messages import Stage, Token
+from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+from actorsnap.protocol.save import (
+    Assignment,
+    InventoryAnswer,
+    ItemsAnswer,
+    Joined,
+    Question,
+    SaveDecisions,
+    ShardedAnswer,
+    Stored,
+    decode,
+    encode,
+)
+
+ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
+RULES = PackingRules(chunk_bytes=2 << 20, max_objects=4, min_object_bytes=1 << 20)
+LARGE = Item("m/w", "uint8", (5 << 20,), 5 << 20, 1, replicated=True)
+ALL_INVENTORY = Question(inventory=True)
+
+
+def decisions(world_size: int, **more: Any) -> SaveDecisions:
+    more = {"attempt": ATTEMPT, "url": "/s", "release": "1", "rules": RULES, **more}
+    return SaveDecisions(save=SaveRecord(world_size=world_size, metadata={"a": 1}), **more)
+
+
+def inventory_of(*items: Item, sharded: tuple[Sharded, ...] = ()) -> Inventory:
+    scope = Scope(None, item_digest(items), sum(item.nbytes for item in items))
+    return Inventory(
+        7, (scope,) if items else (), sharded=sharded_digest(sharded) if sharded else b""
+    )
+
+
+class Ranks:
+    """Ranks with these items each, who answer all questions."""
+
+    def __init__(
+        self,
+        *items: tuple[Item, ...],
+        sharded: tuple[tuple[Sharded, ...], ...] = (),
+        memory: Memory | None = None,
+    ) -> None:
+        self.items = items
+        self.sharded = sharded or ((),) * len(items)
+        self.inventories = [
+            inventory_of(*own, sharded=parts)
+            for own, parts in zip(items, self.sharded, strict=True)
+        ]
+        self.memory = memory or Memory()
+        self.asked: list[dict[int, Question]] = []
+
+    def join(self, *plans: bytes) -> Decision:
+        self.decisions = decisions(len(self.items), memory=self.memory)
+        digests = plans or (b"",) * len(self.items)
+        payloads = {
+            rank: encode(Joined("1", inventory_digest(own), digests[rank]))
+            for rank, own in enumerate(self.inventories)
+        }
+        decision = self.decisions.decide(0, payloads)
+        while isinstance(decision, AskMore):
+            questions = {
+                rank: decode(payload, Question) for rank, payload in decision.questions.items()
+            }
+            self.asked.append(questions)
+            answers = {rank: self.answer(rank, asked) for rank, asked in questions.items()}
+            decision = self.decisions.decide(0, answers)
+        return decision
+
+    def answer(self, rank: int, question: Question) -> bytes:
+        if question.inventory:
+            return encode(InventoryAnswer(self.inventories[rank]))
+        if question.sharded:
+            return encode(ShardedAnswer(self.sharded[rank]))
+        own = {item_digest(self.items[rank]): self.items[rank]}
+        return encode(ItemsAnswer({digest: own[digest] for digest in question.lists}))
+
+    def assignments(self, *plans: bytes) -> list[Assignment]:
+        decision = self.join(*plans)
+        assert isinstance(decision, Continue)
+        return [decode(decision.payloads[rank], Assignment) for rank in range(len(self.items))]
+
+
+def test_what_is_unknown_is_asked_of_one_rank_and_then_remembered() -> None:
+    ranks = Ranks(*[(LARGE,)] * 4)
+    assignments = ranks.assignments()
+    digest = item_digest((LARGE,))
+    assert ranks.asked == [{0: ALL_INVENTORY}, {0: Question(lists=(digest,))}]
+    again = Ranks(*[(LARGE,)] * 4, memory=ranks.memory)
+    known = again.assignments(*[own.digest for own in assignments])
+    assert again.asked == []
+    assert [own.plan for own in known] == [None] * 4
+    forgot = Ranks(*[(LARGE,)] * 4, memory=ranks.memory)
+    found = forgot.assignments(assignments[0].digest, b"", b"other", assignments[3].digest)
+    assert [own.plan is None for own in found] == [True, False, False, True]
+    assert found[1] == assignments[1]
+
+
+def test_each_rank_lists_other_items_of_a_scope() -> None:
+    more = (LARGE, msgspec.structs.replace(LARGE, path="m/norm"))
+    ranks = Ranks((LARGE,), more)
+    ranks.assignments()
+    assert ranks.asked == [
+        {0: ALL_INVENTORY, 1: ALL_INVENTORY},
+        {0: Question(lists=(item_digest((LARGE,)),)), 1: Question(lists=(item_digest(more),))},
+    ]
+
+
+def test_ranks_with_different_sharded_tensors_send_them_once() -> None:
+    def sharded(rank: int) -> tuple[Sharded, ...]:
+        paths = ("m/tied", f"m/{rank}")
+        return tuple(Sharded(path, "uint8", (8,), b"%d" % rank, 1) for path in paths)
+
+    stages = (sharded(0), sharded(0), sharded(1))
+    ranks = Ranks((), (), (), sharded=stages)
+    ranks.assignments()
+    question = Question(sharded=True)
+    assert ranks.asked == [{0: ALL_INVENTORY, 2: ALL_INVENTORY}, {0: question, 2: question}]
+    again = Ranks((), (), (), sharded=stages, memory=ranks.memory)
+    again.assignments()
+    assert again.asked == []
+    changed = Ranks((), (), (), sharded=(sharded(0), sharded(1), sharded(1)), memory=ranks.memory)
+    changed.assignments()
+    assert changed.asked == [{0: question, 1: question}]
+
+
+def test_ranks_that_disagree_about_a_tensor() -> None:
+    parts = [(Sharded("m/w", "uint8", (8 + rank,), b"x", 2),) for rank in range(2)]
+    ranks = Ranks((), (), sharded=tuple(parts))
+    with pytest.raises(UsageError, match="m/w"):
+        ranks.join()
+    assert ranks.decisions.stage is Stage.PLAN
+    other = msgspec.structs.replace(LARGE, shape=(5 << 20, 1))
+    with pytest.raises(UsageError, match="m/w"):
+        Ranks((LARGE,), (other,)).join()
+
+
+def test_another_release_is_refused_and_named() -> None:
+    payloads = {0: encode(Joined("1", b"a")), 1: encode(Joined("0.9", b"a"))}
+    decision = decisions(2).decide(0, payloads)
+    assert isinstance(decision, Abort)
+    assert decision.failure.rank == 1
+    assert "rank 1 runs actorsnap 0.9, the coordinator 1" in decision.failure.reason
+
+
+def test_only_rank_0_repeats_the_metadata() -> None:
+    saves = [own.save for own in Ranks((), ()).assignments()]
+    assert [save.metadata for save in saves] == [{"a": 1}, {}]
+    assert [save.world_size for save in saves] == [2, 2]
+
+
+def test_ranks_that_share_nothing_store_at_once() -> None:
+    decision = Ranks((), ()).join()
+    assert isinstance(decision, Continue)
+    assert decision.commits_next
+    assert not decision.skips
+
+
+def test_ranks_that_share_objects_exchange_tokens_and_wait_for_each_other() -> None:
+    ranks = Ranks((LARGE,), (LARGE,), ())
+    decision = ranks.join()
+    assert isinstance(decision, Continue)
+    assert (decision.skips, decision.commits_next) == ({2: 2}, False)
+    shares = [decode(decision.payloads[rank], Assignment).shares_objects for rank in range(3)]
+    assert shares == [True, True, False]
+    token = Token("m/0-0", b"t")
+    opened = ranks.decisions.decide(1, {0: encode((token,)), 1: encode(())})
+    assert isinstance(opened, Continue)
+    assert decode(opened.payloads[1], tuple[Token, ...]) == (token,)
+    assert decode(opened.payloads.get(0, opened.common), tuple[Token, ...]) == ()
+    written = ranks.decisions.decide(2, {0: b"", 1: b""})
+    assert written == Continue(commits_next=True)
+    assert ranks.decisions.stage is Stage.STORE
+
+
+def test_the_manifests_to_commit() -> None:
+    records = decisions(2).records({1: encode(Stored(20, 2)), 0: encode(Stored(10, 1))})
+    assert [(each.key, each.size, each.crc32c) for each in records] == [
+        (manifest_key(ATTEMPT, 0), 10, 1),
+        (manifest_key(ATTEMPT, 1), 20, 2),
+    ]
