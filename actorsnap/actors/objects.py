@@ -1,6 +1,6 @@
 """The objects that a rank writes in one save: opened or joined, completed or released, or deleted.
 
-When that is to be done, the participant's machine says; what is written to them, it must not know.
+``actors.saver`` decides when; what is written to them, it must not know.
 """
 
 from __future__ import annotations
