@@ -38,7 +38,7 @@ from actorsnap.storage.base import Storage
 from actorsnap.storage.many import for_each
 from actorsnap.storage.translated import ends_this_task
 
-__all__ = ["CommitActor", "CommitTemplate"]
+__all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 
 logger = Lines(__name__)
 
@@ -50,6 +50,17 @@ _LOOK_S = 10.0
 """Limit of the look at the result of a failed commit, in seconds."""
 
 _NUM_LOOKERS = 16
+
+
+async def is_committed(storage: Storage, errands: Errands, attempt: str) -> bool:
+    """Looks whether the commit object names ``attempt``; False if the storage does not answer."""
+    with anyio.move_on_after(_LOOK_S):
+        try:
+            commit = await errands.run(find_commit, storage)
+            return commit is not None and commit.attempt == attempt
+        except Exception as error:  # any error of a backend
+            logger.warning("%s: whether it is committed is unknown: %s", attempt, error)
+    return False
 
 
 class _Visible(Enum):

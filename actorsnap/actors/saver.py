@@ -18,6 +18,7 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressing import CompressedStore
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.fence import Fence
@@ -25,7 +26,6 @@ from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, r
 from actorsnap.actors.ledger import ChecksumLedger, entries_of
 from actorsnap.actors.objects import RankObjects
 from actorsnap.actors.pace import Pace
-from actorsnap.actors.reader import find_commit
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
@@ -63,9 +63,6 @@ __all__ = ["SaveSettings", "Saver"]
 logger = Lines(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
-
-_LOOK_S = 10.0
-"""Limit of the look at the storage when the coordinator is gone, in seconds."""
 
 _MAX_EXTRA_BYTES = 64 << 20
 """Memory for compressed chunks when the budget is lent to copies in another process."""
@@ -231,7 +228,8 @@ class Saver:
     def _note_failure(self, error: BaseException, stage: Stage, key: str | None) -> None:
         if ends_this_task(error):
             raise error
-        if self._failure is None:
+        # What a round raises at the end of the call is the outcome, and no failure of this rank.
+        if self._failure is None and not self._rounds.is_over:
             self._failure = self._failure_of(first_error(error), stage, key)
         # A sibling may hang in a call of the storage: it is left behind.
         self._work_scope.cancel()
@@ -345,7 +343,16 @@ class Saver:
             if not pending[number]:
                 tasks.start_soon(finish, number)
 
-        compressed = self._compressed_store(assignment, plans)
+        compressed = None
+        if assignment.rules.compression is not None:
+            compressed = CompressedStore(
+                self._storage,
+                level=assignment.rules.compression,
+                budget=self._budget,
+                run_blocking=self._errands.run_bulk,
+                num_threads=self._settings.num_copiers,
+                at_once=None if self._stager is None else _chunks_beyond_budget(plans),
+            )
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(self._release_when_stopped, staged_out)
@@ -503,39 +510,12 @@ class Saver:
             on_eager_staged=self._on_eager_staged,
         )
 
-    def _compressed_store(
-        self, assignment: Assignment, plans: Sequence[ObjectPlan]
-    ) -> CompressedStore | None:
-        level = assignment.rules.compression
-        if level is None:
-            return None
-        at_once = None
-        if self._stager is not None:
-            # The budget is lent to the copies in another process.
-            largest = max([c.stop - c.start for plan in plans for c in plan.chunks], default=1)
-            at_once = max(1, _MAX_EXTRA_BYTES // largest)
-        return CompressedStore(
-            self._storage,
-            level=level,
-            budget=self._budget,
-            run_blocking=self._errands.run_bulk,
-            num_threads=self._settings.num_copiers,
-            at_once=at_once,
-        )
-
     # The end --------------------------------------------------------------------------------------
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
         """Looks in the storage: the coordinator is gone, and it may have committed."""
-        with anyio.move_on_after(_LOOK_S):
-            try:
-                commit = await self._errands.run(find_commit, self._storage)
-                if commit is not None and commit.attempt == self._attempt:
-                    return None
-            except Exception as error:  # any error of a backend
-                logger.warning(
-                    "%s: whether it is committed is unknown: %s", self._board.label, error
-                )
+        if await is_committed(self._storage, self._errands, self._attempt):
+            return None
         return Failure(
             reason=failure.reason, stage=Stage.COMMIT, rank=failure.rank, may_be_visible=True
         )
@@ -544,3 +524,10 @@ class Saver:
         """Deletes what this rank wrote. Bounded; a failure is only logged, as it leaves garbage."""
         if self._objects is not None:
             await self._errands.clean_up(self._objects.delete)
+
+
+def _chunks_beyond_budget(plans: Sequence[ObjectPlan]) -> int:
+    """Returns the number of chunks to compress at once when the budget is lent to the copies in
+    another process."""
+    largest = max([chunk.stop - chunk.start for plan in plans for chunk in plan.chunks], default=1)
+    return max(1, _MAX_EXTRA_BYTES // largest)
