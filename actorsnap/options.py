@@ -117,10 +117,8 @@ class Options(_Checked, frozen=True, kw_only=True):
             do. Takes steps that are marked, with ``actorsnap.step()``. None slows nothing.
         compression: ``"zstd:1"`` to ``"zstd:19"`` compresses what is stored, chunk by chunk, on the
             threads that store it, or in the uploader process; ``"zstd"`` is ``"zstd:1"``.
-            ``"auto"``: like that where it makes saves faster, by what earlier saves of this process
-            to the same folder have measured; the first two are not compressed. None: never. Rank
-            0's holds for all. The data objects are no safetensors files then. Needs the extra
-            ``actorsnap[zstd]``, also to read.
+            None compresses nothing. Rank 0's holds for all. The data objects are no safetensors
+            files then. Needs the extra ``actorsnap[zstd]``, also to read.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
         trace: A file for a timeline of each save and restore, in Chrome's trace format, written
@@ -187,7 +185,7 @@ class Options(_Checked, frozen=True, kw_only=True):
                     f"Options.max_slowdown must lie in (0, 1], not {value!r}: 0.02 lets steps take "
                     "2 % longer"
                 )
-        if self.compression not in (None, "auto"):
+        if self.compression is not None:
             zstd_level(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
@@ -227,7 +225,7 @@ def zstd_level(compression: str) -> int:
     match = _ZSTD.fullmatch(compression) if isinstance(compression, str) else None
     if match is None:
         raise UsageError(
-            'Options.compression must be None, "auto", "zstd" or "zstd:1" to "zstd:19", '
+            'Options.compression must be None, "zstd" or "zstd:1" to "zstd:19", '
             f"not {compression!r}"
         )
     return int(match[1] or _ZSTD_LEVEL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -20,13 +20,18 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.frames import FRAME_BYTES, pack_frame, width_for
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
-from actorsnap.planning.compression import NUM_SAMPLES, Sampled, shrinks
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 
-__all__ = ["CompressedObject", "CompressedStore", "Sampler"]
+__all__ = ["CompressedObject", "CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
 """So long a thread compresses before others have their turn on it."""
+
+_MIN_SAVED = 1 / 32
+"""Smallest part of a chunk that compression must save; less is not worth decompressing."""
+
+_TRIAL_FRAMES = 4
+"""Frames that are tried: if these do not shrink, the chunk is stored as it is."""
 
 
 class CompressedObject(ObjectWriter):
@@ -143,6 +148,19 @@ class CompressedStore:
         return lease, packing
 
 
+def shrinks(done_bytes: int, packed_bytes: int, num_frames: int, *, of_bytes: int) -> bool:
+    """Returns whether a chunk of ``of_bytes`` may be stored compressed, by its first frames.
+
+    Args:
+        done_bytes: Uncompressed size of these frames.
+        packed_bytes: Their stored size.
+    """
+    if packed_bytes > of_bytes:
+        return False
+    is_tried = num_frames >= _TRIAL_FRAMES or done_bytes == of_bytes
+    return not is_tried or packed_bytes <= done_bytes * (1 - _MIN_SAVED)
+
+
 def _take_turn(packing: _Packing, key: str, start: int, row: Row | None) -> bool:
     if row is None:
         return packing.turn()
@@ -224,56 +242,3 @@ def _cut(views: Sequence[memoryview], itemsizes: Sequence[int]) -> Iterator[tupl
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-
-class Sampler:
-    """Compresses samples of what a plain save stores, to learn what compression would bring.
-
-    Args:
-        num_chunks: Of the save.
-        nbytes: Of a sample.
-        num_threads: So many would compress at once.
-    """
-
-    def __init__(self, *, num_chunks: int, nbytes: int, level: int, num_threads: int) -> None:
-        self._wanted = {number * num_chunks // NUM_SAMPLES for number in range(NUM_SAMPLES)}
-        self._num_seen = 0
-        self._nbytes = nbytes
-        self._level = level
-        self._num_threads = num_threads
-        self._found: list[tuple[int, int, float]] = []
-
-    @property
-    def result(self) -> Sampled | None:
-        """What was found; None if there was nothing to compress."""
-        if not self._found:
-            return None
-        nbytes, compressed_bytes, seconds = map(sum, zip(*self._found, strict=True))
-        return Sampled(
-            nbytes=int(nbytes),
-            compressed_bytes=int(compressed_bytes),
-            seconds=seconds,
-            num_threads=self._num_threads,
-        )
-
-    def is_next(self) -> bool:
-        """Whether the next chunk is one to take a sample of."""
-        self._num_seen += 1
-        return self._num_seen - 1 in self._wanted
-
-    def sample(self, views: Iterable[memoryview], itemsizes: Iterable[int]) -> None:
-        """Takes a sample of a chunk, in the middle of its largest view. For worker threads."""
-        view, itemsize = max(
-            zip(views, itemsizes, strict=True), key=lambda each: len(each[0]), default=(_NOTHING, 1)
-        )
-        middle = len(view) // 2
-        low = max(0, middle - middle % itemsize - self._nbytes // 2)
-        part = view[low - low % itemsize :][: self._nbytes]
-        if part:
-            begin_s = time.thread_time()
-            head, body = pack_frame(part, width=width_for(itemsize), level=self._level)
-            seconds = time.thread_time() - begin_s
-            self._found.append((len(part), len(head) + len(body), seconds))
-
-
-_NOTHING = memoryview(b"")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -17,7 +17,7 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.compressing import CompressedStore, Sampler
+from actorsnap.actors.compressing import CompressedStore
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
@@ -35,9 +35,8 @@ from actorsnap.format.frames import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines
-from actorsnap.planning.compression import Sampled, sample_bytes
 from actorsnap.planning.inventory import Division, sharded_digest, take_stock
-from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
+from actorsnap.planning.packing import Chunk, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.calls import (
     CoordinatorLost,
     Finish,
@@ -85,8 +84,8 @@ _RELEASED = MemorySource(0, 0, None)
 _LOOK_S = 10.0
 """Bound of the look whether a commit is visible, when nobody can tell any more."""
 
-_MAX_BESIDE_BYTES = 64 << 20
-"""So much memory is taken for compressed chunks beside a budget that is lent elsewhere."""
+_MAX_COMPRESSED_BYTES = 64 << 20
+"""Memory for compressed chunks where staging in the trainer has the whole budget, in bytes."""
 
 _HEAD_START_S = 0.002
 """Uploaders leave the GIL and the CPUs to the trainer for so long after it was woken: else it
@@ -102,7 +101,6 @@ class SaveSettings:
         num_uploaders: Chunks hashed and written at once.
         num_copiers: Chunks copied at once.
         pace: See ``UploaderActor``.
-        samples_level: A plain save compresses samples at this level of zstd; None: it does not.
         step: The caller's, for the rank manifest; None if it gave none.
     """
 
@@ -110,23 +108,7 @@ class SaveSettings:
     num_uploaders: int
     num_copiers: int
     pace: Pace | None = None
-    samples_level: int | None = None
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """How long it took to store a rank's objects.
-
-    Attributes:
-        nbytes: Of them, before compression.
-        seconds: From the first byte until all were complete.
-        sampled: What samples have shown, if some were compressed.
-    """
-
-    nbytes: int
-    seconds: float
-    sampled: Sampled | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +148,6 @@ class ParticipantActor:
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
-        measured: None before all is stored.
     """
 
     def __init__(
@@ -190,7 +171,6 @@ class ParticipantActor:
         recorder: Recorder | None = None,
     ) -> None:
         self.remembered: Remembered | None = None
-        self.measured: Measured | None = None
         self._stager = stager
         self._fence = fence
         self._on_eager_staged = on_eager_staged
@@ -220,9 +200,6 @@ class ParticipantActor:
         self._resumed: tuple[str, ...] = ()
         self._save: SaveRecord  # once there is something to store
         self._level: int | None = None
-        self._compressed: CompressedStore | None = None
-        self._sampler: Sampler | None = None
-        self._began_storing = 0.0
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
         self._division: Division = None
@@ -477,7 +454,7 @@ class ParticipantActor:
             ChecksumLedger(plan, [self._leaves[index].item for index in plan.items])
             for plan in self._plans
         ]
-        self._board.plan(self._nbytes)
+        self._board.plan(sum(plan.nbytes for plan in self._plans))
         work = [ObjectWork(len(p.chunks), p.opens, p.is_shared) for p in self._plans]
         await self._post(Planned(tuple(work)))
 
@@ -486,7 +463,7 @@ class ParticipantActor:
     async def _move_bytes(self) -> None:
         """Runs the staging actor and the uploaders over one bounded stream."""
         order = write_order(self._plans)
-        self._prepare_compression(len(order))
+        compressed = self._compressed_store(order)
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
         # Copies are bounded by the budget; views of live memory need only keep up.
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
@@ -517,8 +494,7 @@ class ParticipantActor:
                         resumes=bool(self._resumed),
                         board=self._board,
                         pace=self._settings.pace,
-                        compressed=self._compressed,
-                        sampler=self._sampler,
+                        compressed=compressed,
                         recorder=self._recorder,
                     )
                     tasks.start_soon(self._guard, Stage.STORE, None, uploader.run)
@@ -530,41 +506,27 @@ class ParticipantActor:
             # The trainer's own memory was read until the last chunk was written.
             await self._post(StagingEnded())
 
-    def _prepare_compression(self, num_chunks: int) -> None:
-        if self._level is not None:
-            at_once = None
-            if self._stager is not None:
-                # The budget is lent to the copies, which are made elsewhere.
-                largest = max(
-                    [c.stop - c.start for plan in self._plans for c in plan.chunks], default=1
-                )
-                at_once = max(1, _MAX_BESIDE_BYTES // largest)
-            self._compressed = CompressedStore(
-                self._storage,
-                level=self._level,
-                budget=self._budget,
-                run_blocking=self._errands.run_bulk,
-                num_threads=self._settings.num_copiers,
-                at_once=at_once,
-            )
-            return
-        level, nbytes = self._settings.samples_level, sample_bytes(self._nbytes)
-        if level is not None and nbytes:
-            self._sampler = Sampler(
-                num_chunks=num_chunks,
-                nbytes=nbytes,
-                level=level,
-                num_threads=self._settings.num_copiers,
-            )
+    def _compressed_store(self, order: Sequence[Chunk]) -> CompressedStore | None:
+        if self._level is None:
+            return None
+        at_once = None
+        if self._stager is not None:
+            # The budget belongs to the trainer, which stages.
+            largest = max([chunk.stop - chunk.start for chunk in order], default=1)
+            at_once = max(1, _MAX_COMPRESSED_BYTES // largest)
+        return CompressedStore(
+            self._storage,
+            level=self._level,
+            budget=self._budget,
+            run_blocking=self._errands.run_bulk,
+            num_threads=self._settings.num_copiers,
+            at_once=at_once,
+        )
 
     @property
     def _objects(self) -> RankObjects:
         assert self._maybe_objects is not None
         return self._maybe_objects
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(plan.nbytes for plan in self._plans)
 
     def _staging(self, order: StagingOrder) -> Staging:
         if self._stager is not None:
@@ -593,7 +555,6 @@ class ParticipantActor:
         await may_store.wait()
         if self._settings.copies:
             await anyio.sleep(_HEAD_START_S)
-        self._began_storing = anyio.current_time()
         begin.set()
 
     async def _stage(self, staging: Staging) -> None:
@@ -642,9 +603,6 @@ class ParticipantActor:
         await self._post(Looked(found))
 
     async def _store_manifest(self, key: str) -> None:
-        seconds = anyio.current_time() - self._began_storing
-        sampled = None if self._sampler is None else self._sampler.result
-        self.measured = Measured(nbytes=self._nbytes, seconds=seconds, sampled=sampled)
         with row_of(self._recorder, "objects") as row:
             data = await self._run_blocking(self._encode_manifest)
             await self._objects.put(key, data)

@@ -21,7 +21,7 @@ from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import Stager
 from actorsnap.actors.reader import find_commit, read_commits
-from actorsnap.actors.session import Measured, ParticipantActor, SaveSettings
+from actorsnap.actors.session import ParticipantActor, SaveSettings
 from actorsnap.actors.trace import Phase
 from actorsnap.errors import (
     ActorSnapError,
@@ -36,7 +36,6 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.lines import Lines
 from actorsnap.options import chunk_within, zstd_level
-from actorsnap.planning.compression import CompressionChoice
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure, Stage
@@ -115,9 +114,6 @@ class SaveJob(Job):
             self.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
         self._superseded: Storage | None = None  # closed at the end: it may hang
-        self._level: int | None = None
-        self._samples_level: int | None = None
-        self._choice: CompressionChoice | None = None
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
         self._participant: ParticipantActor | None = None
@@ -265,7 +261,6 @@ class SaveJob(Job):
                     if self._membership is None:
                         raise
                     self._captured = failure_of(error)
-            self._choose_compression()
             coordinator = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
@@ -404,7 +399,6 @@ class SaveJob(Job):
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
                 pace=self._host.pace if self._copies else None,  # else the trainer waits for it
-                samples_level=self._samples_level,
                 step=self._request.step,
             ),
             budget=self._host.budget,
@@ -441,7 +435,6 @@ class SaveJob(Job):
                 membership.team.remembered = participant.remembered
                 membership.team.memory = membership.memory
         is_committed = coordinator is not None and coordinator.commit is not None
-        self._learn(participant.measured)
         if failure is not None and not is_committed:
             raise self._error(failure)
         return coordinator
@@ -452,7 +445,8 @@ class SaveJob(Job):
         options, membership = self.options, self._membership
         storage = self._storage
         can = Capabilities() if storage is None else storage.capabilities
-        level, chunk_bytes = self._level, options.chunk_bytes
+        level = None if options.compression is None else zstd_level(options.compression)
+        chunk_bytes = options.chunk_bytes
         if level is not None:
             # Each chunk is an object of its own, written at once.
             can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
@@ -498,31 +492,6 @@ class SaveJob(Job):
             on_failure=self._on_failure,
             recorder=self._recorder,
         )
-
-    def _choose_compression(self) -> None:
-        """Of rank 0 it counts."""
-        compression = self.options.compression
-        if compression is None or self.rank != 0:
-            return
-        if compression != "auto":
-            self._level = zstd_level(compression)
-            return
-        self._choice = choice = self._host.compression_choice(self._request.place.at)
-        level = zstd_level("zstd")
-        if choice.decide():
-            self._level = level
-        elif choice.wants_sample:
-            self._samples_level = level
-
-    def _learn(self, measured: Measured | None) -> None:
-        """How fast it was tells how the next save to this place is made."""
-        if self._choice is not None and measured is not None:
-            self._choice.learn(
-                is_compressed=self._level is not None,
-                state_bytes=measured.nbytes,
-                seconds=measured.seconds,
-                sampled=measured.sampled,
-            )
 
     def _on_staged(self) -> None:
         self._staged_s = time.monotonic() - self._begun_s

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.compressing import CompressedStore, Sampler
+from actorsnap.actors.compressing import CompressedStore, shrinks
 from actorsnap.actors.trace import Recorder, Wait, row_of
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.frames import FRAME_BYTES, Unpacker, count_frames
@@ -157,24 +157,25 @@ async def test_who_waits_for_a_thread_is_told_from_who_waits_for_memory() -> Non
     assert spent_s == {Wait.THREAD: 1 + 2 + 3, Wait.MEMORY: 0}
 
 
-def test_samples_are_spread_over_the_save() -> None:
-    sampler = Sampler(num_chunks=16, nbytes=1000, level=1, num_threads=3)
-    taken = []
-    for number in range(16):
-        if sampler.is_next():
-            taken.append(number)
-            sampler.sample([memoryview(b""), memoryview(bytes(5000)), memoryview(b"x")], [1, 4, 1])
-    assert taken == [0, 2, 4, 6, 8, 10, 12, 14]
-    result = sampler.result
-    assert result is not None
-    assert (result.nbytes, result.num_threads) == (8000, 3)
-    assert result.ratio > 10
-    assert result.bytes_per_s > 0
+@pytest.mark.parametrize(
+    ("done", "packed", "num_frames", "expected"),
+    [
+        (1, 1, 1, True),  # too early to decide
+        (3, 3, 3, True),
+        (4, 4, 4, False),
+        (4, 3, 4, True),
+        (16, 15.5, 16, True),
+        (16, 15.6, 16, False),
+        (16, 16.1, 16, False),  # larger than the chunk
+    ],
+)
+def test_a_chunk_that_does_not_shrink(
+    done: float, packed: float, num_frames: int, expected: bool
+) -> None:
+    sizes = int(done * FRAME_BYTES), int(packed * FRAME_BYTES)
+    assert shrinks(*sizes, num_frames, of_bytes=16 * FRAME_BYTES) is expected
 
 
-def test_a_save_of_empty_leaves_has_no_samples() -> None:
-    sampler = Sampler(num_chunks=1, nbytes=1000, level=1, num_threads=3)
-    assert sampler.is_next()
-    sampler.sample([], [])
-    sampler.sample([memoryview(b"")], [4])
-    assert sampler.result is None
+def test_a_chunk_of_one_frame_is_tried_at_its_end() -> None:
+    assert not shrinks(FRAME_BYTES, FRAME_BYTES, 1, of_bytes=FRAME_BYTES)
+    assert shrinks(FRAME_BYTES, FRAME_BYTES // 2, 1, of_bytes=FRAME_BYTES)
