@@ -6,13 +6,13 @@ Defaults are here only, and no other module reads an ``ACTORSNAP_*`` variable.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.format.frames import Codec
 
 __all__ = [
     "MIN_CHUNK_BYTES",
@@ -20,7 +20,6 @@ __all__ = [
     "may_block_running_loop",
     "chunk_within",
     "from_env",
-    "zstd_level",
 ]
 
 _MIB = 1 << 20
@@ -40,9 +39,6 @@ _OTEL_MODES = ("auto", "on", "off")
 
 _AT_EXIT = ("wait", "abort")
 _OFFLOADS = ("auto", "thread", "process")
-_ZSTD = re.compile("zstd(?::([1-9]|1[0-9]))?")
-_ZSTD_LEVEL = 1
-"""Shuffled weights gain nothing from slower ones: ``docs/decisions/0015-compression.md``."""
 
 _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
@@ -186,7 +182,7 @@ class Options(_Checked, frozen=True, kw_only=True):
                     "2 % longer"
                 )
         if self.compression is not None:
-            zstd_level(self.compression)
+            Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
 
@@ -214,21 +210,6 @@ class Options(_Checked, frozen=True, kw_only=True):
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
-
-
-def zstd_level(compression: str) -> int:
-    """The level that ``"zstd"`` or ``"zstd:<level>"`` means.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    match = _ZSTD.fullmatch(compression) if isinstance(compression, str) else None
-    if match is None:
-        raise UsageError(
-            'Options.compression must be None, "zstd" or "zstd:1" to "zstd:19", '
-            f"not {compression!r}"
-        )
-    return int(match[1] or _ZSTD_LEVEL)
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:

@@ -17,7 +17,7 @@ import anyio.lowlevel
 from actorsnap.actors.budget import Budget, Lease, Purpose
 from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, pack_frame, width_for
+from actorsnap.format.frames import FRAME_BYTES, Codec, pack_frame, width_for
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
@@ -64,7 +64,6 @@ class CompressedStore:
     """Stores chunks.
 
     Args:
-        level: zstd's.
         num_threads: So many chunks are compressed at once. Of more, in turns, none would be ready
             before all are, and the link would wait.
         at_once: So many are compressed or sent at most; None: as the budget has memory.
@@ -74,7 +73,7 @@ class CompressedStore:
         self,
         storage: Storage,
         *,
-        level: int,
+        codec: Codec,
         budget: Budget,
         run_blocking: RunBlocking,
         num_threads: int,
@@ -83,7 +82,7 @@ class CompressedStore:
         self._threads = anyio.CapacityLimiter(num_threads)
         self._room = anyio.CapacityLimiter(at_once or math.inf)
         self._storage = storage
-        self._level = level
+        self._codec = codec
         self._budget = budget
         self._run_blocking = run_blocking
 
@@ -139,7 +138,7 @@ class CompressedStore:
             if row is not None:
                 row.note(Wait.MEMORY)
             try:
-                packing = _Packing(views, itemsizes, self._level, lease.view)
+                packing = _Packing(views, itemsizes, self._codec, lease.view)
                 while await self._run_blocking(_take_turn, packing, key, start, row):
                     await anyio.lowlevel.checkpoint_if_cancelled()
             except BaseException:
@@ -185,11 +184,11 @@ class _Packing:
         self,
         views: Sequence[memoryview],
         itemsizes: Sequence[int],
-        level: int,
+        codec: Codec,
         memory: memoryview,
     ) -> None:
         self._sources = _cut(views, itemsizes)
-        self._level = level
+        self._codec = codec
         self._memory = memory
         self.done = 0
         self.frames: list[int] = []
@@ -200,7 +199,7 @@ class _Packing:
         """Compresses for a while; True if there is more. For worker threads."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
-            head, body = pack_frame(source, width=width, level=self._level)
+            head, body = pack_frame(source, width=width, codec=self._codec)
             stop = self.size + len(head) + len(body)
             self.done += len(source)
             if not shrinks(self.done, stop, len(self.frames) + 1, of_bytes=len(self._memory)):

@@ -31,7 +31,7 @@ from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Row, Work, ro
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import check_available
+from actorsnap.format.frames import Codec, check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines
@@ -199,7 +199,7 @@ class ParticipantActor:
         self._attempt = ""
         self._resumed: tuple[str, ...] = ()
         self._save: SaveRecord  # once there is something to store
-        self._level: int | None = None
+        self._codec: Codec | None = None
         # Per scope, the indices of its leaves; the same order as in the inventory.
         self._scopes: list[list[int]] = []
         self._division: Division = None
@@ -430,7 +430,7 @@ class ParticipantActor:
     async def _start(self, command: StartStoring, tasks: anyio.abc.TaskGroup) -> None:
         self._attempt, self._resumed = command.attempt, command.resumed
         self._save = command.save
-        self._level = command.rules.compression
+        self._codec = command.rules.codec
         plan = (command.digest, command.plan)
         self.remembered = Remembered(plan, self._division, self._sharded)
         if self._stager is not None:
@@ -447,7 +447,7 @@ class ParticipantActor:
             self._storage,
             attempt=self._attempt,
             resumed=self._resumed,
-            is_compressed=self._level is not None,
+            is_compressed=self._codec is not None,
             recorder=self._recorder,
         )
         self._ledgers = [
@@ -507,7 +507,7 @@ class ParticipantActor:
             await self._post(StagingEnded())
 
     def _compressed_store(self, order: Sequence[Chunk]) -> CompressedStore | None:
-        if self._level is None:
+        if self._codec is None:
             return None
         at_once = None
         if self._stager is not None:
@@ -516,7 +516,7 @@ class ParticipantActor:
             at_once = max(1, _MAX_COMPRESSED_BYTES // largest)
         return CompressedStore(
             self._storage,
-            level=self._level,
+            codec=self._codec,
             budget=self._budget,
             run_blocking=self._errands.run_bulk,
             num_threads=self._settings.num_copiers,
@@ -568,7 +568,7 @@ class ParticipantActor:
         await self._post(ChunkStored(number))
 
     def _pack(self, command: StartStoring) -> tuple[ObjectPlan, ...]:
-        if self._level is not None:
+        if self._codec is not None:
             check_available()  # rank 0 has seen only its own installation
         objects = pack(
             [leaf.item for leaf in self._leaves],

@@ -33,9 +33,10 @@ from actorsnap.errors import (
     StorageError,
     UnsupportedFormat,
 )
+from actorsnap.format.frames import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.lines import Lines
-from actorsnap.options import chunk_within, zstd_level
+from actorsnap.options import chunk_within
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine
 from actorsnap.protocol.messages import Failure, Stage
@@ -445,15 +446,15 @@ class SaveJob(Job):
         options, membership = self.options, self._membership
         storage = self._storage
         can = Capabilities() if storage is None else storage.capabilities
-        level = None if options.compression is None else zstd_level(options.compression)
+        codec = None if options.compression is None else Codec.parse(options.compression)
         chunk_bytes = options.chunk_bytes
-        if level is not None:
+        if codec is not None:
             # Each chunk is an object of its own, written at once.
             can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
             chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
         save = SaveRecord(
             world_size=self._world_size,
-            features=features_of(is_compressed=level is not None),
+            features=features_of(is_compressed=codec is not None),
             fsync=options.fsync,
             step=self._request.step,
             metadata=self._request.metadata,
@@ -473,7 +474,7 @@ class SaveJob(Job):
                     max_writes=can.max_writes,
                     max_object_bytes=can.max_object_bytes,
                     has_joined_writers=can.has_joined_writers,
-                    compression=level,
+                    codec=codec,
                 ),
                 resumed=self._resumed,
                 memory=None if membership is None else membership.memory,

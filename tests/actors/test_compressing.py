@@ -16,7 +16,7 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.compressing import CompressedStore, shrinks
 from actorsnap.actors.trace import Recorder, Wait, row_of
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, Unpacker, count_frames
+from actorsnap.format.frames import FRAME_BYTES, Codec, Unpacker, count_frames
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.memory import forget_space, open_memory
@@ -24,11 +24,12 @@ from actorsnap.testing import run_blocking_in_thread
 
 T = TypeVar("T")
 KEY = "attempt/data/model/0-0.chunks"
+ZSTD = Codec(name="zstd", level=1)
 NOISE = random.Random(15).randbytes(6 * FRAME_BYTES)
 
 
 async def stored_of(
-    views: Sequence[bytes], itemsizes: Sequence[int], *, start: int = 0, level: int = 1
+    views: Sequence[bytes], itemsizes: Sequence[int], *, start: int = 0
 ) -> tuple[StoredChunk, bytes]:
     """How a chunk was stored, and as what."""
     storage: Storage = open_memory(
@@ -36,7 +37,7 @@ async def stored_of(
     )
     budget = Budget(1 << 30)
     store = CompressedStore(
-        storage, level=level, budget=budget, run_blocking=run_blocking_in_thread, num_threads=1
+        storage, codec=ZSTD, budget=budget, run_blocking=run_blocking_in_thread, num_threads=1
     )
     whole = b"".join(views)
     chunk = await store.store(
@@ -135,7 +136,7 @@ async def test_who_waits_for_a_thread_is_told_from_who_waits_for_memory() -> Non
     context = StorageContext(run_blocking=run_blocking_in_thread)
     store = CompressedStore(
         open_memory("memory://compressing", context),
-        level=1,
+        codec=ZSTD,
         budget=Budget(1 << 30),
         run_blocking=run_for_a_second,
         num_threads=1,

@@ -16,6 +16,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.frames import (
     FRAME_BYTES,
     FRAME_HEAD_BYTES,
+    Codec,
     Unpacker,
     check_available,
     is_frame_count,
@@ -31,7 +32,7 @@ KEY = "attempt/data/model/0-0.chunks/0"
 
 
 def packed(data: bytes, *, width: int = 1, level: int = 1) -> bytearray:
-    head, body = pack_frame(memoryview(data), width=width, level=level)
+    head, body = pack_frame(memoryview(data), width=width, codec=Codec(name="zstd", level=level))
     return bytearray(head + bytes(body))
 
 
@@ -46,6 +47,11 @@ def signed(width: int, body: bytes) -> bytearray:
     """A frame whose checksum fits, whatever it holds."""
     mark = bytes([width])
     return bytearray(mark + crc32c(body, crc32c(mark)).to_bytes(4, "little") + body)
+
+
+@pytest.mark.parametrize(("text", "level"), [("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
+def test_options_name_a_codec(text: str, level: int) -> None:
+    assert Codec.parse(text) == Codec(name="zstd", level=level)
 
 
 @given(st.binary(min_size=1, max_size=300), st.sampled_from(WIDTHS[1:]))
