@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actorsnap.errors import UsageError, did_you_mean
-from actorsnap.format.frames import Codec
+from actorsnap.format.compression import Codec
 
 __all__ = [
     "MIN_CHUNK_BYTES",

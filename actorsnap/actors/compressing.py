@@ -1,8 +1,8 @@
 """Compresses staged chunks, and stores each as an object of its own.
 
 Implements the writer's side of ``docs/format.md`` ("Compressed data object"). A chunk is compressed
-on a worker thread, frame by frame, in short turns, into leased memory. Where it does not shrink it
-is stored from where it lies. It must not know which chunks there are, nor why they are compressed.
+on a worker thread, frame by frame, in short turns, into leased memory. One that does not shrink is
+stored as it is. This module must not know which chunks there are, nor why they are compressed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import anyio.lowlevel
 from actorsnap.actors.budget import Budget, Lease, Purpose
 from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, Codec, pack_frame, width_for
+from actorsnap.format.compression import FRAME_BYTES, Codec, pack_frame, width_for
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
@@ -187,7 +187,7 @@ class _Packing:
         codec: Codec,
         memory: memoryview,
     ) -> None:
-        self._sources = _cut(views, itemsizes)
+        self._sources = _split_frames(views, itemsizes)
         self._codec = codec
         self._memory = memory
         self.done = 0
@@ -216,10 +216,12 @@ class _Packing:
         return False
 
 
-def _cut(views: Sequence[memoryview], itemsizes: Sequence[int]) -> Iterator[tuple[memoryview, int]]:
-    """Yields the bytes of each frame, and by how many they are to be shuffled.
+def _split_frames(
+    views: Sequence[memoryview], itemsizes: Sequence[int]
+) -> Iterator[tuple[memoryview, int]]:
+    """Yields the bytes of each frame and the width of its shuffle.
 
-    Bytes that lie in several views are joined; of items of several sizes the most bytes count.
+    Bytes of several views are joined. The width is that of most bytes of the frame.
     """
     parts: list[memoryview] = []
     num_bytes: dict[int, int] = {}

@@ -31,7 +31,7 @@ from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Row, Work, ro
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import Codec, check_available
+from actorsnap.format.compression import Codec, check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines

@@ -20,7 +20,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.frames import Codec
+from actorsnap.format.compression import Codec
 from actorsnap.format.geometry import flat_range_boxes
 from actorsnap.format.layout import (
     MAX_HEADER_BYTES,

@@ -33,7 +33,7 @@ from actorsnap.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from actorsnap.format.frames import Codec
+from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.lines import Lines
 from actorsnap.options import chunk_within

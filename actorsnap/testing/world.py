@@ -21,7 +21,7 @@ from actorsnap.actors.errands import Errands
 from actorsnap.actors.session import ParticipantActor, Remembered, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
-from actorsnap.format.frames import Codec
+from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.coordinator import CoordinatorMachine

@@ -16,7 +16,7 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.compressing import CompressedStore, shrinks
 from actorsnap.actors.trace import Recorder, Wait, row_of
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, Codec, Unpacker, count_frames
+from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker, count_frames
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.memory import forget_space, open_memory

@@ -19,7 +19,7 @@ from actorsnap.actors import session, stock
 from actorsnap.actors.stock import checksums_of
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
-from actorsnap.format.frames import FRAME_BYTES, Codec, Unpacker
+from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -29,7 +29,7 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
-from actorsnap.planning.chunks import chunk_maps
+from actorsnap.planning.compressed_ranges import chunk_maps
 from actorsnap.protocol.messages import (
     AskInventory,
     AskItems,

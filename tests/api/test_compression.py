@@ -30,8 +30,8 @@ from actorsnap import (
     UsageError,
     cli,
 )
-from actorsnap.format import frames, manifest
-from actorsnap.format.frames import FRAME_BYTES
+from actorsnap.format import compression, manifest
+from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.options import chunk_within, from_env
 from actorsnap.runtime.host import Host
@@ -528,10 +528,10 @@ def test_the_environment_says_it() -> None:
 
 @pytest.fixture
 def without_zstd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(frames, "_MODULE", "no_such_zstd")
-    frames._zstd.cache_clear()
+    monkeypatch.setattr(compression, "_MODULE", "no_such_zstd")
+    compression._zstd.cache_clear()
     yield
-    frames._zstd.cache_clear()
+    compression._zstd.cache_clear()
 
 
 @each_facade

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from actorsnap.format.frames import Codec
+from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.frames import (
     Alive,

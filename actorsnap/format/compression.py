@@ -1,7 +1,7 @@
-"""Cuts chunks of compressed data objects into frames, and encodes these.
+"""Names codecs, and encodes and decodes the frames of compressed chunks.
 
-Implements ``docs/format.md`` ("Compressed data object"): where which frame lies, the shuffle, and
-what a reader believes of a frame. It must not know which chunks there are, nor where they lie.
+Implements ``docs/format.md`` ("Compressed data object"): sizes of frames, the shuffle, and the
+checks of a reader. It must not know which chunks there are, nor where they are stored.
 
 Shuffling gathers the first bytes of all items, then the second ones, and so on: exponents of
 neighbouring weights are alike, their mantissas are noise. Shifts of whole items are two to eight

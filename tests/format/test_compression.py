@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
-from actorsnap.format import frames
+from actorsnap.format import compression
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import (
+from actorsnap.format.compression import (
     FRAME_BYTES,
     FRAME_HEAD_BYTES,
     Codec,
@@ -27,7 +27,7 @@ from actorsnap.format.frames import (
 )
 
 WIDTHS = (1, 2, 4, 8, 16)
-zstd = frames._zstd()  # whichever this Python has
+zstd = compression._zstd()  # whichever this Python has
 KEY = "attempt/data/model/0-0.chunks/0"
 
 
@@ -164,12 +164,12 @@ def test_sizes_of_frames(nbytes: int, sizes: tuple[int, ...], fits: bool) -> Non
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_MODULE", "no_such_zstd")
-    frames._zstd.cache_clear()
+    monkeypatch.setattr(compression, "_MODULE", "no_such_zstd")
+    compression._zstd.cache_clear()
     try:
         with pytest.raises(UsageError, match=r"no_such_zstd.*pip install 'actorsnap\[zstd\]'"):
             check_available()
         with pytest.raises(UnsupportedFormat, match=r"pip install 'actorsnap\[zstd\]'"):
             Unpacker(KEY)
     finally:
-        frames._zstd.cache_clear()
+        compression._zstd.cache_clear()
