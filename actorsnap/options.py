@@ -6,13 +6,13 @@ Defaults are here only, and no other module reads an ``ACTORSNAP_*`` variable.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.format.compression import Codec
 
 __all__ = [
     "MIN_CHUNK_BYTES",
@@ -20,7 +20,6 @@ __all__ = [
     "may_block_running_loop",
     "chunk_within",
     "from_env",
-    "zstd_level",
 ]
 
 _MIB = 1 << 20
@@ -40,9 +39,6 @@ _OTEL_MODES = ("auto", "on", "off")
 
 _AT_EXIT = ("wait", "abort")
 _OFFLOADS = ("auto", "thread", "process")
-_ZSTD = re.compile("zstd(?::([1-9]|1[0-9]))?")
-_ZSTD_LEVEL = 1
-"""Shuffled weights gain nothing from slower ones: ``docs/decisions/0015-compression.md``."""
 
 _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
@@ -117,10 +113,8 @@ class Options(_Checked, frozen=True, kw_only=True):
             do. Takes steps that are marked, with ``actorsnap.step()``. None slows nothing.
         compression: ``"zstd:1"`` to ``"zstd:19"`` compresses what is stored, chunk by chunk, on the
             threads that store it, or in the uploader process; ``"zstd"`` is ``"zstd:1"``.
-            ``"auto"``: like that where it makes saves faster, by what earlier saves of this process
-            to the same folder have measured; the first two are not compressed. None: never. Rank
-            0's holds for all. The data objects are no safetensors files then. Needs the extra
-            ``actorsnap[zstd]``, also to read.
+            None compresses nothing. Rank 0's holds for all. The data objects are no safetensors
+            files then. Needs the extra ``actorsnap[zstd]``, also to read.
         max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
             are read by one request.
         trace: A file for a timeline of each save and restore, in Chrome's trace format, written
@@ -187,8 +181,8 @@ class Options(_Checked, frozen=True, kw_only=True):
                     f"Options.max_slowdown must lie in (0, 1], not {value!r}: 0.02 lets steps take "
                     "2 % longer"
                 )
-        if self.compression not in (None, "auto"):
-            zstd_level(self.compression)
+        if self.compression is not None:
+            Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
 
@@ -216,21 +210,6 @@ class Options(_Checked, frozen=True, kw_only=True):
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
-
-
-def zstd_level(compression: str) -> int:
-    """The level that ``"zstd"`` or ``"zstd:<level>"`` means.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    match = _ZSTD.fullmatch(compression) if isinstance(compression, str) else None
-    if match is None:
-        raise UsageError(
-            'Options.compression must be None, "auto", "zstd" or "zstd:1" to "zstd:19", '
-            f"not {compression!r}"
-        )
-    return int(match[1] or _ZSTD_LEVEL)
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:

@@ -32,7 +32,6 @@ _WAYS: dict[str, str | None] = {
     "off": None,
     "zstd:1": "zstd:1",
     "zstd:3": "zstd:3",
-    "auto": "auto",
 }
 _LINK_BYTES_S = 100 << 20
 
@@ -157,11 +156,7 @@ def row_compression(setting: Setting) -> None:
     emit(
         "compression",
         ratios=ratios,
-        needs={
-            "auto/off take tmpfs": Need(1.05, at_least=False),
-            "auto/off take link": Need(0.95, at_least=False),
-            "zstd:1/off take link": Need(0.9, at_least=False),
-        },
+        needs={"zstd:1/off take link": Need(0.9, at_least=False)},
         missing=missing,
         **facts,
     )

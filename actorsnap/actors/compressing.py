@@ -1,15 +1,15 @@
 """Compresses staged chunks, and stores each as an object of its own.
 
 Implements the writer's side of ``docs/format.md`` ("Compressed data object"). A chunk is compressed
-on a worker thread, frame by frame, in short turns, into leased memory. Where it does not shrink it
-is stored from where it lies. It must not know which chunks there are, nor why they are compressed.
+on a worker thread, frame by frame, in short turns, into leased memory. One that does not shrink is
+stored as it is. This module must not know which chunks there are, nor why they are compressed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -17,16 +17,21 @@ import anyio.lowlevel
 from actorsnap.actors.budget import Budget, Lease, Purpose
 from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, pack_frame, width_for
+from actorsnap.format.compression import FRAME_BYTES, Codec, pack_frame, width_for
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
-from actorsnap.planning.compression import NUM_SAMPLES, Sampled, shrinks
 from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 
-__all__ = ["CompressedObject", "CompressedStore", "Sampler"]
+__all__ = ["CompressedObject", "CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
 """So long a thread compresses before others have their turn on it."""
+
+_MIN_SAVED = 1 / 32
+"""Smallest part of a chunk that compression must save; less is not worth decompressing."""
+
+_TRIAL_FRAMES = 4
+"""Frames that are tried: if these do not shrink, the chunk is stored as it is."""
 
 
 class CompressedObject(ObjectWriter):
@@ -59,7 +64,6 @@ class CompressedStore:
     """Stores chunks.
 
     Args:
-        level: zstd's.
         num_threads: So many chunks are compressed at once. Of more, in turns, none would be ready
             before all are, and the link would wait.
         at_once: So many are compressed or sent at most; None: as the budget has memory.
@@ -69,7 +73,7 @@ class CompressedStore:
         self,
         storage: Storage,
         *,
-        level: int,
+        codec: Codec,
         budget: Budget,
         run_blocking: RunBlocking,
         num_threads: int,
@@ -78,7 +82,7 @@ class CompressedStore:
         self._threads = anyio.CapacityLimiter(num_threads)
         self._room = anyio.CapacityLimiter(at_once or math.inf)
         self._storage = storage
-        self._level = level
+        self._codec = codec
         self._budget = budget
         self._run_blocking = run_blocking
 
@@ -134,13 +138,26 @@ class CompressedStore:
             if row is not None:
                 row.note(Wait.MEMORY)
             try:
-                packing = _Packing(views, itemsizes, self._level, lease.view)
+                packing = _Packing(views, itemsizes, self._codec, lease.view)
                 while await self._run_blocking(_take_turn, packing, key, start, row):
                     await anyio.lowlevel.checkpoint_if_cancelled()
             except BaseException:
                 lease.release()
                 raise
         return lease, packing
+
+
+def shrinks(done_bytes: int, packed_bytes: int, num_frames: int, *, of_bytes: int) -> bool:
+    """Returns whether a chunk of ``of_bytes`` may be stored compressed, by its first frames.
+
+    Args:
+        done_bytes: Uncompressed size of these frames.
+        packed_bytes: Their stored size.
+    """
+    if packed_bytes > of_bytes:
+        return False
+    is_tried = num_frames >= _TRIAL_FRAMES or done_bytes == of_bytes
+    return not is_tried or packed_bytes <= done_bytes * (1 - _MIN_SAVED)
 
 
 def _take_turn(packing: _Packing, key: str, start: int, row: Row | None) -> bool:
@@ -167,11 +184,11 @@ class _Packing:
         self,
         views: Sequence[memoryview],
         itemsizes: Sequence[int],
-        level: int,
+        codec: Codec,
         memory: memoryview,
     ) -> None:
-        self._sources = _cut(views, itemsizes)
-        self._level = level
+        self._sources = _split_frames(views, itemsizes)
+        self._codec = codec
         self._memory = memory
         self.done = 0
         self.frames: list[int] = []
@@ -182,7 +199,7 @@ class _Packing:
         """Compresses for a while; True if there is more. For worker threads."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
-            head, body = pack_frame(source, width=width, level=self._level)
+            head, body = pack_frame(source, width=width, codec=self._codec)
             stop = self.size + len(head) + len(body)
             self.done += len(source)
             if not shrinks(self.done, stop, len(self.frames) + 1, of_bytes=len(self._memory)):
@@ -199,10 +216,12 @@ class _Packing:
         return False
 
 
-def _cut(views: Sequence[memoryview], itemsizes: Sequence[int]) -> Iterator[tuple[memoryview, int]]:
-    """Yields the bytes of each frame, and by how many they are to be shuffled.
+def _split_frames(
+    views: Sequence[memoryview], itemsizes: Sequence[int]
+) -> Iterator[tuple[memoryview, int]]:
+    """Yields the bytes of each frame and the width of its shuffle.
 
-    Bytes that lie in several views are joined; of items of several sizes the most bytes count.
+    Bytes of several views are joined. The width is that of most bytes of the frame.
     """
     parts: list[memoryview] = []
     num_bytes: dict[int, int] = {}
@@ -224,56 +243,3 @@ def _cut(views: Sequence[memoryview], itemsizes: Sequence[int]) -> Iterator[tupl
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-
-class Sampler:
-    """Compresses samples of what a plain save stores, to learn what compression would bring.
-
-    Args:
-        num_chunks: Of the save.
-        nbytes: Of a sample.
-        num_threads: So many would compress at once.
-    """
-
-    def __init__(self, *, num_chunks: int, nbytes: int, level: int, num_threads: int) -> None:
-        self._wanted = {number * num_chunks // NUM_SAMPLES for number in range(NUM_SAMPLES)}
-        self._num_seen = 0
-        self._nbytes = nbytes
-        self._level = level
-        self._num_threads = num_threads
-        self._found: list[tuple[int, int, float]] = []
-
-    @property
-    def result(self) -> Sampled | None:
-        """What was found; None if there was nothing to compress."""
-        if not self._found:
-            return None
-        nbytes, compressed_bytes, seconds = map(sum, zip(*self._found, strict=True))
-        return Sampled(
-            nbytes=int(nbytes),
-            compressed_bytes=int(compressed_bytes),
-            seconds=seconds,
-            num_threads=self._num_threads,
-        )
-
-    def is_next(self) -> bool:
-        """Whether the next chunk is one to take a sample of."""
-        self._num_seen += 1
-        return self._num_seen - 1 in self._wanted
-
-    def sample(self, views: Iterable[memoryview], itemsizes: Iterable[int]) -> None:
-        """Takes a sample of a chunk, in the middle of its largest view. For worker threads."""
-        view, itemsize = max(
-            zip(views, itemsizes, strict=True), key=lambda each: len(each[0]), default=(_NOTHING, 1)
-        )
-        middle = len(view) // 2
-        low = max(0, middle - middle % itemsize - self._nbytes // 2)
-        part = view[low - low % itemsize :][: self._nbytes]
-        if part:
-            begin_s = time.thread_time()
-            head, body = pack_frame(part, width=width_for(itemsize), level=self._level)
-            seconds = time.thread_time() - begin_s
-            self._found.append((len(part), len(head) + len(body), seconds))
-
-
-_NOTHING = memoryview(b"")

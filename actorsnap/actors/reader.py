@@ -28,8 +28,8 @@ from actorsnap.errors import (
     StorageError,
 )
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
+from actorsnap.format.compression import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.foreign import attempts_in, recognize, recognize_file
-from actorsnap.format.frames import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -45,7 +45,7 @@ from actorsnap.format.manifest import (
     world_size_of,
 )
 from actorsnap.lines import Lines
-from actorsnap.planning.chunks import ChunkMap, Extent, chunk_maps
+from actorsnap.planning.compressed_ranges import ChunkMap, Extent, chunk_maps
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
 from actorsnap.state.memory import ByteSink

@@ -32,7 +32,7 @@ from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import check_available
+from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, encode_rank_manifest
 from actorsnap.lines import Lines
@@ -64,7 +64,7 @@ logger = Lines(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
 
-_MAX_EXTRA_BYTES = 64 << 20
+_MAX_COMPRESSED_BYTES = 64 << 20
 """Memory for compressed chunks when the budget is lent to copies in another process."""
 
 _HEAD_START_S = 0.002
@@ -269,7 +269,7 @@ class Saver:
             storage,
             attempt=assignment.attempt,
             resumed=assignment.resumed,
-            is_compressed=assignment.rules.compression is not None,
+            is_compressed=assignment.rules.codec is not None,
             recorder=self._recorder,
         )
         ledgers = [
@@ -344,10 +344,10 @@ class Saver:
                 tasks.start_soon(finish, number)
 
         compressed = None
-        if assignment.rules.compression is not None:
+        if assignment.rules.codec is not None:
             compressed = CompressedStore(
                 self._storage,
-                level=assignment.rules.compression,
+                codec=assignment.rules.codec,
                 budget=self._budget,
                 run_blocking=self._errands.run_bulk,
                 num_threads=self._settings.num_copiers,
@@ -461,7 +461,7 @@ class Saver:
         return list(scopes.values()), inventory, lists
 
     def _pack(self, assignment: Assignment, scopes: list[list[int]]) -> tuple[ObjectPlan, ...]:
-        if assignment.rules.compression is not None:
+        if assignment.rules.codec is not None:
             check_available()  # rank 0 has seen only its own installation
         assert assignment.plan is not None
         plans = pack(
@@ -530,4 +530,4 @@ def _chunks_beyond_budget(plans: Sequence[ObjectPlan]) -> int:
     """Returns the number of chunks to compress at once when the budget is lent to the copies in
     another process."""
     largest = max([chunk.stop - chunk.start for plan in plans for chunk in plan.chunks], default=1)
-    return max(1, _MAX_EXTRA_BYTES // largest)
+    return max(1, _MAX_COMPRESSED_BYTES // largest)

@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actorsnap.actors.compressing import CompressedStore, Sampler
+from actorsnap.actors.compressing import CompressedStore
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.ledger import ChecksumLedger
 from actorsnap.actors.pace import Pace
@@ -43,7 +43,6 @@ class UploaderActor:
         resumes: Whether to ask the writers for what dead attempts have left.
         pace: Says when to work; None: always.
         compressed: Stores chunks of compressed objects; None where the objects are plain.
-        sampler: Looks what compression would bring, if anybody wants to know.
         recorder: Gets what is done when, if anybody wants to know.
     """
 
@@ -62,11 +61,9 @@ class UploaderActor:
         board: ProgressBoard,
         pace: Pace | None = None,
         compressed: CompressedStore | None = None,
-        sampler: Sampler | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._compressed = compressed
-        self._sampler = sampler
         self._chunks = chunks
         self._writer_of = writer_of
         self._ledgers = ledgers
@@ -120,8 +117,6 @@ class UploaderActor:
     async def _store_now(self, staged: StagedChunk, writer: ObjectWriter, row: Row | None) -> None:
         ledger = self._ledgers[staged.chunk.object]
         nbytes = staged.chunk.stop - staged.chunk.start
-        if self._sampler is not None and self._sampler.is_next():
-            await self._run_blocking(self._sampler.sample, staged.views(), ledger.itemsizes(staged))
         if self._has_blocking_io and self._compressed is None:
             written = await self._run_blocking(
                 _hash_and_write, writer, staged, ledger, self._is_stopped, row

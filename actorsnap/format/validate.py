@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.checksum import is_block_count
-from actorsnap.format.frames import is_frame_count
+from actorsnap.format.compression import is_frame_count
 from actorsnap.format.layout import (
     DATA_ALIGNMENT,
     MAX_BYTES,

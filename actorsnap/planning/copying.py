@@ -26,7 +26,7 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
-from actorsnap.planning.chunks import check_chunks
+from actorsnap.planning.compressed_ranges import check_chunks
 
 __all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "Span", "cut", "plan_copy", "sort_leftovers"]
 

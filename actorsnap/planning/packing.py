@@ -20,6 +20,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.compression import Codec
 from actorsnap.format.geometry import flat_range_boxes
 from actorsnap.format.layout import (
     MAX_HEADER_BYTES,
@@ -178,7 +179,7 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         max_object_bytes: Most bytes of an object; None for any number. A leaf must have less than
             half of it.
         has_joined_writers: Objects may have several writers.
-        compression: zstd's level; None: objects are stored as they are.
+        codec: Compresses chunks; None stores objects as they are.
     """
 
     chunk_bytes: int
@@ -188,7 +189,7 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_writes: int | None = None
     max_object_bytes: int | None = None
     has_joined_writers: bool = True
-    compression: int | None = None
+    codec: Codec | None = None
 
     def least_write_bytes(self, size: int) -> int:
         """See ``least_write_bytes``."""
@@ -304,7 +305,7 @@ def pack(
             None if arranged.token is None else top_level_key(arranged.token),
             rank,
             first + arranged.number,
-            is_compressed=rules.compression is not None,
+            is_compressed=rules.codec is not None,
         )
 
     for share in plan.shares:

@@ -12,7 +12,7 @@ from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
 from actorsnap.actors.reader import Request
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
-from actorsnap.planning.chunks import chunk_maps
+from actorsnap.planning.compressed_ranges import chunk_maps
 from actorsnap.planning.exchange import (
     ReadPlan,
     Runs,

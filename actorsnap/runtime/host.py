@@ -39,7 +39,6 @@ from actorsnap.errors import ActorSnapError, UsageError, text_of
 from actorsnap.format.layout import Attempt
 from actorsnap.lines import Lines
 from actorsnap.options import may_block_running_loop
-from actorsnap.planning.compression import CompressionChoice
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.async_call import how_to_await
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
@@ -73,7 +72,6 @@ Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any,
 what must run on the runtime's loop, and is sent its result."""
 
 _MAX_WORKERS = 8
-_MAX_PLACES = 64
 
 _MAX_ENDED = 64
 """So many attempts that have ended are remembered, the latest."""
@@ -187,7 +185,6 @@ class Host:
         self.pace = Pace()
         self.uploader: Uploader | None = None  # see ``runtime.offload.find_uploader``
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
-        self._compression_choices: dict[str, CompressionChoice] = {}
         self._is_relieving = False
         self._is_stopping = False
         self._calls: set[Call[Any]] = set()
@@ -231,15 +228,6 @@ class Host:
                     # Such a child leaves by os._exit, past atexit.
                     multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
             return host
-
-    def compression_choice(self, url: str) -> CompressionChoice:
-        """What saves beside the snapshot ``url`` have shown. On the loop only."""
-        place = url.rstrip("/").rpartition("/")[0]
-        choice = self._compression_choices.pop(place, None) or CompressionChoice()
-        if len(self._compression_choices) >= _MAX_PLACES:
-            del self._compression_choices[next(iter(self._compression_choices))]
-        self._compression_choices[place] = choice
-        return choice
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.RunBlocking``."""

@@ -35,10 +35,10 @@ from actorsnap.errors import (
     StorageError,
     UnsupportedFormat,
 )
+from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.lines import Lines
-from actorsnap.options import chunk_within, zstd_level
-from actorsnap.planning.compression import CompressionChoice
+from actorsnap.options import chunk_within
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
@@ -117,9 +117,6 @@ class SaveJob(Job):
             self.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
         self._superseded: Storage | None = None  # closed at the end: it may hang
-        self._level: int | None = None
-        self._samples_level: int | None = None
-        self._choice: CompressionChoice | None = None
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
         self._saver: Saver | None = None
@@ -267,7 +264,6 @@ class SaveJob(Job):
                     if self._membership is None:
                         raise
                     self._captured = failure_of(error)
-            self._choose_compression()
             committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
@@ -453,14 +449,15 @@ class SaveJob(Job):
         options, membership = self.options, self._membership
         storage = self._storage
         can = Capabilities() if storage is None else storage.capabilities
-        level, chunk_bytes = self._level, options.chunk_bytes
-        if level is not None:
+        codec = None if options.compression is None else Codec.parse(options.compression)
+        chunk_bytes = options.chunk_bytes
+        if codec is not None:
             # Each chunk is an object of its own, written at once.
             can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
             chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
         save = SaveRecord(
             world_size=self._world_size,
-            features=features_of(is_compressed=level is not None),
+            features=features_of(is_compressed=codec is not None),
             fsync=options.fsync,
             step=self._request.step,
             metadata=self._request.metadata,
@@ -480,7 +477,7 @@ class SaveJob(Job):
                 max_writes=can.max_writes,
                 max_object_bytes=can.max_object_bytes,
                 has_joined_writers=can.has_joined_writers,
-                compression=level,
+                codec=codec,
             ),
             resumed=self._resumed,
             memory=None if membership is None else membership.memory,
@@ -512,21 +509,6 @@ class SaveJob(Job):
             trouble=lambda: errands.trouble,
         )
         return coordinator, committer
-
-    def _choose_compression(self) -> None:
-        """Of rank 0 it counts."""
-        compression = self.options.compression
-        if compression is None or self.rank != 0:
-            return
-        if compression != "auto":
-            self._level = zstd_level(compression)
-            return
-        self._choice = choice = self._host.compression_choice(self._request.place.at)
-        level = zstd_level("zstd")
-        if choice.decide():
-            self._level = level
-        elif choice.wants_sample:
-            self._samples_level = level
 
     def _on_staged(self) -> None:
         self._staged_s = time.monotonic() - self._begun_s

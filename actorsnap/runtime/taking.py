@@ -22,7 +22,7 @@ import msgspec
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Work
 from actorsnap.errors import ActorSnapError, UsageError, describe
-from actorsnap.format.frames import check_available
+from actorsnap.format.compression import check_available
 from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.labels import CallKind, Label

@@ -47,7 +47,7 @@ from actorsnap.format.manifest import (
     TensorEntry,
 )
 from actorsnap.lines import Lines
-from actorsnap.planning.chunks import check_chunks
+from actorsnap.planning.compressed_ranges import check_chunks
 from actorsnap.planning.index import holes
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.place import (

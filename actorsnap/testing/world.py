@@ -22,6 +22,7 @@ from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
+from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.memory import Memory
@@ -55,7 +56,7 @@ class SimulatedSave:
         release_of: Releases of ranks that run another one.
         copies: As in ``async_take``.
         resumed: Dead attempts whose objects are used.
-        compression: zstd's level; None: nothing is compressed.
+        codec: See ``PackingRules``.
         step, metadata: As in ``take``.
         memory, remembered: What coordinator and ranks know from the save before.
 
@@ -76,7 +77,7 @@ class SimulatedSave:
     overwrite: bool = False
     copies: bool = False
     resumed: tuple[str, ...] = ()
-    compression: int | None = None
+    codec: Codec | None = None
     step: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     budget_bytes: int = 64 * _MIB
@@ -166,11 +167,11 @@ class SimulatedSave:
     def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
         save = SaveRecord(
             world_size=len(self.states),
-            features=features_of(is_compressed=self.compression is not None),
+            features=features_of(is_compressed=self.codec is not None),
             step=self.step,
             metadata=dict(self.metadata),
         )
-        can = Capabilities() if self.compression is not None else storage.capabilities
+        can = Capabilities() if self.codec is not None else storage.capabilities
         decisions = SaveDecisions(
             attempt=self.attempt,
             url="simulated",
@@ -183,7 +184,7 @@ class SimulatedSave:
                 min_write_bytes=can.min_write_bytes,
                 max_writes=can.max_writes,
                 has_joined_writers=can.has_joined_writers,
-                compression=self.compression,
+                codec=self.codec,
             ),
             resumed=self.resumed,
             memory=memory,

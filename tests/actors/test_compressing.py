@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.compressing import CompressedStore, Sampler
+from actorsnap.actors.compressing import CompressedStore, shrinks
 from actorsnap.actors.trace import Recorder, Wait, row_of
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import FRAME_BYTES, Unpacker, count_frames
+from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker, count_frames
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.memory import forget_space, open_memory
@@ -24,11 +24,12 @@ from actorsnap.testing import run_blocking_in_thread
 
 T = TypeVar("T")
 KEY = "attempt/data/model/0-0.chunks"
+ZSTD = Codec(name="zstd", level=1)
 NOISE = random.Random(15).randbytes(6 * FRAME_BYTES)
 
 
 async def stored_of(
-    views: Sequence[bytes], itemsizes: Sequence[int], *, start: int = 0, level: int = 1
+    views: Sequence[bytes], itemsizes: Sequence[int], *, start: int = 0
 ) -> tuple[StoredChunk, bytes]:
     """How a chunk was stored, and as what."""
     storage: Storage = open_memory(
@@ -36,7 +37,7 @@ async def stored_of(
     )
     budget = Budget(1 << 30)
     store = CompressedStore(
-        storage, level=level, budget=budget, run_blocking=run_blocking_in_thread, num_threads=1
+        storage, codec=ZSTD, budget=budget, run_blocking=run_blocking_in_thread, num_threads=1
     )
     whole = b"".join(views)
     chunk = await store.store(
@@ -135,7 +136,7 @@ async def test_who_waits_for_a_thread_is_told_from_who_waits_for_memory() -> Non
     context = StorageContext(run_blocking=run_blocking_in_thread)
     store = CompressedStore(
         open_memory("memory://compressing", context),
-        level=1,
+        codec=ZSTD,
         budget=Budget(1 << 30),
         run_blocking=run_for_a_second,
         num_threads=1,
@@ -157,24 +158,25 @@ async def test_who_waits_for_a_thread_is_told_from_who_waits_for_memory() -> Non
     assert spent_s == {Wait.THREAD: 1 + 2 + 3, Wait.MEMORY: 0}
 
 
-def test_samples_are_spread_over_the_save() -> None:
-    sampler = Sampler(num_chunks=16, nbytes=1000, level=1, num_threads=3)
-    taken = []
-    for number in range(16):
-        if sampler.is_next():
-            taken.append(number)
-            sampler.sample([memoryview(b""), memoryview(bytes(5000)), memoryview(b"x")], [1, 4, 1])
-    assert taken == [0, 2, 4, 6, 8, 10, 12, 14]
-    result = sampler.result
-    assert result is not None
-    assert (result.nbytes, result.num_threads) == (8000, 3)
-    assert result.ratio > 10
-    assert result.bytes_per_s > 0
+@pytest.mark.parametrize(
+    ("done", "packed", "num_frames", "expected"),
+    [
+        (1, 1, 1, True),  # too early to decide
+        (3, 3, 3, True),
+        (4, 4, 4, False),
+        (4, 3, 4, True),
+        (16, 15.5, 16, True),
+        (16, 15.6, 16, False),
+        (16, 16.1, 16, False),  # larger than the chunk
+    ],
+)
+def test_a_chunk_that_does_not_shrink(
+    done: float, packed: float, num_frames: int, expected: bool
+) -> None:
+    sizes = int(done * FRAME_BYTES), int(packed * FRAME_BYTES)
+    assert shrinks(*sizes, num_frames, of_bytes=16 * FRAME_BYTES) is expected
 
 
-def test_a_save_of_empty_leaves_has_no_samples() -> None:
-    sampler = Sampler(num_chunks=1, nbytes=1000, level=1, num_threads=3)
-    assert sampler.is_next()
-    sampler.sample([], [])
-    sampler.sample([memoryview(b"")], [4])
-    assert sampler.result is None
+def test_a_chunk_of_one_frame_is_tried_at_its_end() -> None:
+    assert not shrinks(FRAME_BYTES, FRAME_BYTES, 1, of_bytes=FRAME_BYTES)
+    assert shrinks(FRAME_BYTES, FRAME_BYTES // 2, 1, of_bytes=FRAME_BYTES)

@@ -18,7 +18,7 @@ import trio.testing
 from actorsnap.actors import saver
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
-from actorsnap.format.frames import FRAME_BYTES, Unpacker
+from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -43,6 +43,7 @@ from tests.actors.parts import part_of
 T = TypeVar("T")
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 MIB = 1 << 20
+ZSTD = Codec(name="zstd", level=1)
 _names = itertools.count()
 
 
@@ -139,11 +140,11 @@ async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
     assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
 
 
-@pytest.mark.parametrize("compression", [None, 1])
-async def test_each_rank_repeats_what_the_commit_object_says(compression: int | None) -> None:
+@pytest.mark.parametrize("codec", [None, ZSTD])
+async def test_each_rank_repeats_what_the_commit_object_says(codec: Codec | None) -> None:
     """But the caller's metadata, which rank 0 has."""
     storage = empty_storage()
-    world = world_of(3, storage, compression=compression, step=7, metadata={"run": "a"})
+    world = world_of(3, storage, codec=codec, step=7, metadata={"run": "a"})
     assert await world.run() == dict.fromkeys(range(3))
     commit, manifests = await read_back(storage)
     assert (commit.world_size, commit.step, commit.metadata) == (3, 7, {"run": "a"})
@@ -159,7 +160,7 @@ async def test_each_rank_repeats_what_the_commit_object_says(compression: int | 
 async def test_many_ranks_compress_one_object(copies: bool) -> None:
     """Each compresses its part, into chunks of its own; on a storage that joins no writers."""
     storage = empty_storage()
-    world = world_of(4, storage, copies=copies, compression=1)
+    world = world_of(4, storage, copies=copies, codec=ZSTD)
     assert await world.run() == dict.fromkeys(range(4))
     commit, manifests = await read_back(storage)
     assert commit.features == ("annotations", "block_sizes", "compression")
@@ -189,7 +190,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
 async def test_a_rank_that_cannot_compress_is_everybodys_outcome() -> None:
     storage = empty_storage()
     broken = FaultyStorage(storage, fail_at=2, fail_verbs=[Verb.PUT])
-    world = world_of(3, [storage, storage, broken], compression=1, chunk_bytes=MIB)
+    world = world_of(3, [storage, storage, broken], codec=ZSTD, chunk_bytes=MIB)
     outcomes = await world.run()
     assert broken.was_hit
     assert len(set(outcomes.values())) == 1
@@ -211,7 +212,7 @@ async def test_a_rank_without_the_library_is_everybodys_outcome(
 
     monkeypatch.setattr(saver, "check_available", check_available)
     storage = empty_storage()
-    outcomes = await world_of(3, storage, compression=1).run()
+    outcomes = await world_of(3, storage, codec=ZSTD).run()
     assert len(set(outcomes.values())) == 1
     failure = outcomes[0]
     assert isinstance(failure, Failure)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,11 +30,10 @@ from actorsnap import (
     UsageError,
     cli,
 )
-from actorsnap.format import frames, manifest
-from actorsnap.format.frames import FRAME_BYTES
+from actorsnap.format import compression, manifest
+from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.options import chunk_within, from_env
-from actorsnap.planning.compression import CompressionChoice
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import Storage
 from actorsnap.storage.memory import forget_space
@@ -516,34 +514,32 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
 # Options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["", "zstd:0", "zstd:20", "zstd:", "zstd:1 ", "gzip", 3, True])
+@pytest.mark.parametrize(
+    "value", ["", "zstd:0", "zstd:20", "zstd:", "zstd:1 ", "gzip", "auto", 3, True]
+)
 def test_other_words_are_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match='"zstd:1" to "zstd:19"'):
+    with pytest.raises(UsageError, match='None, "zstd" or "zstd:1" to "zstd:19", not '):
         Options(compression=value)
 
 
 def test_the_environment_says_it() -> None:
     assert from_env({"ACTORSNAP_COMPRESSION": "zstd:3"}).compression == "zstd:3"
-    assert from_env({"ACTORSNAP_COMPRESSION": "auto"}).compression == "auto"
 
 
 @pytest.fixture
 def without_zstd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(frames, "_MODULE", "no_such_zstd")
-    frames._zstd.cache_clear()
+    monkeypatch.setattr(compression, "_MODULE", "no_such_zstd")
+    compression._zstd.cache_clear()
     yield
-    frames._zstd.cache_clear()
+    compression._zstd.cache_clear()
 
 
 @each_facade
 @pytest.mark.usefixtures("without_zstd")
-@pytest.mark.parametrize("compression", ["zstd", "auto"])
-def test_without_the_library_nothing_is_saved(
-    api: Facade, tmp_path: Path, compression: str
-) -> None:
+def test_without_the_library_nothing_is_saved(api: Facade, tmp_path: Path) -> None:
     url = tmp_path / "s"
     with pytest.raises(UsageError, match=r"pip install 'actorsnap\[zstd\]'"):
-        api.run(api.Snapshot.take(url, state(1), options=Options(compression=compression)))
+        api.run(api.Snapshot.take(url, state(1), options=Options(compression="zstd")))
     assert not url.exists()
 
 
@@ -566,60 +562,6 @@ def test_without_the_library_nobody_says_damaged(api: Facade, saved: Path) -> No
     done = CliRunner().invoke(cli.app, ["verify", "--full", str(saved)])
     assert done.exit_code == 4
     assert "damaged" not in done.output
-
-
-# "auto" ---------------------------------------------------------------------------------------
-
-
-async def test_auto_measures_and_follows(tmp_path: Path) -> None:
-    """Which kind is faster is the choice's to tell (``tests/planning/test_compression.py``)."""
-    options = Options(compression="auto", fsync=False, offload="thread")
-    choice = CompressionChoice()
-    learnt: list[dict[str, Any]] = []
-    learn = choice.learn
-
-    def noted(**what: Any) -> None:
-        learnt.append(what)
-        learn(**what)
-
-    held = state(3, num_floats=8 * MIB)
-    with (
-        mock.patch.object(choice, "learn", noted),
-        mock.patch.object(Host, "compression_choice", return_value=choice) as asked,
-    ):
-        await Snapshot.take(tmp_path / "1", held, options=options)
-        with mock.patch.object(choice, "decide", return_value=True):
-            await Snapshot.take(tmp_path / "2", held, options=options)
-        await (await Snapshot.async_take(tmp_path / "3", held, options=options)).wait()
-    assert asked.call_args.args == (str(tmp_path / "3"),)
-    plain, compressed, last = learnt
-    assert not plain["is_compressed"]
-    assert compressed["is_compressed"]
-    for what in learnt:
-        assert what["state_bytes"] == pytest.approx(32 * MIB, rel=0.01)
-        assert 0 < what["seconds"] < 60
-    sampled = plain["sampled"]
-    # Every float is the same.
-    assert sampled.ratio > 50
-    assert sampled.nbytes <= 4 * 32 * 1024 + 4096
-    assert math.isfinite(sampled.bytes_per_s)
-    assert compressed["sampled"] is None
-    assert [bool(chunks_in(tmp_path / name)) for name in "12"] == [False, True]
-    assert bool(chunks_in(tmp_path / "3")) == last["is_compressed"]
-    for name in "123":
-        target = state(-1, num_floats=8 * MIB)
-        await Snapshot(tmp_path / name).restore(target)
-        assert number_of(target) == 3
-
-
-def test_places_are_told_apart_by_their_folder() -> None:
-    host = Host.get()
-    found = {
-        name: host.compression_choice(name)
-        for name in ("s3://b/run/step-1", "s3://b/run/step-2", "s3://b/other/step-1")
-    }
-    assert found["s3://b/run/step-1"] is found["s3://b/run/step-2"]
-    assert found["s3://b/run/step-1"] is not found["s3://b/other/step-1"]
 
 
 # An object store ------------------------------------------------------------------------------

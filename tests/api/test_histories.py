@@ -361,7 +361,7 @@ class History:
             fsync=rng.random() < 0.1,
             chunk_bytes=2 * MIB,
             timeout_s=2 * PATIENCE_S,
-            compression=rng.choice([None, None, None, "zstd:1", "auto"]),
+            compression=rng.choice([None, None, None, "zstd:1", "zstd:3"]),
             memory_budget_bytes=budget_bytes,
         )
         return {
@@ -679,7 +679,7 @@ VERBS = {
 ALSO_REACHED = {
     *("guard", "committed", "SnapshotAborted", "stage=lazy", "stage=eager", "overwrite=True"),
     *("resume=True", "offload=auto", "offload=thread", "offload=process", "detach=True"),
-    *("compression=zstd:1", "compression=auto", "max_slowdown=0.5"),
+    *("compression=zstd:1", "compression=zstd:3", "max_slowdown=0.5"),
     *(f"memory_budget_bytes={size * MIB}" for size in (2, 4)),
 }
 

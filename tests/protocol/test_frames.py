@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.frames import (
     Alive,
@@ -36,7 +37,12 @@ from actorsnap.protocol.messages import Failure, Stage
 
 
 def test_frames_come_back_as_they_were() -> None:
-    rules = PackingRules(chunk_bytes=1 << 22, max_objects=4, min_object_bytes=1)
+    rules = PackingRules(
+        chunk_bytes=1 << 22,
+        max_objects=4,
+        min_object_bytes=1,
+        codec=Codec(name="zstd", level=3),
+    )
     structure = Structure(
         globs=(),
         sharded=(),

@@ -1,7 +1,7 @@
-"""Cuts chunks of compressed data objects into frames, and encodes these.
+"""Names codecs, and encodes and decodes the frames of compressed chunks.
 
-Implements ``docs/format.md`` ("Compressed data object"): where which frame lies, the shuffle, and
-what a reader believes of a frame. It must not know which chunks there are, nor where they lie.
+Implements ``docs/format.md`` ("Compressed data object"): sizes of frames, the shuffle, and the
+checks of a reader. It must not know which chunks there are, nor where they are stored.
 
 Shuffling gathers the first bytes of all items, then the second ones, and so on: exponents of
 neighbouring weights are alike, their mantissas are noise. Shifts of whole items are two to eight
@@ -14,17 +14,20 @@ use: the package works without it.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
 from actorsnap.format.checksum import crc32c
 
 __all__ = [
+    "Codec",
     "FRAME_BYTES",
     "FRAME_HEAD_BYTES",
     "Unpacker",
@@ -47,9 +50,39 @@ FRAME_HEAD_BYTES = 5
 _MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _INSTALL = "pip install 'actorsnap[zstd]'"
 _WINDOW_LOG = FRAME_BYTES.bit_length() - 1
+_NAMED = re.compile("zstd(?::([1-9]|1[0-9]))?")
+_ZSTD_LEVEL = 1
+"""Slower levels gain nothing on shuffled weights: ``docs/decisions/0015-compression.md``."""
+
 _UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """How the chunks of a save are compressed. Readers need none: format 1 has one codec.
+
+    Attributes:
+        level: zstd's, 1 to 19; higher ones are slower.
+    """
+
+    name: Literal["zstd"]
+    level: int
+
+    @classmethod
+    def parse(cls, compression: str) -> Codec:
+        """Returns the codec that ``Options.compression`` names.
+
+        Raises:
+            UsageError: It names none.
+        """
+        match = _NAMED.fullmatch(compression) if isinstance(compression, str) else None
+        if match is None:
+            raise UsageError(
+                'Options.compression must be None, "zstd" or "zstd:1" to "zstd:19", '
+                f"not {compression!r}"
+            )
+        return cls(name="zstd", level=int(match[1] or _ZSTD_LEVEL))
 
 
 @lru_cache(maxsize=1)
@@ -151,19 +184,18 @@ def unshuffle(source: memoryview, width: int, out: memoryview) -> None:
 # Frames ---------------------------------------------------------------------------------------
 
 
-def pack_frame(source: memoryview, *, width: int, level: int) -> tuple[bytes, bytes | memoryview]:
+def pack_frame(source: memoryview, *, width: int, codec: Codec) -> tuple[bytes, bytes | memoryview]:
     """Returns the frame of ``source``: its head, and what stands behind that.
 
     Args:
         source: At most ``FRAME_BYTES``, not empty.
         width: Of the shuffle.
-        level: zstd's.
     """
     shuffled = source
     if width > 1:
         shuffled = memoryview(bytearray(len(source)))
         shuffle(source, width, shuffled)
-    body: bytes | memoryview = _zstd().compress(shuffled, level=level)
+    body: bytes | memoryview = _zstd().compress(shuffled, level=codec.level)
     if len(body) >= len(source):
         body, width = source, 0
     mark = bytes([width])

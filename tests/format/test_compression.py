@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
-from actorsnap.format import frames
+from actorsnap.format import compression
 from actorsnap.format.checksum import crc32c
-from actorsnap.format.frames import (
+from actorsnap.format.compression import (
     FRAME_BYTES,
     FRAME_HEAD_BYTES,
+    Codec,
     Unpacker,
     check_available,
     is_frame_count,
@@ -26,12 +27,12 @@ from actorsnap.format.frames import (
 )
 
 WIDTHS = (1, 2, 4, 8, 16)
-zstd = frames._zstd()  # whichever this Python has
+zstd = compression._zstd()  # whichever this Python has
 KEY = "attempt/data/model/0-0.chunks/0"
 
 
 def packed(data: bytes, *, width: int = 1, level: int = 1) -> bytearray:
-    head, body = pack_frame(memoryview(data), width=width, level=level)
+    head, body = pack_frame(memoryview(data), width=width, codec=Codec(name="zstd", level=level))
     return bytearray(head + bytes(body))
 
 
@@ -46,6 +47,11 @@ def signed(width: int, body: bytes) -> bytearray:
     """A frame whose checksum fits, whatever it holds."""
     mark = bytes([width])
     return bytearray(mark + crc32c(body, crc32c(mark)).to_bytes(4, "little") + body)
+
+
+@pytest.mark.parametrize(("text", "level"), [("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
+def test_options_name_a_codec(text: str, level: int) -> None:
+    assert Codec.parse(text) == Codec(name="zstd", level=level)
 
 
 @given(st.binary(min_size=1, max_size=300), st.sampled_from(WIDTHS[1:]))
@@ -158,12 +164,12 @@ def test_sizes_of_frames(nbytes: int, sizes: tuple[int, ...], fits: bool) -> Non
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_MODULE", "no_such_zstd")
-    frames._zstd.cache_clear()
+    monkeypatch.setattr(compression, "_MODULE", "no_such_zstd")
+    compression._zstd.cache_clear()
     try:
         with pytest.raises(UsageError, match=r"no_such_zstd.*pip install 'actorsnap\[zstd\]'"):
             check_available()
         with pytest.raises(UnsupportedFormat, match=r"pip install 'actorsnap\[zstd\]'"):
             Unpacker(KEY)
     finally:
-        frames._zstd.cache_clear()
+        compression._zstd.cache_clear()

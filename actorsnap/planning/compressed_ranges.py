@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from actorsnap.errors import FormatError
-from actorsnap.format.frames import FRAME_BYTES
+from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import ObjectRecord, StoredChunk
 
