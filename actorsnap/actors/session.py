@@ -35,7 +35,7 @@ from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, SaveRecord, encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.compression import Sampled, sample_bytes
-from actorsnap.planning.inventory import take_stock
+from actorsnap.planning.inventory import build_inventory
 from actorsnap.planning.packing import ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.calls import (
     CoordinatorLost,
@@ -283,7 +283,7 @@ class ParticipantActor:
     def _begun(self, captured: Captured) -> Begun:
         scopes = captured.scopes
         self._scopes = list(scopes.values())
-        inventory, lists = take_stock(
+        inventory, lists = build_inventory(
             [leaf.item for leaf in self._leaves],
             scopes.items(),
             globs=captured.globs,

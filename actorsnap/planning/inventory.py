@@ -27,6 +27,7 @@ __all__ = [
     "Inventory",
     "Scope",
     "Sharded",
+    "build_inventory",
     "check_sharded",
     "digest_of",
     "index_runs",
@@ -36,7 +37,6 @@ __all__ = [
     "ranks_digest",
     "refuse",
     "sharded_digest",
-    "take_stock",
 ]
 
 _DIGEST_BYTES = 12
@@ -123,7 +123,7 @@ def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
     return digest_of(sharded) if sharded else b""
 
 
-def take_stock(
+def build_inventory(
     items: Sequence[Item],
     scopes: Iterable[tuple[tuple[int, ...] | None, Sequence[int]]],
     *,
