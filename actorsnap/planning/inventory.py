@@ -3,8 +3,8 @@
 A *scope* is a list of items that ranks hold together. An inventory names it by its digest,
 whatever its length; the list itself is sent once. Items of one rank only are not named at all.
 
-Only meshes and the caller declare that ranks hold the same. Contents are never compared: a tensor
-on two meshes of one name is private on each of them (``docs/decisions/0007-copies-by-content.md``).
+Meshes, DistributedDataParallel and the caller declare that ranks hold the same. Contents are never
+compared: tensors of one name on several meshes are private (``docs/decisions``, 0007).
 
 It must not know who writes what (``save``), nor what the ranks say to each other.
 """
