@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from actorsnap import Options, StateDict
 from actorsnap.format.manifest import BytesEntry, TensorEntry
-from actorsnap.planning.inventory import take_stock
+from actorsnap.planning.inventory import build_inventory
 from actorsnap.planning.packing import PackingRules
 from actorsnap.planning.save import plan_save
 from actorsnap.state.capture import capture
@@ -602,7 +602,7 @@ def plan_alone(here: Here) -> Span:
             app_state, replicated=["**"], ranks=range(here.num_ranks), rank=here.rank
         )
         items = [leaf.item for leaf in captured.leaves]
-        inventory, lists = take_stock(items, captured.scopes.items())
+        inventory, lists = build_inventory(items, captured.scopes.items())
         if here.rank == 0:  # equal on all
             rules = PackingRules(chunk_bytes=16 * MIB, max_objects=4, min_object_bytes=64 * MIB)
             plan_save([inventory] * here.num_ranks, lists, rules)

@@ -36,7 +36,7 @@ from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import RankManifest, encode_rank_manifest
 from actorsnap.lines import Lines
-from actorsnap.planning.inventory import Inventory, inventory_digest, take_stock
+from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.messages import Failure, Stage, Token
 from actorsnap.protocol.rounds import Participant
@@ -452,7 +452,7 @@ class Saver:
         self, captured: Captured
     ) -> tuple[list[list[int]], Inventory, Mapping[bytes, tuple[Item, ...]]]:
         scopes = captured.scopes
-        inventory, lists = take_stock(
+        inventory, lists = build_inventory(
             [leaf.item for leaf in self._leaves],
             scopes.items(),
             globs=captured.globs,

@@ -3,8 +3,8 @@
 A *scope* is a list of items that ranks hold together. An inventory names it by its digest,
 whatever its length; the list itself is sent once. Items of one rank only are not named at all.
 
-Only meshes and the caller declare that ranks hold the same. Contents are never compared: a tensor
-on two meshes of one name is private on each of them (``docs/decisions/0007-copies-by-content.md``).
+Meshes, DistributedDataParallel and the caller declare that ranks hold the same. Contents are never
+compared: tensors of one name on several meshes are private (``docs/decisions``, 0007).
 
 It must not know who writes what (``save``), nor what the ranks say to each other.
 """
@@ -27,6 +27,7 @@ __all__ = [
     "Inventory",
     "Scope",
     "Sharded",
+    "build_inventory",
     "check_sharded",
     "digest_of",
     "index_runs",
@@ -36,7 +37,6 @@ __all__ = [
     "ranks_digest",
     "refuse",
     "sharded_digest",
-    "take_stock",
 ]
 
 _DIGEST_BYTES = 12
@@ -123,7 +123,7 @@ def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
     return digest_of(sharded) if sharded else b""
 
 
-def take_stock(
+def build_inventory(
     items: Sequence[Item],
     scopes: Iterable[tuple[tuple[int, ...] | None, Sequence[int]]],
     *,

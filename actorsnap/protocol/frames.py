@@ -122,7 +122,7 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
         requires_grad: Indices of those leaves that do.
         holders: Ranks that hold the same, and the indices of what they hold.
-        led: Indices of the leaves that are.
+        rank_zero_wins: Indices of those of which rank 0's value counts.
         memory_formats: Of leaves that have one, by index.
         attributes: Of leaves that have some, by index, as JSON.
         entries: The finished entries but for values, with their positions among all parts, as JSON.
@@ -138,7 +138,7 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtypes: list[str]
     requires_grad: list[int]
     holders: list[tuple[tuple[int, ...], list[int]]]
-    led: list[int]
+    rank_zero_wins: list[int]
     memory_formats: dict[int, MemoryFormat]
     attributes: bytes
     entries: bytes

@@ -61,7 +61,7 @@ def describe(captured: Captured) -> Described:
         dtypes=[leaf.dtype for leaf in leaves],
         requires_grad=[number for number, leaf in enumerate(leaves) if leaf.requires_grad],
         holders=list(holders.items()),
-        led=[number for number, leaf in enumerate(leaves) if leaf.is_led],
+        rank_zero_wins=[number for number, leaf in enumerate(leaves) if leaf.rank_zero_wins],
         memory_formats={
             n: leaf.memory_format for n, leaf in enumerate(leaves) if leaf.memory_format
         },
@@ -91,8 +91,8 @@ def rebuild(structure: Structure, values: list[bytes]) -> Captured:
     for ranks, numbers in structure.holders:
         for number in numbers:
             leaves[number].holders = ranks
-    for number in structure.led:
-        leaves[number].is_led = True
+    for number in structure.rank_zero_wins:
+        leaves[number].rank_zero_wins = True
     for number, memory_format in structure.memory_formats.items():
         leaves[number].memory_format = memory_format
     for number, attributes in msgspec.json.decode(structure.attributes):

@@ -535,7 +535,7 @@ class _Collector:
             False for what is to be added like any other leaf.
         """
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or (
-            self._covers_all(replica) and not replica.is_led
+            self._covers_all(replica) and not replica.rank_zero_wins
         ):
             return False
         assert isinstance(value, torch.Tensor)
@@ -553,7 +553,7 @@ class _Collector:
                 return True  # the first rank stores it
             item = Item(path, name, shape, value.nbytes, itemsize, replicated=True)
             source, kind = self._source(value), tensor_type(value)
-            leaf = Leaf(item, source, kind, name, value.requires_grad, is_led=True)
+            leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
             self._parts.append(leaf)
         else:
             # As one piece, so that any other rank can restore it, too. Who leads one group cannot
@@ -561,9 +561,9 @@ class _Collector:
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
-            among = [self._rank] if replica.is_led else [self._ranks[i] for i in members]
+            among = [self._rank] if replica.rank_zero_wins else [self._ranks[i] for i in members]
             self._say(path, name, shape, tuple(among))
-            holders = () if replica.is_led else members
+            holders = () if replica.rank_zero_wins else members
             leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
         self._annotate(leaf, value)
         return True

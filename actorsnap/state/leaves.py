@@ -32,7 +32,7 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         requires_grad: As the tensor.
         memory_format, attributes: See ``TensorEntry``.
         holders: Ranks of the group that hold it with the same value, if some do and not all.
-        is_led: All ranks hold it, but the value that counts is this rank's.
+        rank_zero_wins: Values of the ranks may differ; this rank is the first, and stores its own.
     """
 
     item: Item
@@ -41,14 +41,14 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
     dtype: str
     requires_grad: bool = False
     holders: tuple[int, ...] = ()
-    is_led: bool = False
+    rank_zero_wins: bool = False
     memory_format: MemoryFormat | None = None
     attributes: dict[str, Any] | None = None
 
     @property
     def scope(self) -> tuple[int, ...] | None:
         """Who writes it together: these ranks; None: all; ``()``: this one alone."""
-        return None if self.item.replicated and not self.is_led else self.holders
+        return None if self.item.replicated and not self.rank_zero_wins else self.holders
 
     def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
         """Returns the manifest entry, given where the bytes of the leaf, or of a box of it,

@@ -290,12 +290,12 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         ranks: The ranks that hold it; None: all ranks of the job.
-        is_led: The ranks may differ, and the value of the first one counts: buffers, which
-            DistributedDataParallel sends from there before each forward pass.
+        rank_zero_wins: Values of the ranks may differ, and that of the first one counts: buffers,
+            which DistributedDataParallel sends from there before each forward pass.
     """
 
     ranks: Ranks | None
-    is_led: bool = False
+    rank_zero_wins: bool = False
 
 
 class Replication:
@@ -420,7 +420,7 @@ def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = Fa
         # The name of anything in it, without that thing.
         result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
         for buffer, _ in ddp.named_buffers(remove_duplicate=False):
-            result.add_name(name_of(name, buffer), Replica(ranks, is_led=True))
+            result.add_name(name_of(name, buffer), Replica(ranks, rank_zero_wins=True))
         for ignored in ddp.parameters_to_ignore:
             result.add_name(name_of(name, "module", ignored), None)
     return result

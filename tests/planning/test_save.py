@@ -18,12 +18,12 @@ from actorsnap.planning.inventory import (
     Inventory,
     Scope,
     Sharded,
+    build_inventory,
     check_sharded,
     inventory_digest,
     item_digest,
     on_several_meshes,
     ranks_digest,
-    take_stock,
 )
 from actorsnap.planning.packing import (
     Item,
@@ -543,7 +543,7 @@ def test_copies_of_what_lies_on_another_mesh_too_are_stored_whole_by_each_holder
     inventories, lists = [], {}
     for held in ([copied, kept], [copied, kept], [copied]):
         scopes = [((0, 1), range(2))] if kept in held else []
-        inventory, found = take_stock(held, scopes)
+        inventory, found = build_inventory(held, scopes)
         inventories.append(inventory)
         lists.update(found)
     plan = plan_save(inventories, lists, RULES, frozenset(["m/w"]))

@@ -51,7 +51,7 @@ def test_frames_come_back_as_they_were() -> None:
         dtypes=["float32"],
         requires_grad=[0],
         holders=[((0, 2), [0])],
-        led=[0],
+        rank_zero_wins=[0],
         memory_formats={0: "channels_last"},
         attributes=b"[]",
         entries=b"[]",

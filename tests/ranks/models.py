@@ -92,6 +92,18 @@ def fsdp2() -> dict[str, Any]:
     return _trained(module, _own())
 
 
+def two_meshes() -> dict[str, Any]:
+    """FSDP2 of each half of the ranks, which hold the same."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("half", "dp"))
+    module = model()
+    for layer in module:
+        fully_shard(layer, mesh=mesh["dp"])
+    return _trained(module, _own())
+
+
 def hsdp() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -232,6 +244,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
         ddp,
         zero,
         fsdp2,
+        two_meshes,
         hsdp,
         stages,
         halves,

@@ -37,6 +37,7 @@ def director() -> Iterator[Director]:
         (2, "zero", "direct"),
         (2, "pipeline", "shared"),
         (4, "fsdp2_and_tp", "auto"),
+        (4, "two_meshes", "shared"),
         (4, "experts", "auto"),
     ],
 )

@@ -82,7 +82,8 @@ def test_what_ranks_hold_is_what_is_stored(
 
 
 @pytest.mark.parametrize(
-    ("kind", "offload"), [("ddp", "thread"), ("fsdp2", "thread"), ("fsdp2", "process")]
+    ("kind", "offload"),
+    [("ddp", "thread"), ("fsdp2", "thread"), ("fsdp2", "process"), ("two_meshes", "thread")],
 )
 def test_ranks_train_on_while_they_are_staged_lazily(
     director: Director, tmp_path: Path, kind: str, offload: str

@@ -46,11 +46,13 @@ def test_who_else_holds_a_leaf_comes_back() -> None:
     given = captured(step=3)
     first, second, third, *_ = given.leaves
     first.holders, second.holders, third.holders = (0, 2), (1, 3), (0, 2)
-    second.is_led = True
+    second.rank_zero_wins = True
     described = describe(given)
     again = rebuild(described.structure, described.values)
     who = [
-        (leaf.holders, leaf.is_led, leaf.scope) for state in (again, given) for leaf in state.leaves
+        (leaf.holders, leaf.rank_zero_wins, leaf.scope)
+        for state in (again, given)
+        for leaf in state.leaves
     ]
     assert who[: len(who) // 2] == who[len(who) // 2 :]
     assert {holders for holders, *_ in who} == {(), (0, 2), (1, 3)}

@@ -498,8 +498,8 @@ def ddp() -> None:
     found = replicated_by(model)
     assert found is not None
     for name in model.state_dict():
-        is_led = "running" in name or "batches" in name
-        assert found.find(name) == Replica(None, is_led=is_led), name
+        rank_zero_wins = "running" in name or "batches" in name
+        assert found.find(name) == Replica(None, rank_zero_wins=rank_zero_wins), name
     assert replicated_by(optimizer) is None
     keys = {"m": model, "o": optimizer, "l": torch.optim.LBFGS(model.parameters())}
     both = replication(keys)
@@ -513,7 +513,7 @@ def ddp() -> None:
     assert "state.up.weight.exp_avg" in names["optim"]
     whole = replication({"s": state})["s"]
     assert whole.find("model.up.weight") == Replica(None)
-    assert whole.find("model.norm.running_mean") == Replica(None, is_led=True)
+    assert whole.find("model.norm.running_mean") == Replica(None, rank_zero_wins=True)
     assert whole.find("optim.state.up.weight.step") == Replica(None)
     plain = ModelState(Net(), ())
     assert replicated_by(plain) is None
@@ -536,7 +536,7 @@ def ddp_inside() -> None:
     assert found is not None
     peers = (rank // 2 * 2, rank // 2 * 2 + 1)
     assert found.find("a.module.up.weight") == Replica(peers)
-    assert found.find("a.module.norm.running_var") == Replica(peers, is_led=True)
+    assert found.find("a.module.norm.running_var") == Replica(peers, rank_zero_wins=True)
     assert found.find("a.module.down.weight") is None
     assert found.find("b.up.weight") is None
     optimizer = torch.optim.Adam(model.parameters())
