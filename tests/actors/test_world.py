@@ -45,9 +45,11 @@ from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageC
 from actorsnap.storage.memory import MemoryStorage, open_memory
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrappers import Wrapper, WriterWrapper
-from actorsnap.testing import FaultyStorage, SimulatedNetwork, SimulatedSave
+from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb
 from tests.actors.parts import part_of
+from tests.support.network import SimulatedNetwork
+from tests.support.world import SimulatedSave
 
 T = TypeVar("T")
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"

@@ -37,13 +37,13 @@ from actorsnap.storage.s3 import S3Storage
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
-from actorsnap.testing.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 from tests.conftest import LeakCheck
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
 from tests.storage.peers import Peer, repeat, serving
+from tests.support.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 
 _MIB = 1 << 20
 _SECRETS = ("AKIDOFATEST", "a-secret-of-this-test", "a-token-of-this-test")
