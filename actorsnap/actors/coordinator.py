@@ -45,8 +45,8 @@ from actorsnap.protocol.coordinator import (
 )
 from actorsnap.protocol.messages import Failed, Failure, Stage
 from actorsnap.storage.base import Storage
+from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.storage.many import for_each
-from actorsnap.storage.translated import ends_this_task
 from actorsnap.transport.base import Broken, CoordinatorEnd, Lost
 
 __all__ = ["CommitTemplate", "CoordinatorActor"]

@@ -4,10 +4,10 @@ A storage is a flat, object-store shaped space under one URL (the snapshot's). K
 relative, ``/``-separated, free of empty, ``.`` and ``..`` components (``check_key``). Verbs
 are stateless, except for ``writer``. All are safe to call concurrently from tasks of one
 event loop. This module knows nothing of snapshots, tensors, retries or budgets; those are
-policies (``wrappers.py``) or callers.
+policies (``policies.py``) or callers.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception into one (``translated.py``), but knows less about it. A backend
+runtime turns any other exception into one (``foreign_errors.py``), but knows less about it. A backend
 never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
 a test suite; every backend, also a stranger's, must pass it.
 """

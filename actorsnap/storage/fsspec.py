@@ -62,9 +62,9 @@ from actorsnap.storage.base import (
     check_key,
 )
 from actorsnap.storage.many import try_each
+from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["FsspecStorage", "knows", "open_fsspec"]
 

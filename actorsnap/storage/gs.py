@@ -34,7 +34,6 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import UsageError
-from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -46,8 +45,8 @@ from actorsnap.storage.base import (
 from actorsnap.storage.gs_client import GsClient, GsOptions, truncated
 from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsWriter, Upload, find_sources
 from actorsnap.storage.options import convert_options
+from actorsnap.storage.policies import AdaptiveStorage, RetryPolicy, RetryStorage
 from actorsnap.storage.vectored import flat
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["GsStorage", "open_gs"]
 

@@ -39,7 +39,6 @@ import msgspec
 
 from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, UsageError
 from actorsnap.lines import Lines
-from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -49,11 +48,11 @@ from actorsnap.storage.base import (
     check_key,
 )
 from actorsnap.storage.options import convert_options
+from actorsnap.storage.policies import AdaptiveStorage, RetryPolicy, RetryStorage
 from actorsnap.storage.s3_bucket import S3Bucket, info_of, truncated
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.storage.s3_upload import PartWriter, SmallWriter, Source, Upload, leading
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["S3Storage", "open_s3"]
 

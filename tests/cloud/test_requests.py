@@ -12,7 +12,7 @@ import torch
 from actorsnap import StateDict
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.memory import forget_space
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 from tests.cloud.places import state

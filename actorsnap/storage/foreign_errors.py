@@ -24,7 +24,7 @@ from actorsnap.errors import (
     describe,
 )
 from actorsnap.storage.base import Storage
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 
 __all__ = ["TranslatedStorage", "ends_this_task", "translate_opening"]
 
