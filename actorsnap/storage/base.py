@@ -7,9 +7,9 @@ event loop. This module knows nothing of snapshots, tensors, retries or budgets;
 policies (``policies.py``) or callers.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception into one (``foreign_errors.py``), but knows less about it. A backend
+runtime turns any other exception into one (``foreign_errors.py``), but with less detail. A backend
 never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
-a test suite; every backend, also a stranger's, must pass it.
+a test suite; every backend, including third parties', must pass it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from actorsnap.errors import StorageError, UsageError
+from actorsnap.errors import ChecksumMismatch, StorageError, UsageError
 from actorsnap.planning.packing import least_write_bytes
+from actorsnap.storage.vectored import num_bytes
 
 __all__ = [
+    "CLEANUP_S",
     "Capabilities",
     "ObjectInfo",
     "ObjectWriter",
@@ -31,9 +33,19 @@ __all__ = [
     "StorageContext",
     "StorageFactory",
     "check_key",
+    "check_no_options",
+    "check_offset",
+    "check_range",
+    "check_size",
+    "check_write",
+    "range_end",
+    "truncated",
 ]
 
 T = TypeVar("T")
+
+CLEANUP_S = 30.0
+"""Time for cleanup when the caller is cancelled, in seconds. The rest is garbage."""
 
 
 class RunBlocking(Protocol):
@@ -127,6 +139,67 @@ def check_key(key: str) -> str:
     if not key or "\0" in key or "\\" in key or any(c in ("", ".", "..") for c in key.split("/")):
         raise UsageError(f"not a storage key: {key[:200]!r}")
     return key
+
+
+def check_no_options(context: StorageContext, storage: str) -> None:
+    """Refuses ``storage_options``, for a backend that has none; ``storage`` is for the message.
+
+    Raises:
+        UsageError: some were given.
+    """
+    if context.options:
+        names = ", ".join(sorted(map(str, context.options)))
+        raise UsageError(f"{storage} storage takes no storage_options, but got: {names}")
+
+
+def check_size(size: int) -> None:
+    """Raises ``UsageError`` for a negative size of an object."""
+    if size < 0:
+        raise UsageError(f"an object cannot have {size} bytes")
+
+
+def check_offset(offset: int) -> None:
+    """Raises ``UsageError`` for a negative offset."""
+    if offset < 0:
+        raise UsageError(f"not an offset: {offset}")
+
+
+def check_range(start: int, stop: int | None) -> None:
+    """Raises ``UsageError`` for a range that begins below 0 or ends before it begins."""
+    if start < 0 or (stop is not None and stop < start):
+        raise UsageError(f"not a range of bytes: [{start}, {stop})")
+
+
+def check_write(writer: ObjectWriter, offset: int, views: Sequence[memoryview]) -> int:
+    """Returns the end of a ``write_at``.
+
+    Raises:
+        UsageError: it lies outside of the object.
+    """
+    stop = offset + num_bytes(views)
+    if offset < 0 or stop > writer.size:
+        raise UsageError(f"[{offset}, {stop}) is outside of {writer.key!r}, {writer.size} bytes")
+    return stop
+
+
+def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
+    """Returns the error for an object of ``size`` bytes that should have ``wanted`` or more."""
+    found = "fewer" if size is None else size
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
+    )
+
+
+def range_end(key: str, start: int, stop: int | None, size: int) -> int:
+    """Returns the end of the range ``[start, stop)`` of an object of ``size`` bytes.
+
+    Raises:
+        ChecksumMismatch: the object ends before it, or before ``start``.
+    """
+    end = size if stop is None else stop
+    if max(start, end) > size:
+        raise truncated(key, max(start, end), size)
+    return end
 
 
 class ObjectWriter(ABC):

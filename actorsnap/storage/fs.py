@@ -41,12 +41,20 @@ import anyio
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
 from actorsnap.lines import Lines
 from actorsnap.storage.base import (
+    CLEANUP_S,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
     Storage,
     StorageContext,
     check_key,
+    check_no_options,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.posix import (
     CREATE_TRIES,
@@ -59,7 +67,6 @@ from actorsnap.storage.posix import (
     simplified,
     storage_error,
     temporary_path,
-    truncated,
     unlink_object,
     walk,
     working_folder,
@@ -72,8 +79,6 @@ logger = Lines(__name__)
 
 # Objects per thread hop of list and delete: long enough to be cheap, short enough to cancel.
 _BATCH = 256
-# How long cleanup may wait for a worker thread when the caller is cancelled.
-_CLEANUP_S = 30.0
 # One read of the kernel returns at most this.
 _MAX_READ = 0x7FFFF000
 
@@ -84,9 +89,7 @@ def open_fs(url: str, context: StorageContext) -> FsStorage:
     Raises:
         UsageError: the URL names no path or a remote host, or options were given.
     """
-    if context.options:
-        names = ", ".join(sorted(map(str, context.options)))
-        raise UsageError(f"file system storage takes no storage_options, but got: {names}")
+    check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
         path = url.removeprefix("fs://")
@@ -167,15 +170,14 @@ class FsStorage(Storage):
             ObjectExists: the key exists, complete or not.
             StorageFull, AccessDenied, StorageError: it cannot be created.
         """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
         try:
             await self._run(writer._create_blocking)
         except BaseException:
             # Cancelled after the file was created: nobody else can take it away.
             if writer._is_created:
-                with anyio.move_on_after(_CLEANUP_S, shield=True):
+                with anyio.move_on_after(CLEANUP_S, shield=True):
                     await self._run(writer._discard_blocking)
             writer._descriptor.close_quietly()
             raise
@@ -204,16 +206,12 @@ class FsStorage(Storage):
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
             AccessDenied, StorageError: it cannot be read.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         return await self._run(self._get_blocking, check_key(key), start, stop)
 
     def _get_blocking(self, key: str, start: int, stop: int | None) -> bytes:
         with self._mapped("get", key), opened_for_reading(self._path(key)) as fd:
-            size = os.fstat(fd).st_size
-            end = size if stop is None else stop
-            if max(start, end) > size:
-                raise truncated(key, max(start, end), size)
+            end = range_end(key, start, stop, os.fstat(fd).st_size)
             parts: list[bytes] = []
             position = start
             while position < end:
@@ -241,8 +239,7 @@ class FsStorage(Storage):
     ) -> None:
         """``read_into`` for worker threads."""
         check_key(key)
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         with self._mapped("read_into", key), opened_for_reading(self._path(key)) as fd:
             for views in batches:
                 wanted = num_bytes(views)
@@ -386,7 +383,7 @@ class FsStorage(Storage):
         descriptors = [*self._open]
         self._open.clear()
         if descriptors:
-            with anyio.move_on_after(_CLEANUP_S, shield=True):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._run(close_all, descriptors)
 
     def _path(self, key: str) -> str:
@@ -469,9 +466,7 @@ class _FsWriter(ObjectWriter):
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         """``write_at`` for worker threads."""
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        check_write(self, offset, views)
         with self._mapped("write_at"), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
 
@@ -524,7 +519,7 @@ class _FsWriter(ObjectWriter):
         if self._is_ended:
             return
         self._is_ended = True
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             await self._storage._run(self._discard_blocking)
 
     def _create_blocking(self) -> None:

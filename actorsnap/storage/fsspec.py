@@ -44,7 +44,6 @@ from fsspec.spec import AbstractBufferedFile
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -54,12 +53,19 @@ from actorsnap.errors import (
 )
 from actorsnap.lines import Lines
 from actorsnap.storage.base import (
+    CLEANUP_S,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.many import try_each
 from actorsnap.storage.policies import RetryPolicy, RetryStorage
@@ -76,7 +82,6 @@ _FORCED = "fsspec+"
 # Of one request: what comes is copied into the caller's memory.
 _PIECE_BYTES = 16 << 20
 _MAX_CONCURRENCY = 16
-_CLEANUP_S = 30.0
 # Somebody may delete the folder between its making and its use.
 _CREATE_TRIES = 20
 _POLICY = RetryPolicy(max_attempts=5, first_delay_s=0.5, max_delay_s=10.0)
@@ -174,7 +179,7 @@ class FsspecStorage(Storage):
             await self._with_folder(temporary, lambda: self._call("pipe_file", temporary, data))
             await self._with_folder(path, lambda: self._call("mv", temporary, path))
         except BaseException:
-            with anyio.move_on_after(_CLEANUP_S, shield=True), suppress(Exception):
+            with anyio.move_on_after(CLEANUP_S, shield=True), suppress(Exception):
                 await self._call("rm_file", temporary)
             raise
 
@@ -185,8 +190,7 @@ class FsspecStorage(Storage):
             ObjectExists: the key exists.
             AccessDenied, StorageError: it failed.
         """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         path = self._path(key)
         with self._mapped("writer", key):
             if await self._call("exists", path):
@@ -209,17 +213,13 @@ class FsspecStorage(Storage):
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
             AccessDenied, StorageError: it failed.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         path = self._path(key)
         with self._mapped("get", key):
             if start == 0 and stop is None:
                 return bytes(await self._call("cat_file", path))
             if stop is None or start == stop:
-                size = await self._size(path)
-                stop = size if stop is None else stop
-                if max(start, stop) > size:
-                    raise _truncated(key, max(start, stop), size)
+                stop = range_end(key, start, stop, await self._size(path))
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -230,8 +230,7 @@ class FsspecStorage(Storage):
             ChecksumMismatch: the object ends before the views are full.
             AccessDenied, StorageError: it failed.
         """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         path = self._path(key)
         with self._mapped("read_into", key):
             if not num_bytes(views):
@@ -250,10 +249,10 @@ class FsspecStorage(Storage):
             # Some refuse a range that begins behind the end, each in its own way.
             size = await self._size(path)
             if size < stop:
-                raise _truncated(key, stop, size) from None
+                raise truncated(key, stop, size) from None
             raise
         if len(data) != stop - start:
-            raise _truncated(key, stop, start + len(data))
+            raise truncated(key, stop, start + len(data))
         return data
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -512,9 +511,7 @@ class _FsspecWriter(ObjectWriter):
         Raises:
             StorageError: it failed, now or before, or the writer was ended.
         """
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        check_write(self, offset, views)
         async with self._turn:
             self._require_open("write_at")
             with self._breaking("write_at"):
@@ -586,7 +583,7 @@ class _FsspecWriter(ObjectWriter):
         """Drops the stream and deletes the object. Without effect after ``complete``."""
         if self._is_ended:
             return
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             async with self._turn:
                 stream = self._stream
                 self._end()
@@ -665,9 +662,3 @@ def _modified_s(info: Mapping[str, Any]) -> float:
         if isinstance(value, int | float):
             return float(value)
     return 0.0
-
-
-def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )

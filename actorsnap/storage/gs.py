@@ -26,14 +26,12 @@ Rules:
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.errors import UsageError
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -41,17 +39,20 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    check_size,
+    truncated,
 )
-from actorsnap.storage.gs_client import GsClient, GsOptions, truncated
+from actorsnap.storage.cloud import add_policies, convert_options, split_url
+from actorsnap.storage.gs_client import GsClient, GsOptions
 from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsWriter, Upload, find_sources
-from actorsnap.storage.options import convert_options
-from actorsnap.storage.policies import AdaptiveStorage, RetryPolicy, RetryStorage
 from actorsnap.storage.vectored import flat
 
 __all__ = ["GsStorage", "open_gs"]
 
 _MAX_OBJECT_BYTES = 5 << 40
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_BUCKET_PATTERN = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 
 
 def open_gs(url: str, context: StorageContext) -> Storage:
@@ -63,20 +64,8 @@ def open_gs(url: str, context: StorageContext) -> Storage:
         UsageError: the URL has no bucket or a malformed prefix, or an option is unknown.
     """
     options = convert_options(context.options, GsOptions, scheme="gs")
-    place = url.partition("://")[2].rstrip("/")
-    bucket, _, prefix = place.partition("/")
-    if not _BUCKET.fullmatch(bucket):
-        # Not what stands there: it may be a secret.
-        raise UsageError(
-            "what stands between gs:// and the next slash cannot be a bucket's name; "
-            "credentials go into storage_options or the environment"
-        )
-    if prefix:
-        check_key(prefix)
-    storage = GsStorage(bucket, prefix, options, context)
-    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    policy = RetryPolicy(max_attempts=options.max_attempts)
-    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+    bucket, prefix = split_url(url, _BUCKET_PATTERN)
+    return add_policies(GsStorage(bucket, prefix, options, context), options, context)
 
 
 class GsStorage(Storage):
@@ -126,8 +115,7 @@ class GsStorage(Storage):
         Raises:
             AccessDenied, StorageError: older ones cannot be listed.
         """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         nonce = secrets.token_hex(8)
         upload = Upload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
         return await self._opened(upload, is_opener=True)
@@ -155,8 +143,7 @@ class GsStorage(Storage):
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
             AccessDenied, StorageError: it failed.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         name = self._name(key)
         data = None if start == stop else await self._client.download("get", key, name, start, stop)
         if data is None:
@@ -176,8 +163,7 @@ class GsStorage(Storage):
             ChecksumMismatch: the object ends before the views are full.
             AccessDenied, StorageError: it failed.
         """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         name = self._name(key)
         targets = flat(views)
         if targets:

@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import ssl
-from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from email import message_from_bytes
@@ -32,7 +31,6 @@ from gcloud.aio.storage import Storage as Calls
 
 from actorsnap.errors import (
     AccessDenied,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -40,14 +38,20 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
-from actorsnap.storage.base import StorageContext
+from actorsnap.storage.base import StorageContext, truncated
+from actorsnap.storage.cloud import (
+    NetworkOptions,
+    check_secret,
+    decode_crc32c,
+    encode_crc32c,
+    parse_retry_after,
+)
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.many import try_each
-from actorsnap.storage.options import NetworkOptions, check_secret
 from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
-__all__ = ["GsClient", "GsOptions", "Page", "Resource", "truncated"]
+__all__ = ["GsClient", "GsOptions", "Page", "Resource"]
 
 T = TypeVar("T")
 
@@ -175,7 +179,7 @@ class GsClient:
         """
         views = flat(views)
         boundary = secrets.token_hex(16)
-        metadata = {"crc32c": _encoded(crc)}
+        metadata = {"crc32c": encode_crc32c(crc)}
         if storage_class is not None:
             metadata["storageClass"] = storage_class
         head = (
@@ -548,7 +552,7 @@ class GsClient:
             return Resource(
                 name=found["name"],
                 size=int(found["size"]),
-                crc32c=_decoded(found["crc32c"]),
+                crc32c=decode_crc32c(found["crc32c"]),
                 modified_s=datetime.fromisoformat(found["updated"]).timestamp(),
             )
         except (LookupError, TypeError, ValueError) as error:
@@ -579,7 +583,7 @@ class GsClient:
                 )
             return error(ObjectNotFound)
         if status == 429 or status == 503 or "ateLimitExceeded" in said:
-            return error(Throttled, retry_after_s=_seconds(headers.get("retry-after")))
+            return error(Throttled, retry_after_s=parse_retry_after(headers.get("retry-after")))
         if status == 403 and "quotaExceeded" in said:
             return error(StorageFull, "The project's quota is used up")
         if status == 401:
@@ -650,13 +654,6 @@ class _NoSuchRange(Exception):
     """The object ends before the bytes that were asked for."""
 
 
-def truncated(key: str, wanted: int) -> ChecksumMismatch:
-    """The object has less than ``wanted`` bytes."""
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has fewer"
-    )
-
-
 def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_bundle)
 
@@ -690,20 +687,12 @@ def _remedy(is_timeout: bool) -> str:
     return "look at the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
 
 
-def _encoded(crc: int) -> str:
-    return b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def _decoded(crc: str) -> int:
-    return int.from_bytes(b64decode(crc), "big")
-
-
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:
     """CRC32C of the whole object, of which a download may be a part."""
     for one in headers.get("x-goog-hash", "").split(","):
         kind, _, value = one.strip().partition("=")
         if kind == "crc32c":
-            return _decoded(value)
+            return decode_crc32c(value)
     return None
 
 
@@ -714,7 +703,3 @@ def _message(said: str) -> str:
         return str(json.loads(said[start:])["error"]["message"])[:_DETAIL_CHARS]
     except (ValueError, LookupError, TypeError):
         return said[:_DETAIL_CHARS]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    return float(retry_after) if retry_after is not None and retry_after.isdigit() else None

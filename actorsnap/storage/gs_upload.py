@@ -19,10 +19,9 @@ import msgspec
 from actorsnap.errors import ObjectExists, StorageError, UsageError
 from actorsnap.format.checksum import combine
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectWriter
+from actorsnap.storage.base import CLEANUP_S, ObjectWriter, check_write
 from actorsnap.storage.gs_client import GsClient, Resource
 from actorsnap.storage.many import try_each
-from actorsnap.storage.vectored import num_bytes
 
 __all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "Upload", "find_sources"]
 
@@ -33,8 +32,6 @@ MIN_WRITE_BYTES = 1 << 20
 
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
-# How long cleanup may take when the caller is cancelled.
-_CLEANUP_S = 30.0
 # So often is tried to delete components; more of them are not worth the object.
 _CLEANUP_TRIES = 3
 
@@ -113,8 +110,7 @@ class GsWriter(ObjectWriter):
         Raises:
             AccessDenied, StorageError: it failed, or the writer was ended.
         """
-        num = num_bytes(views)
-        self._check(offset, num)
+        num = self._check(offset, views)
         if not num:
             return
         crc = await self._client.crc32c(views) if crc32c is None else crc32c
@@ -123,8 +119,7 @@ class GsWriter(ObjectWriter):
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
         """Copies an older object of just these bytes. Cancellation: see ``write_at``."""
-        num = num_bytes(views)
-        self._check(offset, num)
+        num = self._check(offset, views)
         source = self._sources.get((offset, num, crc32c))
         if source is None:
             return False
@@ -142,19 +137,18 @@ class GsWriter(ObjectWriter):
         self._stored[offset] = copied
         return True
 
-    def _check(self, offset: int, num: int) -> None:
-        if offset < 0 or offset + num > self.size:
-            raise UsageError(
-                f"[{offset}, {offset + num}) is outside of {self.key!r}, {self.size} bytes"
-            )
+    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Returns the number of bytes of a write."""
+        num = check_write(self, offset, views) - offset
         if self._is_ended:
             raise self._error("write_at", "the writer was completed, released or aborted")
         if self._has_components:
-            return
+            return num
         if not self._is_opener:
             raise self._error("write_at", "so small an object is one write, of its opener")
         if num < self.size:
             raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
+        return num
 
     @property
     def _has_components(self) -> bool:
@@ -284,7 +278,7 @@ class GsWriter(ObjectWriter):
         is_ended, self._is_ended = self._is_ended, True
         if is_ended or not self._is_opener:
             return
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
                 if self._has_components:
                     await self._list()

@@ -24,7 +24,6 @@ from typing import NoReturn
 from anyio.lowlevel import checkpoint
 
 from actorsnap.errors import (
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -38,6 +37,13 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_no_options,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
@@ -105,9 +111,7 @@ def open_memory(url: str, context: StorageContext) -> MemoryStorage:
     Raises:
         UsageError: the URL has no name or a malformed prefix, or options were given.
     """
-    if context.options:
-        names = ", ".join(sorted(map(str, context.options)))
-        raise UsageError(f"memory:// storage takes no storage_options, but got: {names}")
+    check_no_options(context, "memory://")
     place = url.removeprefix("memory://").rstrip("/")
     if not place:
         raise UsageError("memory:// needs a name: memory://name or memory://name/prefix")
@@ -164,8 +168,7 @@ class MemoryStorage(Storage):
             ObjectExists: the key exists.
         """
         full = self._prefix + check_key(key)
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         await checkpoint()
         token = secrets.token_bytes(16)
         upload = _Upload(key, full, bytearray(size))
@@ -212,13 +215,9 @@ class MemoryStorage(Storage):
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         data = (await self._find("get", key)).data
-        end = len(data) if stop is None else stop
-        if max(start, end) > len(data):
-            raise _truncated(key, max(start, end), len(data))
-        return bytes(memoryview(data)[start:end])
+        return bytes(memoryview(data)[start : range_end(key, start, stop, len(data))])
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fills ``views`` from byte ``offset`` on.
@@ -227,12 +226,11 @@ class MemoryStorage(Storage):
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before the views are full.
         """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         data = (await self._find("read_into", key)).data
         wanted = num_bytes(views)
         if wanted and offset + wanted > len(data):
-            raise _truncated(key, offset + wanted, len(data))
+            raise truncated(key, offset + wanted, len(data))
         copy_into(memoryview(data)[offset : offset + wanted], views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -327,9 +325,7 @@ class _MemoryWriter(ObjectWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        stop = check_write(self, offset, views)
         await checkpoint()
         is_checked = crc32c is not None and self._capabilities.checks_crc32c
         if is_checked and crc32c_of(flat(views)) != crc32c:
@@ -411,9 +407,3 @@ class _MemoryWriter(ObjectWriter):
                 backend=self._url,
                 detail="the writer was completed, released or aborted",
             )
-
-
-def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 
 from actorsnap.errors import (
     AccessDenied,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -39,7 +38,6 @@ __all__ = [
     "simplified",
     "storage_error",
     "temporary_path",
-    "truncated",
     "unlink_object",
     "walk",
     "working_folder",
@@ -375,12 +373,6 @@ def fsync_folder(folder: str) -> None:
 def close_all(descriptors: Sequence[Descriptor]) -> None:
     for descriptor in descriptors:
         descriptor.close_quietly()
-
-
-def truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )
 
 
 def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:

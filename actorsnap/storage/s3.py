@@ -46,10 +46,12 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    range_end,
 )
-from actorsnap.storage.options import convert_options
-from actorsnap.storage.policies import AdaptiveStorage, RetryPolicy, RetryStorage
-from actorsnap.storage.s3_bucket import S3Bucket, info_of, truncated
+from actorsnap.storage.cloud import add_policies, convert_options
+from actorsnap.storage.s3_bucket import S3Bucket, info_of
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.storage.s3_upload import PartWriter, SmallWriter, Source, Upload, leading
 from actorsnap.storage.vectored import num_bytes
@@ -70,10 +72,7 @@ def open_s3(url: str, context: StorageContext) -> Storage:
         UsageError: the URL names no bucket, or an option is unknown or wrong.
     """
     options = convert_options(context.options, S3Options, scheme="s3")
-    storage = S3Storage(url, context, options)
-    policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
-    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+    return add_policies(S3Storage(url, context, options), options, context)
 
 
 class S3Storage(Storage):
@@ -191,17 +190,13 @@ class S3Storage(Storage):
             ChecksumMismatch: the object ends before ``stop``.
         """
         check_key(key)
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         if stop is None and not start:
             body, stop = await self.bucket.get("get", key)
             if len(body) == stop:
                 return body
         elif stop is None or stop == start:
-            size = (await self.bucket.stat("get", key)).size
-            stop = size if stop is None else stop
-            if max(start, stop) > size:
-                raise truncated(key, max(start, stop), size)
+            stop = range_end(key, start, stop, (await self.bucket.stat("get", key)).size)
         data = bytearray(stop - start)
         if data:
             await self.bucket.receive("get", key, start, [memoryview(data)])
@@ -216,8 +211,7 @@ class S3Storage(Storage):
         Cancellation: at once; nothing writes to the views any more.
         """
         check_key(key)
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         if num_bytes(views):
             await self.bucket.receive("read_into", key, offset, views)
         else:

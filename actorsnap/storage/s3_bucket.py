@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -21,41 +20,36 @@ import anyio
 from botocore.exceptions import BotoCoreError, ClientError
 
 from actorsnap.errors import (
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
     Throttled,
-    UsageError,
 )
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectInfo, StorageContext, check_key
+from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, truncated
+from actorsnap.storage.cloud import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
     S3Client,
     S3Options,
-    crc32c_text,
     explained,
     shared_client,
 )
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["S3Bucket", "Sent", "code", "etag", "info_of", "truncated"]
+__all__ = ["S3Bucket", "Sent", "code", "etag", "info_of"]
 
 logger = Lines(__name__)
 
-_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+")
+_BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
 """The name of a bucket, some of which are older than Amazon's rules; or of an access point."""
 
 _MAX_DELETED = 1000
 """Keys in one request."""
 
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
-
-_CLEANUP_S = 30.0
-"""Ending an upload takes no longer, also if the caller is cancelled; what is left is garbage."""
 
 
 class Sent(NamedTuple):
@@ -76,18 +70,9 @@ class S3Bucket:
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
-        name, _, prefix = url.removeprefix("s3://").partition("/")
-        prefix = prefix.rstrip("/")
-        if not name:
-            raise UsageError(f"{url!r} names no bucket: s3://bucket/prefix")
-        if not _BUCKET.fullmatch(name):
-            # Not what stands there: it may be key:secret@bucket.
-            raise UsageError(
-                "what stands between s3:// and the next slash cannot be a bucket's name; "
-                "credentials go into storage_options or the environment"
-            )
+        name, prefix = split_url(url, _BUCKET_PATTERN)
         self.url = f"s3://{name}/{prefix}".rstrip("/")
-        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._prefix = f"{prefix}/" if prefix else ""
         self._name = name
         self._context = context
         self._options = options
@@ -197,7 +182,7 @@ class S3Bucket:
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
                 raise truncated(key, stop, offset + cause.num_bytes) from error
             if code(error) in ("InvalidRange", "416"):
-                raise truncated(key, stop, None) from error
+                raise truncated(key, stop) from error
             raise
         if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
             raise StorageError(
@@ -238,7 +223,7 @@ class S3Bucket:
         """Sends an object or a part, with its CRC32C."""
         if crc32c is None:
             (crc32c,) = await self.checksums([views])
-        expected = crc32c_text(crc32c)
+        expected = encode_crc32c(crc32c)
         headers = {
             **headers,
             "x-amz-checksum-crc32c": expected,
@@ -432,7 +417,7 @@ class S3Bucket:
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
                 await self.call(
                     "abort",
@@ -482,7 +467,7 @@ class S3Bucket:
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        sent = Sent(crc32c_text(crc32c), etag(copied), num_bytes(views))
+        sent = Sent(encode_crc32c(crc32c), etag(copied), num_bytes(views))
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
         found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
@@ -565,11 +550,3 @@ def code(error: StorageError) -> str | None:
 def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
     """What a page of a list says of an object."""
     return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))
-
-
-def truncated(key: str, wanted: int, size: int | None) -> ChecksumMismatch:
-    """The error for an object that is shorter than somebody needs."""
-    found = "fewer" if size is None else size
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
-    )

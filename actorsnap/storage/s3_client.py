@@ -13,7 +13,6 @@ keys' meaning, writers or retries: a call is one request.
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import io
 import logging
@@ -58,14 +57,13 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.options import NetworkOptions, check_secret
+from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "crc32c_text",
     "explained",
     "is_missing",
     "shared_client",
@@ -480,11 +478,6 @@ def _body(body: object) -> bytes | bytearray:
     return body
 
 
-def crc32c_text(value: int) -> str:
-    """A CRC32C as S3 writes it."""
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
-
-
 def _raise_for_status(response: Response, operation: str) -> None:
     if response.status < 300:
         return
@@ -588,7 +581,7 @@ def _answered(error: ClientError, client: S3Client) -> _Meaning:
     failure = error.response.get("Error", {})
     code = str(failure.get("Code") or status)
     said = f"{code} ({status})"
-    wait_s = _seconds(headers.get("retry-after"))
+    wait_s = parse_retry_after(headers.get("retry-after"))
     if is_missing(error):
         return ObjectNotFound, f"{said}: no such object", {}
     if code == "NoSuchBucket":
@@ -621,13 +614,6 @@ def _answered(error: ClientError, client: S3Client) -> _Meaning:
     detail = f"{said}: {message[:300]}; look at storage_options, and at what the server supports"
     is_passing = code in _PASSING or (status >= 500 and status != 501)
     return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return None if text is None else max(0.0, float(text))
-    except ValueError:
-        return None  # a date: who sends one has no idea how long, either
 
 
 def _skew(headers: Mapping[str, str]) -> str:

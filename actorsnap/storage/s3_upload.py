@@ -17,9 +17,9 @@ import msgspec
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import combine, crc32c_of
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectWriter
+from actorsnap.storage.base import ObjectWriter, check_write
+from actorsnap.storage.cloud import encode_crc32c
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, code, etag
-from actorsnap.storage.s3_client import crc32c_text
 from actorsnap.storage.vectored import between, num_bytes
 
 __all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
@@ -74,11 +74,11 @@ class _Writer(ObjectWriter):
         self._has_ended = True
         await anyio.lowlevel.checkpoint()
 
-    def _check(self, offset: int, stop: int) -> None:
+    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Returns the end of a write."""
         if self._has_ended:
             raise self._failed("write_at", "the writer was completed, released or aborted")
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        return check_write(self, offset, views)
 
     def _failed(self, op: str, detail: str) -> StorageError:
         return StorageError(op=op, key=self.key, backend=self._bucket.url, detail=detail)
@@ -93,8 +93,7 @@ class SmallWriter(_Writer):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        stop = offset + num_bytes(views)
-        self._check(offset, stop)
+        stop = self._check(offset, views)
         if not self._is_opener:
             raise self._failed("write_at", f"who opens {self.size} bytes writes them, all at once")
         if stop - offset < self.size:
@@ -219,8 +218,7 @@ class PartWriter(_Writer):
         Raises:
             StorageError: its bytes have another CRC32C; to be tried again.
         """
-        stop = offset + num_bytes(views)
-        self._check(offset, stop)
+        stop = self._check(offset, views)
         if stop == offset:
             return ()
         unit = self._upload.unit
@@ -314,4 +312,4 @@ def _whole(parts: Sequence[Mapping[str, Any]]) -> set[str]:
     whole = 0
     for part, value in zip(parts, values, strict=True):
         whole = combine(whole, int.from_bytes(value, "big"), part["Size"])
-    return {crc32c_text(whole), f"{crc32c_text(crc32c_of(values))}-{len(parts)}"}
+    return {encode_crc32c(whole), f"{encode_crc32c(crc32c_of(values))}-{len(parts)}"}

@@ -1,8 +1,14 @@
-"""How a backend reads its ``storage_options``: a frozen struct, and unknown names refused."""
+"""What the storages of S3 and of Google Cloud Storage share.
+
+Decides how URLs and ``storage_options`` are read, how two headers are written, and which policies
+go around a bucket. Must not know requests or either protocol.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -10,8 +16,19 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.storage.base import Storage, StorageContext, check_key
+from actorsnap.storage.policies import AdaptiveStorage, RetryPolicy, RetryStorage
 
-__all__ = ["NetworkOptions", "check_secret", "convert_options"]
+__all__ = [
+    "NetworkOptions",
+    "add_policies",
+    "check_secret",
+    "convert_options",
+    "decode_crc32c",
+    "encode_crc32c",
+    "parse_retry_after",
+    "split_url",
+]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -56,6 +73,51 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("connect", "stall", "request", "transfer"):
             if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
                 raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+
+
+def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
+    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty.
+
+    Raises:
+        UsageError: there is no bucket, it does not match, or the prefix is malformed.
+    """
+    scheme, _, place = url.partition("://")
+    bucket, _, prefix = place.rstrip("/").partition("/")
+    if not bucket:
+        raise UsageError(f"{url!r} names no bucket: {scheme}://bucket/prefix")
+    if not re.fullmatch(bucket_pattern, bucket):
+        # Without the text itself: it may be key:secret@bucket.
+        raise UsageError(
+            f"what stands between {scheme}:// and the next slash cannot be a bucket's name; "
+            "credentials go into storage_options or the environment"
+        )
+    return bucket, check_key(prefix) if prefix else ""
+
+
+def add_policies(storage: Storage, options: NetworkOptions, context: StorageContext) -> Storage:
+    """Returns ``storage`` with retries and as many requests at a time as the service bears."""
+    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
+    policy = RetryPolicy(max_attempts=options.max_attempts)
+    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+
+
+def encode_crc32c(value: int) -> str:
+    """Returns a CRC32C as both services write it: base64 of its bytes, the highest first."""
+    return b64encode(value.to_bytes(4, "big")).decode()
+
+
+def decode_crc32c(text: str) -> int:
+    """The inverse of ``encode_crc32c``."""
+    return int.from_bytes(b64decode(text), "big")
+
+
+def parse_retry_after(text: str | None) -> float | None:
+    """Returns the seconds of a ``Retry-After`` header; None for a date, which is a guess."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def check_secret(name: str, value: str | None) -> None:
