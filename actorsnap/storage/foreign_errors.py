@@ -53,7 +53,7 @@ class TranslatedStorage(Wrapper):
         except BaseException as error:
             if isinstance(error, ActorSnapError) or ends_this_task(error):
                 raise
-            fault = _translated(error, op=op, key=key, backend=self.url)
+            fault = _translate(error, op=op, key=key, backend=self.url)
             raise fault from fault.__cause__ or error
 
     def around_blocking(
@@ -64,7 +64,7 @@ class TranslatedStorage(Wrapper):
         except ActorSnapError:
             raise
         except BaseException as error:
-            fault = _translated(error, op=op, key=key, backend=self.url)
+            fault = _translate(error, op=op, key=key, backend=self.url)
             raise fault from fault.__cause__ or error
 
 
@@ -83,7 +83,7 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and is_main:
             raise
-        fault = _translated(error, op="open", key="", backend=url)
+        fault = _translate(error, op="open", key="", backend=url)
         raise fault from fault.__cause__ or error
 
 
@@ -113,7 +113,7 @@ def _runs_in_a_task() -> bool:
     return True
 
 
-def _translated(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
+def _translate(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
     """What a backend's exception is raised as."""
     leaf = error
     while isinstance(leaf, BaseExceptionGroup):

@@ -62,11 +62,11 @@ from actorsnap.storage.posix import (
     Descriptor,
     Folders,
     close_all,
-    opened_for_reading,
+    open_for_reading,
     publish_exclusively,
-    simplified,
-    storage_error,
+    simplify_path,
     temporary_path,
+    translate_os_error,
     unlink_object,
     walk,
     working_folder,
@@ -109,7 +109,7 @@ class FsStorage(Storage):
 
     def __init__(self, root: str, context: StorageContext) -> None:
         # Absolute now: the process may change its working folder while a save is running.
-        self.root = simplified(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
+        self.root = simplify_path(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking
@@ -133,7 +133,7 @@ class FsStorage(Storage):
         await self._run(self._put_blocking, check_key(key), views)
 
     def _put_blocking(self, key: str, views: Sequence[memoryview]) -> None:
-        with self._mapped("put", key):
+        with self._translate_errors("put", key):
             path = self._path(key)
             with self._temporary(path, views) as temporary:
                 os.rename(temporary, path)
@@ -155,7 +155,7 @@ class FsStorage(Storage):
         await self._run(self._put_if_absent_blocking, check_key(key), data)
 
     def _put_if_absent_blocking(self, key: str, data: bytes) -> None:
-        with self._mapped("put_if_absent", key):
+        with self._translate_errors("put_if_absent", key):
             path = self._path(key)
             with self._temporary(path, [memoryview(data)]) as temporary:
                 publish_exclusively(temporary, path)
@@ -210,7 +210,7 @@ class FsStorage(Storage):
         return await self._run(self._get_blocking, check_key(key), start, stop)
 
     def _get_blocking(self, key: str, start: int, stop: int | None) -> bytes:
-        with self._mapped("get", key), opened_for_reading(self._path(key)) as fd:
+        with self._translate_errors("get", key), open_for_reading(self._path(key)) as fd:
             end = range_end(key, start, stop, os.fstat(fd).st_size)
             parts: list[bytes] = []
             position = start
@@ -240,7 +240,7 @@ class FsStorage(Storage):
         """``read_into`` for worker threads."""
         check_key(key)
         check_offset(offset)
-        with self._mapped("read_into", key), opened_for_reading(self._path(key)) as fd:
+        with self._translate_errors("read_into", key), open_for_reading(self._path(key)) as fd:
             for views in batches:
                 wanted = num_bytes(views)
                 if pread_into(fd, offset, views) != wanted:
@@ -266,7 +266,7 @@ class FsStorage(Storage):
     def _list_batch_blocking(
         self, prefix: str, infos: Iterator[ObjectInfo]
     ) -> Sequence[ObjectInfo]:
-        with self._mapped("list", prefix):
+        with self._translate_errors("list", prefix):
             return tuple(itertools.islice(infos, _BATCH))
 
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -312,7 +312,7 @@ class FsStorage(Storage):
         folders = set()
         for key in keys:
             try:
-                with self._mapped("delete", key):
+                with self._translate_errors("delete", key):
                     path = self._path(key)
                     folders.add(os.path.dirname(path))
                     unlink_object(path)
@@ -324,7 +324,7 @@ class FsStorage(Storage):
         for folder in sorted(folders, key=len, reverse=True):
             self._folders.prune(folder)
             try:
-                with self._mapped("delete", ""):
+                with self._translate_errors("delete", ""):
                     self._folders.sync_entries(folder)
             except ObjectNotFound:
                 pass  # pruned
@@ -341,7 +341,7 @@ class FsStorage(Storage):
         return await self._run(self._list_folders_blocking, folder and check_key(folder))
 
     def _list_folders_blocking(self, folder: str) -> Sequence[str]:
-        with self._mapped("list", folder):
+        with self._translate_errors("list", folder):
             try:
                 with os.scandir(self._path(folder) if folder else self.root) as entries:
                     return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
@@ -372,7 +372,7 @@ class FsStorage(Storage):
         return await self._run(self._stat_blocking, check_key(key))
 
     def _stat_blocking(self, key: str) -> ObjectInfo:
-        with self._mapped("stat", key):
+        with self._translate_errors("stat", key):
             found = os.stat(self._path(key))
             if not stat.S_ISREG(found.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a regular file")
@@ -392,13 +392,13 @@ class FsStorage(Storage):
         return path
 
     @contextmanager
-    def _mapped(self, op: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise storage_error(error, op=op, key=key, root=self.root) from error
+            raise translate_os_error(error, op=op, key=key, root=self.root) from error
         except UnicodeEncodeError as error:
             raise StorageError(
                 op=op, key=key, backend=self.url, detail="the key is no valid file name"
@@ -445,7 +445,7 @@ class _FsWriter(ObjectWriter):
     def __init__(self, storage: FsStorage, key: str, size: int, *, is_opener: bool) -> None:
         self.key = key
         self.size = size
-        with storage._mapped("writer", key):
+        with storage._translate_errors("writer", key):
             self._path = storage._path(key)
         self.token = os.fsencode(key)
         self._storage = storage
@@ -467,7 +467,7 @@ class _FsWriter(ObjectWriter):
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         """``write_at`` for worker threads."""
         check_write(self, offset, views)
-        with self._mapped("write_at"), self._descriptor.use() as fd:
+        with self._translate_errors("write_at"), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
 
     async def complete(self) -> None:
@@ -485,7 +485,7 @@ class _FsWriter(ObjectWriter):
         self._is_ended = True
 
     def _complete_blocking(self) -> None:
-        with self._mapped("complete"):
+        with self._translate_errors("complete"):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
@@ -508,7 +508,7 @@ class _FsWriter(ObjectWriter):
         self._is_ended = True
 
     def _release_blocking(self) -> None:
-        with self._mapped("release"):
+        with self._translate_errors("release"):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
@@ -523,7 +523,7 @@ class _FsWriter(ObjectWriter):
             await self._storage._run(self._discard_blocking)
 
     def _create_blocking(self) -> None:
-        with self._mapped("writer"):
+        with self._translate_errors("writer"):
             fd = self._storage._create(self._path)
             self._adopt(fd)
             self._is_created = True
@@ -535,7 +535,7 @@ class _FsWriter(ObjectWriter):
                 raise
 
     def _join_blocking(self) -> None:
-        with self._mapped("join_writer"):
+        with self._translate_errors("join_writer"):
             self._adopt(os.open(self._path, os.O_WRONLY))
             with self._descriptor.use() as fd:
                 self.size = os.fstat(fd).st_size
@@ -560,8 +560,8 @@ class _FsWriter(ObjectWriter):
         self._storage._open.add(self._descriptor)
 
     @contextmanager
-    def _mapped(self, op: str) -> Iterator[None]:
-        with self._storage._mapped(op, self.key):
+    def _translate_errors(self, op: str) -> Iterator[None]:
+        with self._storage._translate_errors(op, self.key):
             try:
                 yield
             except Closed:

@@ -72,7 +72,7 @@ from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
-__all__ = ["FsspecStorage", "knows", "open_fsspec"]
+__all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
 
 logger = Lines(__name__)
 
@@ -89,7 +89,7 @@ _POLICY = RetryPolicy(max_attempts=5, first_delay_s=0.5, max_delay_s=10.0)
 _SECRET_NAME = re.compile("key|secret|token|pass|credential|sas|connection_string", re.IGNORECASE)
 
 
-def knows(scheme: str) -> bool:
+def has_implementation(scheme: str) -> bool:
     """Whether fsspec has an implementation for ``scheme``, installed or not."""
     name = scheme.removeprefix(_FORCED)
     return name in registry or name in available_protocols()
@@ -147,7 +147,7 @@ class FsspecStorage(Storage):
             AccessDenied, StorageError: it failed.
         """
         check_key(key)
-        with self._mapped("put", key):
+        with self._translate_errors("put", key):
             await self._put(key, b"".join(flat(views)), "overwrite")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
@@ -160,7 +160,7 @@ class FsspecStorage(Storage):
             AccessDenied, StorageError: it failed.
         """
         path = self._path(key)
-        with self._mapped("put_if_absent", key):
+        with self._translate_errors("put_if_absent", key):
             if await self._call("exists", path):
                 raise FileExistsError(f"{key!r} exists already")
             await self._put(key, data, "create")
@@ -192,7 +192,7 @@ class FsspecStorage(Storage):
         """
         check_size(size)
         path = self._path(key)
-        with self._mapped("writer", key):
+        with self._translate_errors("writer", key):
             if await self._call("exists", path):
                 raise FileExistsError(f"{key!r} exists already")
         return _FsspecWriter(self, key, path, size)
@@ -215,7 +215,7 @@ class FsspecStorage(Storage):
         """
         check_range(start, stop)
         path = self._path(key)
-        with self._mapped("get", key):
+        with self._translate_errors("get", key):
             if start == 0 and stop is None:
                 return bytes(await self._call("cat_file", path))
             if stop is None or start == stop:
@@ -232,10 +232,10 @@ class FsspecStorage(Storage):
         """
         check_offset(offset)
         path = self._path(key)
-        with self._mapped("read_into", key):
+        with self._translate_errors("read_into", key):
             if not num_bytes(views):
                 await self._size(path)
-            for batch in _batches(flat(views)):
+            for batch in _split_batches(flat(views)):
                 num = num_bytes(batch)
                 copy_into(memoryview(await self._range(key, path, offset, offset + num)), batch)
                 offset += num
@@ -268,8 +268,8 @@ class FsspecStorage(Storage):
             path = self._path(folder) if slash else self._root
         except UsageError:
             return  # no key starts with it
-        with self._mapped("list", prefix):
-            found = await self._found(path)
+        with self._translate_errors("list", prefix):
+            found = await self._find(path)
         infos = [
             ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
             for name, info in found.items()
@@ -278,8 +278,8 @@ class FsspecStorage(Storage):
         for info in sorted(infos, key=lambda info: info.key):
             yield info
 
-    async def _found(self, path: str) -> Mapping[str, Any]:
-        await self._forget()
+    async def _find(self, path: str) -> Mapping[str, Any]:
+        await self._drop_listings()
         try:
             found: Mapping[str, Any] = await self._call("find", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -297,7 +297,7 @@ class FsspecStorage(Storage):
         paths = {key: self._path(key) for key in keys}
 
         async def delete(key: str) -> None:
-            with self._mapped("delete", key):
+            with self._translate_errors("delete", key):
                 # Object stores do not say whether there was one, others raise.
                 with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                     await self._call("rm_file", paths[key])
@@ -322,8 +322,8 @@ class FsspecStorage(Storage):
             AccessDenied, StorageError: it failed.
         """
         path = self._path(folder) if folder else self._root
-        await self._forget()
-        with self._mapped("list", folder):
+        await self._drop_listings()
+        with self._translate_errors("list", folder):
             try:
                 found = await self._call("ls", path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -353,7 +353,7 @@ class FsspecStorage(Storage):
             AccessDenied, StorageError: it failed.
         """
         path = self._path(key)
-        with self._mapped("stat", key):
+        with self._translate_errors("stat", key):
             info = await self._info(path)
         return ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
 
@@ -389,7 +389,7 @@ class FsspecStorage(Storage):
         fs, _ = url_to_fs(self._place, asynchronous=True, skip_instance_cache=True, **self._options)
         return fs
 
-    async def _forget(self) -> None:
+    async def _drop_listings(self) -> None:
         """Listings that the implementation has cached."""
         if self._is_async:
             (await self._async()).invalidate_cache()
@@ -412,7 +412,7 @@ class FsspecStorage(Storage):
             raise FileNotFoundError(f"there is no {first!r}")
         await self._call("makedirs", folder, exist_ok=True)
 
-    async def _opened_stream(self, path: str) -> Any:
+    async def _open_stream(self, path: str) -> Any:
         return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))
 
     def _open_stream_blocking(self, path: str) -> Any:
@@ -433,7 +433,7 @@ class FsspecStorage(Storage):
         return name.removeprefix(self._prefix).lstrip("/")
 
     async def _info(self, path: str) -> Mapping[str, Any]:
-        await self._forget()
+        await self._drop_listings()
         info: Mapping[str, Any] = await self._call("info", path)
         if info["type"] != "file":
             raise FileNotFoundError("it is a folder")
@@ -445,7 +445,7 @@ class FsspecStorage(Storage):
     # --- errors --------------------------------------------------------------------------------
 
     @contextmanager
-    def _mapped(self, op: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
         try:
             yield
         except ActorSnapError:
@@ -455,11 +455,11 @@ class FsspecStorage(Storage):
             raise self._error(op, key, error) from error
 
     def _error(self, op: str, key: str, error: Exception) -> StorageError:
-        said = describe(error)
+        text = describe(error)
         for name, value in self._options.items():
             if isinstance(value, str) and value and _SECRET_NAME.search(name):
-                said = said.replace(value, "...")
-        detail = said.replace(self._place, self.url)
+                text = text.replace(value, "...")
+        detail = text.replace(self._place, self.url)
         status = getattr(error, "status", getattr(error, "status_code", None))
         kind: type[StorageError] = StorageError
         retryable = isinstance(error, TimeoutError | ConnectionError)
@@ -514,9 +514,9 @@ class _FsspecWriter(ObjectWriter):
         check_write(self, offset, views)
         async with self._turn:
             self._require_open("write_at")
-            with self._breaking("write_at"):
+            with self._break_on_error("write_at"):
                 if offset == 0 and self._stream is None and self.size:
-                    self._stream = await self._storage._opened_stream(self._path)
+                    self._stream = await self._storage._open_stream(self._path)
                 await self._storage._run(self._write_blocking, offset, flat(views))
 
     def _write_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -561,7 +561,7 @@ class _FsspecWriter(ObjectWriter):
                 raise self._failure(
                     "complete", f"byte {self._position} of {self.size} was never written"
                 )
-            with self._breaking("complete"):
+            with self._break_on_error("complete"):
                 if self._stream is None:
                     await self._storage._put(self.key, b"", "overwrite")
                 else:
@@ -610,10 +610,10 @@ class _FsspecWriter(ObjectWriter):
             raise self._failure(op, f"the stream broke before: {self._fault}")
 
     @contextmanager
-    def _breaking(self, op: str) -> Iterator[None]:
+    def _break_on_error(self, op: str) -> Iterator[None]:
         """A stream that failed cannot be gone on with: it is not known what went down it."""
         try:
-            with self._storage._mapped(op, self.key):
+            with self._storage._translate_errors(op, self.key):
                 yield
         except StorageError as error:
             self._fault = error.detail
@@ -634,7 +634,7 @@ def _drop(stream: Any) -> None:
             stream.close()
 
 
-def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """The same bytes in batches of up to ``_PIECE_BYTES``."""
     batch: list[memoryview] = []
     room = _PIECE_BYTES

@@ -46,7 +46,7 @@ from actorsnap.storage.base import (
 )
 from actorsnap.storage.cloud import add_policies, convert_options, split_url
 from actorsnap.storage.gs_client import GsClient, GsOptions
-from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsWriter, Upload, find_sources
+from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsUpload, GsWriter, find_sources
 from actorsnap.storage.vectored import flat
 
 __all__ = ["GsStorage", "open_gs"]
@@ -117,8 +117,8 @@ class GsStorage(Storage):
         """
         check_size(size)
         nonce = secrets.token_hex(8)
-        upload = Upload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
-        return await self._opened(upload, is_opener=True)
+        upload = GsUpload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
+        return await self._open_writer(upload, is_opener=True)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened.
@@ -126,9 +126,11 @@ class GsStorage(Storage):
         Raises:
             AccessDenied, StorageError: older ones cannot be listed.
         """
-        return await self._opened(msgspec.msgpack.decode(token, type=Upload), is_opener=False)
+        return await self._open_writer(
+            msgspec.msgpack.decode(token, type=GsUpload), is_opener=False
+        )
 
-    async def _opened(self, upload: Upload, *, is_opener: bool) -> ObjectWriter:
+    async def _open_writer(self, upload: GsUpload, *, is_opener: bool) -> ObjectWriter:
         await anyio.lowlevel.checkpoint()
         names = [self._name(key) for key in upload.older]
         sources = await find_sources(self._client, upload.key, names)

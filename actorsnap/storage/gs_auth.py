@@ -101,9 +101,9 @@ class Credentials:
                     is_retryable=True,
                 ) from error
             except aiohttp.ClientResponseError as error:
-                said = f"{error.status} {error.message[:300]}"
+                answer = f"{error.status} {error.message[:300]}"
                 raise CredentialsError(
-                    f"no access token was given: {said}. {_REMEDY}",
+                    f"no access token was given: {answer}. {_REMEDY}",
                     is_retryable=error.status >= 500 or error.status == 429,
                 ) from error
             except aiohttp.ClientError as error:
@@ -132,10 +132,10 @@ class Credentials:
             self._source.acquiring.cancel()
 
     def _load(self) -> Token:
-        return _Token(service_file=self._file, session=self._session, scopes=SCOPES)
+        return _SingleTryToken(service_file=self._file, session=self._session, scopes=SCOPES)
 
 
-class _Token(Token):  # type: ignore[misc]
+class _SingleTryToken(Token):  # type: ignore[misc]
     """Asks for a token once: retries are a policy of the storage, and gcloud-aio's are silent."""
 
     async def acquire_access_token(self) -> None:

@@ -154,7 +154,7 @@ class GsClient:
             sock_read=options.stall_timeout_s,
         )
         self._connecting = anyio.Lock()
-        self._connected: _Connected | None = None
+        self._connected: _Connections | None = None
 
     async def crc32c(self, views: Sequence[memoryview]) -> int:
         """Of their bytes; no request."""
@@ -234,7 +234,7 @@ class GsClient:
         """
         content = {
             "sourceObjects": [{"name": source} for source in sources],
-            "destination": _metadata(storage_class),
+            "destination": _composite_metadata(storage_class),
         }
         url = f"{self._object_url(op, key, name)}/compose"
         params = {"fields": _FIELDS, **self._write_params()}
@@ -269,7 +269,7 @@ class GsClient:
         if if_absent:
             params |= _IF_ABSENT
         while True:
-            answer = await self._post(op, key, url, params, _metadata(storage_class))
+            answer = await self._post(op, key, url, params, _composite_metadata(storage_class))
             if not answer.get("rewriteToken"):
                 return self._resource(op, key, answer.get("resource", {}))
             params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
@@ -403,7 +403,7 @@ class GsClient:
                 data=data,
                 timeout=self._timeout,
             )
-            answers = _answers(response.headers["content-type"], await response.read())
+            answers = _parse_batch(response.headers["content-type"], await response.read())
             if any(status == 401 for status, _ in answers.values()):
                 raise aiohttp.ClientResponseError(
                     response.request_info, (), status=401, message="the token was refused"
@@ -412,9 +412,9 @@ class GsClient:
 
         answers = await self._control(op, batch[0][1], call)
         for number, (_, key) in enumerate(batch):
-            status, said = answers.get(number, (500, "no answer came"))
+            status, body = answers.get(number, (500, "no answer came"))
             if not (200 <= status < 300 or status == 404):
-                raise self._refusal(op, key, status, said, {})
+                raise self._error_from_response(op, key, status, body, {})
 
     async def aclose(self) -> None:
         """Closes all connections. Idempotent."""
@@ -489,9 +489,11 @@ class GsClient:
                 if error.status == 401 and not is_last and connected.credentials.forget(token):
                     continue
                 headers = {n.lower(): value for n, value in (error.headers or {}).items()}
-                raise self._refusal(op, key, error.status, error.message, headers) from error
+                raise self._error_from_response(
+                    op, key, error.status, error.message, headers
+                ) from error
             except (aiohttp.ClientError, OSError) as error:
-                raise self._unreachable(op, key, error) from error
+                raise self._error_without_response(op, key, error) from error
         raise AssertionError
 
     async def _transfer(
@@ -512,11 +514,11 @@ class GsClient:
                 return response
             if response.status == 401 and not is_last and connected.credentials.forget(token):
                 continue
-            said = response.body.decode(errors="replace")
-            raise self._refusal(op, key, response.status, said, response.headers)
+            body = response.body.decode(errors="replace")
+            raise self._error_from_response(op, key, response.status, body, response.headers)
         raise AssertionError
 
-    async def _connect(self, op: str, key: str) -> _Connected:
+    async def _connect(self, op: str, key: str) -> _Connections:
         async with self._connecting:
             if self._connected is None:
                 options = self.options
@@ -525,10 +527,10 @@ class GsClient:
                 except OSError as error:  # SSLError is one
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
-                self._connected = _Connected(self._root, options, tls, self._context)
+                self._connected = _Connections(self._root, options, tls, self._context)
             return self._connected
 
-    async def _token(self, op: str, key: str, connected: _Connected) -> str:
+    async def _token(self, op: str, key: str, connected: _Connections) -> str:
         if self._is_anonymous:
             return ""
         try:
@@ -560,11 +562,11 @@ class GsClient:
                 op, key, f"the service answered something else than an object: {error!r}"
             ) from error
 
-    def _refusal(
-        self, op: str, key: str, status: int, said: str, headers: Mapping[str, str]
+    def _error_from_response(
+        self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
         """What an HTTP status means."""
-        detail = f"bucket {self._bucket!r}: HTTP {status}: {_message(said)}"
+        detail = f"bucket {self._bucket!r}: HTTP {status}: {_parse_message(body)}"
 
         def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {remedy}" if remedy else detail
@@ -575,16 +577,16 @@ class GsClient:
         if status == 412:
             return error(ObjectExists)
         if status == 404:
-            if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in said:
+            if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in body:
                 return error(
                     StorageError,
                     f"Is there such a bucket? `gcloud storage buckets create gs://{self._bucket}` "
                     "makes it",
                 )
             return error(ObjectNotFound)
-        if status == 429 or status == 503 or "ateLimitExceeded" in said:
+        if status == 429 or status == 503 or "ateLimitExceeded" in body:
             return error(Throttled, retry_after_s=parse_retry_after(headers.get("retry-after")))
-        if status == 403 and "quotaExceeded" in said:
+        if status == 403 and "quotaExceeded" in body:
             return error(StorageFull, "The project's quota is used up")
         if status == 401:
             return error(
@@ -599,15 +601,15 @@ class GsClient:
                 "roles/storage.objectViewer",
             )
         # What arrived was not what the metadata says: damaged on the way.
-        is_damaged = status == 400 and "crc32c" in said.lower()
+        is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
-    def _unreachable(self, op: str, key: str, error: Exception) -> StorageError:
+    def _error_without_response(self, op: str, key: str, error: Exception) -> StorageError:
         if isinstance(error, aiohttp.ClientSSLError):
-            said = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
-            return self._error(op, key, said)
-        said = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
-        detail = f"{said}; {_remedy(isinstance(error, TimeoutError))}"
+            detail = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
+            return self._error(op, key, detail)
+        detail = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
+        detail += f"; {_remedy(isinstance(error, TimeoutError))}"
         return self._error(op, key, detail, retryable=not is_unknown_host(error))
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
@@ -618,7 +620,7 @@ class GsClient:
 _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "list"})
 
 
-class _Connected:
+class _Connections:
     """What a client has once it is used; made on the event loop."""
 
     def __init__(
@@ -662,22 +664,22 @@ def _authorization(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
-def _metadata(storage_class: str | None) -> dict[str, str]:
+def _composite_metadata(storage_class: str | None) -> dict[str, str]:
     """Of an object that is made of others."""
     found = {"contentType": "application/octet-stream"}
     return found if storage_class is None else {**found, "storageClass": storage_class}
 
 
-def _answers(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
+def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
     """Status and body of each answer of a batch, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for part in message.walk():
         number = re.search(r"(\d+)>?$", part.get("content-id", ""))
-        said = str(part.get_payload())
-        status = re.match(r"HTTP/[\d.]+ (\d{3})", said)
+        answer = str(part.get_payload())
+        status = re.match(r"HTTP/[\d.]+ (\d{3})", answer)
         if number and status:
-            found[int(number[1])] = int(status[1]), said
+            found[int(number[1])] = int(status[1]), answer
     return found
 
 
@@ -696,10 +698,10 @@ def _stored_checksum(headers: Mapping[str, str]) -> int | None:
     return None
 
 
-def _message(said: str) -> str:
+def _parse_message(body: str) -> str:
     """What Google's error object says, or the beginning of what came."""
-    start = said.find("{")
+    start = body.find("{")
     try:
-        return str(json.loads(said[start:])["error"]["message"])[:_DETAIL_CHARS]
+        return str(json.loads(body[start:])["error"]["message"])[:_DETAIL_CHARS]
     except (ValueError, LookupError, TypeError):
-        return said[:_DETAIL_CHARS]
+        return body[:_DETAIL_CHARS]

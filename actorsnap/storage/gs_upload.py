@@ -23,7 +23,7 @@ from actorsnap.storage.base import CLEANUP_S, ObjectWriter, check_write
 from actorsnap.storage.gs_client import GsClient, Resource
 from actorsnap.storage.many import try_each
 
-__all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "Upload", "find_sources"]
+__all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "GsUpload", "find_sources"]
 
 logger = Lines(__name__)
 
@@ -39,7 +39,7 @@ Sources: TypeAlias = Mapping[tuple[int, int, int], str]
 """Names of objects that are older ones' bytes, by their offset there, size and CRC32C."""
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What writers of one object share: a token is this, encoded.
 
     Attributes:
@@ -85,7 +85,7 @@ class GsWriter(ObjectWriter):
     """
 
     def __init__(
-        self, client: GsClient, upload: Upload, name: str, *, sources: Sources, is_opener: bool
+        self, client: GsClient, upload: GsUpload, name: str, *, sources: Sources, is_opener: bool
     ) -> None:
         self.key = upload.key
         self.size = upload.size
@@ -210,9 +210,9 @@ class GsWriter(ObjectWriter):
             await self._create(upload)
             return
         stored: Mapping[int, Resource] = self._stored
-        if self._has_components and _flaw(stored, self.size) is not None:
-            stored = await self._list()  # joined writers have written, too
-        if (at := _flaw(stored, self.size)) is not None:
+        if self._has_components and _find_gap(stored, self.size) is not None:
+            stored = await self._list_components()  # joined writers have written, too
+        if (at := _find_gap(stored, self.size)) is not None:
             raise self._error(
                 "complete", f"byte {at} of {self.size} was never written, or written twice"
             )
@@ -220,7 +220,7 @@ class GsWriter(ObjectWriter):
         if parts[0].name != self._name:
             await self._compose(parts)
 
-    async def _list(self) -> Mapping[int, Resource]:
+    async def _list_components(self) -> Mapping[int, Resource]:
         found = {}
         async for page in self._client.pages("complete", self.key, self._folder):
             for each in page.resources:
@@ -281,7 +281,7 @@ class GsWriter(ObjectWriter):
         with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
                 if self._has_components:
-                    await self._list()
+                    await self._list_components()
                 await self._delete(
                     "abort", [*self._leftovers, *([self._name] if self._has_begun else [])]
                 )
@@ -297,7 +297,7 @@ class GsWriter(ObjectWriter):
         )
 
 
-def _flaw(stored: Mapping[int, Resource], size: int) -> int | None:
+def _find_gap(stored: Mapping[int, Resource], size: int) -> int | None:
     """The first of ``size`` bytes that is not stored just once."""
     position = 0
     for offset in sorted(stored):

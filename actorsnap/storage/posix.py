@@ -33,10 +33,10 @@ __all__ = [
     "Descriptor",
     "Folders",
     "close_all",
-    "opened_for_reading",
+    "open_for_reading",
     "publish_exclusively",
-    "simplified",
-    "storage_error",
+    "simplify_path",
+    "translate_os_error",
     "temporary_path",
     "unlink_object",
     "walk",
@@ -263,7 +263,7 @@ def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo
 
 
 @contextmanager
-def opened_for_reading(path: str) -> Iterator[int]:
+def open_for_reading(path: str) -> Iterator[int]:
     # O_NONBLOCK: opening a pipe that lies there must not hang; it does nothing to files.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -300,7 +300,7 @@ def working_folder(path: str) -> str:
         ) from error
 
 
-def simplified(path: str) -> str:
+def simplify_path(path: str) -> str:
     """An absolute path without what means nothing. ``..`` stays: behind a symbolic link, only
     the kernel knows where it leads."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
@@ -375,10 +375,10 @@ def close_all(descriptors: Sequence[Descriptor]) -> None:
         descriptor.close_quietly()
 
 
-def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
+def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
     """The one place where the system's errors become the package's."""
     number = error.errno or 0
-    said = error.strerror or str(error)
+    reason = error.strerror or str(error)
 
     def make(kind: type[StorageError], detail: str) -> StorageError:
         return kind(
@@ -390,40 +390,43 @@ def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageErr
     if number == errno.EEXIST:
         return make(ObjectExists, "the object exists already")
     if number == errno.ENOTDIR:
-        obstacle = no_folder(root)
+        obstacle = _describe_obstacle(root)
         if os.path.lexists(root) and obstacle:
             return make(StorageError, f"{obstacle}; name a folder")
         if op in _READING or op == "delete":
             return make(ObjectNotFound, "no such object")
-        return make(StorageError, obstacle or parent_file(key, root))
+        return make(StorageError, obstacle or _describe_parent(key, root))
     if number == errno.EISDIR:
         return make(StorageError, "a folder has this name: other keys begin with it")
     if number == errno.EROFS:
-        return make(AccessDenied, f"{said}; remount it for writing or store elsewhere")
+        return make(AccessDenied, f"{reason}; remount it for writing or store elsewhere")
     if number in (errno.EACCES, errno.EPERM):
         return make(
             AccessDenied,
-            f"{said}; check owner and mode of the folder, this process has uid {os.geteuid()}",
+            f"{reason}; check owner and mode of the folder, this process has uid {os.geteuid()}",
         )
     if number == errno.ENOSPC:
-        return make(StorageFull, f"{said}: {free(root)}. Delete old snapshots or store elsewhere")
+        return make(
+            StorageFull,
+            f"{reason}: {_describe_free_space(root)}. Delete old snapshots or store elsewhere",
+        )
     if number == errno.EDQUOT:
         return make(
             StorageFull,
-            f"{said}: a quota of bytes or of files is used up, `quota -s` shows yours. Delete old "
-            "snapshots or store elsewhere",
+            f"{reason}: a quota of bytes or of files is used up, `quota -s` shows yours. Delete "
+            "old snapshots or store elsewhere",
         )
     if number == errno.ENAMETOOLONG:
-        what = "path" if is_too_long(root) else "key"
+        what = "path" if _is_too_long(root) else "key"
         return make(
             StorageError, f"the {what} is too long: at most {_NAME_MAX} bytes between two slashes"
         )
     if number in (errno.EMFILE, errno.ENFILE):
-        return make(StorageError, f"{said}; raise the limit of open files (ulimit -n)")
-    return make(StorageError, said)
+        return make(StorageError, f"{reason}; raise the limit of open files (ulimit -n)")
+    return make(StorageError, reason)
 
 
-def parent_file(key: str, root: str) -> str:
+def _describe_parent(key: str, root: str) -> str:
     parts = key.split("/")[:-1]
     for end in range(1, len(parts) + 1):
         parent = "/".join(parts[:end])
@@ -432,7 +435,7 @@ def parent_file(key: str, root: str) -> str:
     return f"a parent of {key!r} is no folder"
 
 
-def no_folder(path: str) -> str:
+def _describe_obstacle(path: str) -> str:
     """What of ``path`` is there, but no folder, in words; empty if nothing is in the way."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
@@ -442,7 +445,7 @@ def no_folder(path: str) -> str:
     return f"{path} is {'a symbolic link to nothing' if is_dangling else 'a file'}"
 
 
-def is_too_long(path: str) -> bool:
+def _is_too_long(path: str) -> bool:
     try:
         os.lstat(path)
     except OSError as error:
@@ -450,7 +453,7 @@ def is_too_long(path: str) -> bool:
     return False
 
 
-def free(root: str) -> str:
+def _describe_free_space(root: str) -> str:
     """What is left where ``root`` lies, in words; the root itself may not exist yet."""
     folder = root
     while folder != os.path.dirname(folder) and not os.path.isdir(folder):

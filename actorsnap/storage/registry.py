@@ -114,7 +114,7 @@ def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Stora
     else:
         text = f"{scheme}://{rest}"
     factory = _factory(scheme)
-    return lambda context: _checked(scheme, factory(text, context))
+    return lambda context: _check_storage(scheme, factory(text, context))
 
 
 def is_ready(url: str | os.PathLike[str]) -> bool:
@@ -250,7 +250,7 @@ def _fsspec_factory(scheme: str) -> StorageFactory:
     """fsspec's, for a scheme that nobody else has."""
     if find_spec("fsspec") is not None:
         module = import_module("actorsnap.storage.fsspec")
-        if module.knows(scheme):
+        if module.has_implementation(scheme):
             factory: StorageFactory = module.open_fsspec
             return factory
     raise UsageError(
@@ -277,7 +277,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
     return factory
 
 
-def _checked(scheme: str, storage: object) -> Storage:
+def _check_storage(scheme: str, storage: object) -> Storage:
     if not isinstance(storage, Storage):
         raise UsageError(
             f"the factory for the storage scheme {scheme!r} returned {type(storage).__name__}, "

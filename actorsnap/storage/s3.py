@@ -53,7 +53,13 @@ from actorsnap.storage.base import (
 from actorsnap.storage.cloud import add_policies, convert_options
 from actorsnap.storage.s3_bucket import S3Bucket, info_of
 from actorsnap.storage.s3_client import S3Options
-from actorsnap.storage.s3_upload import PartWriter, SmallWriter, Source, Upload, leading
+from actorsnap.storage.s3_upload import (
+    OlderObject,
+    PartWriter,
+    S3Upload,
+    SmallWriter,
+    leading_parts,
+)
 from actorsnap.storage.vectored import num_bytes
 
 __all__ = ["S3Storage", "open_s3"]
@@ -125,18 +131,18 @@ class S3Storage(Storage):
         if not 0 <= size <= _MAX_OBJECT_BYTES:
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
-            return SmallWriter(self.bucket, Upload(key=key, size=size), is_opener=True)
-        sources: list[Source] = []
+            return SmallWriter(self.bucket, S3Upload(key=key, size=size), is_opener=True)
+        sources: list[OlderObject] = []
         for name in older:
             older_bytes = await self._older_bytes(check_key(name))
             # Mostly a resumed save has taken over what there was, unless it died in the midst.
             if older_bytes > max([source.size for source in sources], default=0):
-                sources.append(Source(key=name, size=older_bytes))
+                sources.append(OlderObject(key=name, size=older_bytes))
         if sources and not await self.bucket.copies_parts(key, sources[0].key):
             sources = []
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
         upload_id = await self.bucket.begin_upload(key)
-        upload = Upload(key=key, size=size, id=upload_id, unit=unit)
+        upload = S3Upload(key=key, size=size, id=upload_id, unit=unit)
         return PartWriter(self.bucket, upload, is_opener=True, sources=sources)
 
     async def _older_bytes(self, key: str) -> int:
@@ -149,7 +155,7 @@ class S3Storage(Storage):
             async for found, upload_id in bucket.uploads(key):
                 if found == key:
                     parts = await bucket.parts("writer", key, upload_id)
-                    num_stored = sum(part["Size"] for part in leading(parts))
+                    num_stored = sum(part["Size"] for part in leading_parts(parts))
                     longest = max(longest, (num_stored, upload_id, parts), key=lambda each: each[0])
             older_bytes, upload_id, parts = longest
             if older_bytes:
@@ -165,7 +171,7 @@ class S3Storage(Storage):
         self, key: str, upload_id: str, parts: Sequence[dict[str, Any]]
     ) -> None:
         """Makes an object that begins with the leading parts of an upload."""
-        whole = leading(parts)
+        whole = leading_parts(parts)
         try:
             await self.bucket.complete_upload("writer", key, upload_id, whole)
         except StorageError as error:
@@ -177,7 +183,7 @@ class S3Storage(Storage):
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """A writer to an object that another party opened. No request: writing tells."""
-        upload = msgspec.msgpack.decode(token, type=Upload)
+        upload = msgspec.msgpack.decode(token, type=S3Upload)
         await anyio.lowlevel.checkpoint()
         made = PartWriter if upload.id else SmallWriter
         return made(self.bucket, upload, is_opener=False)

@@ -33,13 +33,13 @@ from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
     S3Client,
     S3Options,
-    explained,
     shared_client,
+    translate_error,
 )
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["S3Bucket", "Sent", "code", "etag", "info_of"]
+__all__ = ["S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 
 logger = Lines(__name__)
 
@@ -63,7 +63,7 @@ class Sent(NamedTuple):
 class S3Bucket:
     """One bucket, below a prefix, which the keys that are given here have not.
 
-    All requests raise what ``s3_client.explained`` makes of a failure.
+    All requests raise what ``s3_client.translate_error`` makes of a failure.
 
     Raises:
         UsageError: the URL names no bucket, or what cannot be one.
@@ -78,9 +78,9 @@ class S3Bucket:
         self._options = options
         self._shared: S3Client | None = None
         self._payer = {"RequestPayer": "requester"} if options.request_payer else {}
-        self._read_headers = _headers(self._payer)
-        self._properties = _properties(options)
-        self._written = _headers({**self._payer, **self._properties})
+        self._read_headers = _to_headers(self._payer)
+        self._object_properties = _object_properties(options)
+        self._written = _to_headers({**self._payer, **self._object_properties})
 
     @property
     def client(self) -> S3Client:
@@ -102,12 +102,12 @@ class S3Bucket:
         return self._prefix + key
 
     @contextmanager
-    def _explained(self, op: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
         """Raises what a failure means as an error of this package."""
         try:
             yield
         except (ClientError, BotoCoreError, WireError) as error:
-            raise explained(
+            raise translate_error(
                 error, self.client, op=op, key=key, url=self.url, bucket=self._name
             ) from error
 
@@ -115,7 +115,7 @@ class S3Bucket:
         """A control call, about the object ``key`` where that is not empty."""
         if key:
             params["Key"] = self.full(key)
-        with self._explained(op, key):
+        with self._translate_errors(op, key):
             return await self.client.call(operation, Bucket=self._name, **self._payer, **params)
 
     def relative(self, full: str) -> str:
@@ -175,13 +175,13 @@ class S3Bucket:
         stop = offset + num_bytes(views)
         headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
         try:
-            with self._explained(op, key):
+            with self._translate_errors(op, key):
                 response = await self.client.receive(self._name, self.full(key), headers, views)
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
                 raise truncated(key, stop, offset + cause.num_bytes) from error
-            if code(error) in ("InvalidRange", "416"):
+            if error_code(error) in ("InvalidRange", "416"):
                 raise truncated(key, stop) from error
             raise
         if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
@@ -191,7 +191,7 @@ class S3Bucket:
 
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
         """The first bytes of an object, all of a small one, and its size."""
-        with self._explained(op, key):
+        with self._translate_errors(op, key):
             response = await self.client.receive(
                 self._name, self.full(key), self._read_headers, None
             )
@@ -257,14 +257,12 @@ class S3Bucket:
         views: Sequence[memoryview],
     ) -> Sent:
         """One request; what the server says of it, which may be no CRC32C."""
-        with self._explained(op, key):
+        with self._translate_errors(op, key):
             response = await self.client.send(
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
             )
-        said = response.headers
-        return Sent(
-            said.get("x-amz-checksum-crc32c", ""), said.get("etag", "").strip('"'), num_bytes(views)
-        )
+        crc32c = response.headers.get("x-amz-checksum-crc32c", "")
+        return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
         """The error for bytes that are not the ones that have this CRC32C; to be tried again."""
@@ -293,7 +291,7 @@ class S3Bucket:
             except ObjectExists:
                 return True
             except StorageError as error:
-                if code(error) != "NotImplemented":
+                if error_code(error) != "NotImplemented":
                     raise
             return False
 
@@ -309,7 +307,7 @@ class S3Bucket:
                         await self._send_as(nothing, op, key, {}, self._written, views)
                         client.checks_sha256 = False
                     except StorageError as error:
-                        if error.retryable and code(error) not in _MISMATCHES:
+                        if error.retryable and error_code(error) not in _MISMATCHES:
                             raise
                         client.checks_sha256 = True
             return client.checks_sha256
@@ -349,7 +347,7 @@ class S3Bucket:
             # Some servers call it a failure that there is nothing to delete.
             await self.stat("delete", key)
             failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
-            with self._explained("delete", key):
+            with self._translate_errors("delete", key):
                 raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
@@ -374,7 +372,7 @@ class S3Bucket:
             key,
             "create_multipart_upload",
             ChecksumAlgorithm="CRC32C",
-            **self._properties,
+            **self._object_properties,
         )
         if self.client.checks_crc32c is None:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
@@ -467,7 +465,7 @@ class S3Bucket:
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        sent = Sent(encode_crc32c(crc32c), etag(copied), num_bytes(views))
+        sent = Sent(encode_crc32c(crc32c), etag_of(copied), num_bytes(views))
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
         found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
@@ -506,7 +504,7 @@ def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[
     return crc32c_of(views), [digest.digest() for digest in digests]
 
 
-def etag(part: Mapping[str, Any]) -> str:
+def etag_of(part: Mapping[str, Any]) -> str:
     """Some servers quote it everywhere, some in some answers only."""
     return str(part.get("ETag", "")).strip('"')
 
@@ -521,11 +519,11 @@ _HEADERS = {
 """How bulk requests say what control calls say by parameters."""
 
 
-def _headers(params: Mapping[str, str]) -> dict[str, str]:
+def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
     return {_HEADERS[name]: value for name, value in params.items()}
 
 
-def _properties(options: S3Options) -> dict[str, str]:
+def _object_properties(options: S3Options) -> dict[str, str]:
     """What new objects get, as parameters of control calls."""
     params = {
         "ServerSideEncryption": options.sse,
@@ -541,7 +539,7 @@ def _modified_s(answer: Mapping[str, Any]) -> float:
     return 0.0 if modified is None else modified.timestamp()
 
 
-def code(error: StorageError) -> str | None:
+def error_code(error: StorageError) -> str | None:
     """What the server called it."""
     cause = error.__cause__
     return cause.response["Error"].get("Code") if isinstance(cause, ClientError) else None

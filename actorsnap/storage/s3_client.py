@@ -64,7 +64,7 @@ __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "explained",
+    "translate_error",
     "is_missing",
     "shared_client",
 ]
@@ -229,7 +229,7 @@ class S3Client:
         """One control call, as aiobotocore's client has it: ``call("head_object", Bucket=...)``.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
         """
         await self._open()
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
@@ -252,11 +252,11 @@ class S3Client:
             payload: The body's SHA-256 in hex digits, where the signature is to cover it.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
         Cancellation: at once; the server may have done what was asked.
         """
         request = await self._request(method, bucket, key, query, headers, payload)
-        response = await self._opened_wire().send(request, views)
+        response = await self._require_wire().send(request, views)
         _raise_for_status(response, method)
         return response
 
@@ -270,11 +270,11 @@ class S3Client:
         """Fills ``views`` with an object's bytes; of None, keeps up to 1 MiB as the body.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
         Cancellation: at once; nothing writes to the views any more.
         """
         request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
-        wire = self._opened_wire()
+        wire = self._require_wire()
         response = await (wire.send(request) if views is None else wire.receive(request, views))
         _raise_for_status(response, "GET")
         return response
@@ -333,14 +333,14 @@ class S3Client:
             return
         async with self._opening:
             if self._client is None:
-                self._session, self._client = await self._run_waiting(_opened, self.options)
+                self._session, self._client = await self._run_waiting(_open_client, self.options)
                 self._client.meta.events.register("before-send.s3", self._send_control)
             if self._wire is None:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
                 self._wire = await self._run_waiting(self._new_wire, self._session, endpoint_url)
 
-    def _opened_wire(self) -> Wire:
+    def _require_wire(self) -> Wire:
         assert self._wire is not None
         return self._wire
 
@@ -362,7 +362,7 @@ class S3Client:
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
             ssl_context=self._ssl_context,
-            proxy=_proxy(proxies.get(scheme)),
+            proxy=_check_proxy(proxies.get(scheme)),
         )
 
     async def _send_control(
@@ -371,10 +371,10 @@ class S3Client:
         """What botocore asks before it sends anything itself, which it then does not."""
         is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
-        headers = {name: _text(value) for name, value in request.headers.items()}
+        headers = {name: _to_text(value) for name, value in request.headers.items()}
         for unwanted in ("Content-Length", "Expect"):
             headers.pop(unwanted, None)
-        response = await self._opened_wire().send(
+        response = await self._require_wire().send(
             Request(
                 method=request.method,
                 url=request.url,
@@ -382,9 +382,9 @@ class S3Client:
                 deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
                 kept_bytes=_MAX_ANSWER_BYTES,
             ),
-            [memoryview(_body(request.body))],
+            [memoryview(_to_bytes(request.body))],
         )
-        return AioAWSResponse(request.url, response.status, response.headers, _Read(response.body))
+        return AioAWSResponse(request.url, response.status, response.headers, _Body(response.body))
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
@@ -398,23 +398,23 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
         return self._payload
 
 
-class _Read:
+class _Body:
     """A body, as ``AioAWSResponse`` reads it."""
 
     def __init__(self, body: bytes) -> None:
-        self._body = body
+        self._data = body
 
     async def read(self) -> bytes:
-        return self._body
+        return self._data
 
 
 @functools.cache
-def _loader() -> Loader:
+def _shared_loader() -> Loader:
     """What reads the models of services, 0.1 s at a time, for all clients once."""
     return create_loader()
 
 
-def _opened(options: S3Options) -> tuple[AioSession, Any]:
+def _open_client(options: S3Options) -> tuple[AioSession, Any]:
     """A session and its client; on a worker thread, with a loop of its own for that long.
 
     Nothing of them stays bound to that loop: no connection is ever opened by the client.
@@ -422,7 +422,7 @@ def _opened(options: S3Options) -> tuple[AioSession, Any]:
 
     async def open_client() -> tuple[AioSession, Any]:
         session = AioSession(profile=options.profile)
-        session.register_component("data_loader", _loader())
+        session.register_component("data_loader", _shared_loader())
         if options.access_key_id is not None:
             session.set_credentials(
                 options.access_key_id, options.secret_access_key, options.session_token
@@ -443,7 +443,7 @@ def _opened(options: S3Options) -> tuple[AioSession, Any]:
     return asyncio.run(open_client())
 
 
-def _proxy(given: str | None) -> str | None:
+def _check_proxy(given: str | None) -> str | None:
     """The URL of a proxy; in the environment it may stand without a scheme.
 
     Raises:
@@ -462,11 +462,11 @@ def _proxy(given: str | None) -> str | None:
     return proxy
 
 
-def _text(value: str | bytes) -> str:
+def _to_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _body(body: object) -> bytes | bytearray:
+def _to_bytes(body: object) -> bytes | bytearray:
     if body is None:
         return b""
     if isinstance(body, str):
@@ -533,7 +533,7 @@ def is_missing(error: ClientError) -> bool:
     return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
 
 
-def explained(
+def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
     """What a call's failure means, and what to do.
@@ -541,16 +541,16 @@ def explained(
     ``error`` is a ``ClientError``, ``BotoCoreError`` or ``WireError``.
     """
     if isinstance(error, ClientError):
-        kind, detail, fields = _answered(error, client)
+        kind, detail, fields = _error_from_response(error, client)
     else:
-        kind, detail, fields = _unanswered(error)
+        kind, detail, fields = _error_without_response(error)
     return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
 
 
 _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 
-def _unanswered(error: Exception) -> _Meaning:
+def _error_without_response(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
         remedy = (
             "raise the timeouts in storage_options if the server is that slow"
@@ -574,49 +574,51 @@ def _unanswered(error: Exception) -> _Meaning:
     )
 
 
-def _answered(error: ClientError, client: S3Client) -> _Meaning:
+def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     about = error.response.get("ResponseMetadata", {})
     status = int(about.get("HTTPStatusCode", 0))
     headers: Mapping[str, str] = about.get("HTTPHeaders", {})
     failure = error.response.get("Error", {})
     code = str(failure.get("Code") or status)
-    said = f"{code} ({status})"
+    answer = f"{code} ({status})"
     wait_s = parse_retry_after(headers.get("retry-after"))
     if is_missing(error):
-        return ObjectNotFound, f"{said}: no such object", {}
+        return ObjectNotFound, f"{answer}: no such object", {}
     if code == "NoSuchBucket":
-        return StorageError, f"{said}: create it, or correct its name or endpoint_url", {}
+        return StorageError, f"{answer}: create it, or correct its name or endpoint_url", {}
     if status == 412:
-        return ObjectExists, f"{said}: the object exists already", {}
+        return ObjectExists, f"{answer}: the object exists already", {}
     if code in _THROTTLED or status in (429, 503):
-        return Throttled, f"{said}: the server asks to slow down", {"retry_after_s": wait_s}
+        return Throttled, f"{answer}: the server asks to slow down", {"retry_after_s": wait_s}
     if code == "RequestTimeTooSkewed":
-        detail = f"{said}: the clock of this machine is wrong{_skew(headers)}; set it (NTP)"
+        detail = (
+            f"{answer}: the clock of this machine is wrong{_describe_skew(headers)}; set it (NTP)"
+        )
         return StorageError, detail, {"retryable": True}
     if code in _EXPIRED:
         client.renew()
         is_fixed = client.options.access_key_id is not None
         remedy = "pass a new session_token" if is_fixed else "log in anew"
-        detail = f"{said}: the credentials have expired: {remedy}"
+        detail = f"{answer}: the credentials have expired: {remedy}"
         return AccessDenied, detail, {"retryable": not is_fixed}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
         remedy = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
-        return StorageError, f"{said}: it lies in another region: set {remedy}", {}
+        return StorageError, f"{answer}: it lies in another region: set {remedy}", {}
     if code in _FULL or status == 507:
-        return StorageFull, f"{said}: no room or no quota is left", {}
+        return StorageFull, f"{answer}: no room or no quota is left", {}
     if code in _WRONG_KEYS:
-        detail = f"{said}: the access key or its secret is wrong for this endpoint"
+        detail = f"{answer}: the access key or its secret is wrong for this endpoint"
         return AccessDenied, detail, {}
     if status in (401, 403):
-        return AccessDenied, f"{said}: the credentials do not allow it; {_NEEDED}", {}
+        return AccessDenied, f"{answer}: the credentials do not allow it; {_NEEDED}", {}
     message = failure.get("Message") or "the server does not say why"
-    detail = f"{said}: {message[:300]}; look at storage_options, and at what the server supports"
+    detail = f"{answer}: {message[:300]}; look at storage_options, and at what the server supports"
     is_passing = code in _PASSING or (status >= 500 and status != 501)
     return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
 
 
-def _skew(headers: Mapping[str, str]) -> str:
+def _describe_skew(headers: Mapping[str, str]) -> str:
     """How far the clock is off, from the date of the answer."""
     try:
         there = parsedate_to_datetime(headers["date"])

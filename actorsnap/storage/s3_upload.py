@@ -19,22 +19,22 @@ from actorsnap.format.checksum import combine, crc32c_of
 from actorsnap.lines import Lines
 from actorsnap.storage.base import ObjectWriter, check_write
 from actorsnap.storage.cloud import encode_crc32c
-from actorsnap.storage.s3_bucket import S3Bucket, Sent, code, etag
-from actorsnap.storage.vectored import between, num_bytes
+from actorsnap.storage.s3_bucket import S3Bucket, Sent, error_code, etag_of
+from actorsnap.storage.vectored import num_bytes, slice_views
 
-__all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
+__all__ = ["PartWriter", "SmallWriter", "OlderObject", "S3Upload", "leading_parts"]
 
 logger = Lines(__name__)
 
 
-class Source(NamedTuple):
+class OlderObject(NamedTuple):
     """An object whose bytes may be the first ones of another."""
 
     key: str
     size: int
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What writers of one object share: a token is this, encoded.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Part(NamedTuple):
 class _Writer(ObjectWriter):
     """What both kinds of writers have in common."""
 
-    def __init__(self, bucket: S3Bucket, upload: Upload, *, is_opener: bool) -> None:
+    def __init__(self, bucket: S3Bucket, upload: S3Upload, *, is_opener: bool) -> None:
         self.key = upload.key
         self.size = upload.size
         self.token = msgspec.msgpack.encode(upload)
@@ -77,10 +77,10 @@ class _Writer(ObjectWriter):
     def _check(self, offset: int, views: Sequence[memoryview]) -> int:
         """Returns the end of a write."""
         if self._has_ended:
-            raise self._failed("write_at", "the writer was completed, released or aborted")
+            raise self._error("write_at", "the writer was completed, released or aborted")
         return check_write(self, offset, views)
 
-    def _failed(self, op: str, detail: str) -> StorageError:
+    def _error(self, op: str, detail: str) -> StorageError:
         return StorageError(op=op, key=self.key, backend=self._bucket.url, detail=detail)
 
 
@@ -95,7 +95,7 @@ class SmallWriter(_Writer):
     ) -> None:
         stop = self._check(offset, views)
         if not self._is_opener:
-            raise self._failed("write_at", f"who opens {self.size} bytes writes them, all at once")
+            raise self._error("write_at", f"who opens {self.size} bytes writes them, all at once")
         if stop - offset < self.size:
             raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
         await anyio.lowlevel.checkpoint()
@@ -103,7 +103,7 @@ class SmallWriter(_Writer):
 
     async def complete(self) -> None:
         if self._data is None and self.size:
-            raise self._failed("complete", f"0 of {self.size} bytes were written")
+            raise self._error("complete", f"0 of {self.size} bytes were written")
         views = [memoryview(self._data or b"")]
         await self._bucket.put("complete", self.key, views, self._crc32c)
         self._has_ended = True
@@ -119,10 +119,10 @@ class PartWriter(_Writer):
     def __init__(
         self,
         bucket: S3Bucket,
-        upload: Upload,
+        upload: S3Upload,
         *,
         is_opener: bool,
-        sources: Sequence[Source] = (),
+        sources: Sequence[OlderObject] = (),
     ) -> None:
         super().__init__(bucket, upload, is_opener=is_opener)
         self._sources = sources
@@ -133,7 +133,7 @@ class PartWriter(_Writer):
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
         """Sends one part, or several. Cancellation: at once; they may be there or not."""
-        for part in await self._cut(offset, views, crc32c):
+        for part in await self._split_write(offset, views, crc32c):
             self._sent[part.number] = await self._bucket.send_part(
                 self.key, self._upload.id, part.number, part.views, part.crc32c
             )
@@ -144,7 +144,7 @@ class PartWriter(_Writer):
         sources = [source.key for source in self._sources if stop <= source.size]
         if not sources:
             return False
-        parts = await self._cut(offset, views, crc32c)
+        parts = await self._split_write(offset, views, crc32c)
         for source in sources:
             if await self._copy(source, parts):
                 return True
@@ -172,7 +172,7 @@ class PartWriter(_Writer):
             parts, answer = await self._complete()
         except StorageError as error:
             # Some servers call an upload that is gone an object that is not there.
-            is_gone = isinstance(error, ObjectNotFound) or code(error) == "NoSuchUpload"
+            is_gone = isinstance(error, ObjectNotFound) or error_code(error) == "NoSuchUpload"
             if not (self._may_be_complete and is_gone):
                 raise
             if (await self._bucket.stat("complete", self.key)).size != self.size:
@@ -181,8 +181,8 @@ class PartWriter(_Writer):
             reported = answer.get("ChecksumCRC32C")
             # Some servers list parts without the checksums that they have of them.
             is_known = all("ChecksumCRC32C" in part for part in parts)
-            if reported is not None and is_known and reported not in _whole(parts):
-                raise self._failed("complete", "the whole object has another CRC32C than its parts")
+            if reported is not None and is_known and reported not in _whole_checksums(parts):
+                raise self._error("complete", "the whole object has another CRC32C than its parts")
         self._has_ended = True
 
     async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
@@ -191,17 +191,17 @@ class PartWriter(_Writer):
         if parts:
             self._may_be_complete = True
             try:
-                return parts, await self._complete_of(parts)
+                return parts, await self._request_completion(parts)
             except StorageError as error:
-                if code(error) != "InvalidPart":
+                if error_code(error) != "InvalidPart":
                     raise
                 # It has not what it answered to have, or its answer was changed on the way.
                 logger.debug("%s: %s; what has it?", self._bucket.url, error)
-        parts = await self._parts()
+        parts = await self._list_parts()
         self._may_be_complete = True
-        return parts, await self._complete_of(parts)
+        return parts, await self._request_completion(parts)
 
-    async def _complete_of(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    async def _request_completion(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
 
     async def abort(self) -> None:
@@ -210,7 +210,7 @@ class PartWriter(_Writer):
             await self._bucket.abort_upload(self.key, self._upload.id)
         self._has_ended = True
 
-    async def _cut(
+    async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
     ) -> Sequence[_Part]:
         """The parts of a write, about equally long.
@@ -232,7 +232,7 @@ class PartWriter(_Writer):
             checksums: Sequence[int] = [crc32c]
         else:
             cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
-            bodies = [between(views, *cut) for cut in pairwise(cuts)]
+            bodies = [slice_views(views, *cut) for cut in pairwise(cuts)]
             checksums = await self._checksums(bodies, crc32c)
         parts = []
         for number, (body, checksum) in enumerate(
@@ -267,23 +267,23 @@ class PartWriter(_Writer):
             for number, sent in own
             if sent.etag
         ]
-        is_whole = sum(part["Size"] for part in leading(parts)) == self.size
+        is_whole = sum(part["Size"] for part in leading_parts(parts)) == self.size
         return parts if is_whole else ()
 
-    async def _parts(self) -> Sequence[dict[str, Any]]:
+    async def _list_parts(self) -> Sequence[dict[str, Any]]:
         """What the server has, of all writers.
 
         Raises:
             StorageError: that is not the whole object, or not what was sent.
         """
         parts = await self._bucket.parts("complete", self.key, self._upload.id)
-        whole = leading(parts)
+        whole = leading_parts(parts)
         num_stored = sum(part["Size"] for part in whole)
         if len(whole) < len(parts):
             number = len(whole) + 1
-            raise self._failed("complete", f"part {number}, from byte {num_stored} on, is lost")
+            raise self._error("complete", f"part {number}, from byte {num_stored} on, is lost")
         if num_stored != self.size:
-            raise self._failed("complete", f"{num_stored} of {self.size} bytes were written")
+            raise self._error("complete", f"{num_stored} of {self.size} bytes were written")
         for part in parts:
             self._check_part(part)
         return parts
@@ -294,19 +294,19 @@ class PartWriter(_Writer):
         if sent is None:
             return
         if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
-            raise self._failed("complete", f"part {number} has another CRC32C than was sent")
-        if self._sources and etag(part) != sent.etag:
+            raise self._error("complete", f"part {number} has another CRC32C than was sent")
+        if self._sources and etag_of(part) != sent.etag:
             # A copy whose answer was given up may come late, upon what was sent instead.
-            raise self._failed("complete", f"part {number} is not the one that was sent")
+            raise self._error("complete", f"part {number} is not the one that was sent")
 
 
-def leading(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def leading_parts(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """The parts that lie one behind the other, from the first byte on."""
     stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
     return parts[:stop]
 
 
-def _whole(parts: Sequence[Mapping[str, Any]]) -> set[str]:
+def _whole_checksums(parts: Sequence[Mapping[str, Any]]) -> set[str]:
     """The CRC32C of an object of these parts, in both ways that S3 has to say it."""
     values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
     whole = 0

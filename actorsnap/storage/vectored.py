@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-__all__ = ["IOV_MAX", "between", "copy_into", "flat", "num_bytes", "pread_into", "pwrite_from"]
+__all__ = ["IOV_MAX", "copy_into", "flat", "num_bytes", "pread_into", "pwrite_from", "slice_views"]
 
 # The kernel's limit on views per call. 1024 on every Linux and macOS; POSIX asks for 16 only.
 IOV_MAX = 1024
@@ -37,7 +37,7 @@ def num_bytes(views: Sequence[memoryview]) -> int:
     return sum(view.nbytes for view in views)
 
 
-def between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+def slice_views(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
     """The bytes ``[start, stop)`` of all views together."""
     found = []
     for view in flat(views):

@@ -269,7 +269,7 @@ class _Connection(http.client.HTTPConnection):
             else:
                 self.set_tunnel(self._server, port, headers)
         # http.client calls this to connect; so the socket can be cut while it does.
-        self._create_connection = self._connected
+        self._create_connection = self._open_socket
 
     async def cut_after(self, deadline_s: float) -> None:
         """Waits, and shuts the socket down then, or when this is cancelled before the end."""
@@ -298,10 +298,10 @@ class _Connection(http.client.HTTPConnection):
         """
         self.is_reusable = False
         try:
-            self._ready()
+            self._ensure_connected()
             return self._exchange(request, outgoing, incoming)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._explained(error, request.deadline_s) from error
+            raise self._translate_error(error, request.deadline_s) from error
 
     def connect(self) -> None:
         super().connect()
@@ -314,7 +314,7 @@ class _Connection(http.client.HTTPConnection):
             self.sock.do_handshake()
         self.sock.settimeout(self._stall_s)
 
-    def _ready(self) -> None:
+    def _ensure_connected(self) -> None:
         """Connected; anew if the server has hung up meanwhile."""
         self._check_cut()
         if self.sock is not None and _is_stale(self.sock):
@@ -322,7 +322,7 @@ class _Connection(http.client.HTTPConnection):
         if self.sock is None:
             self.connect()
 
-    def _connected(
+    def _open_socket(
         self, address: tuple[str, int], timeout: float, source_address: None
     ) -> socket.socket:
         host, port = address
@@ -340,7 +340,7 @@ class _Connection(http.client.HTTPConnection):
                 failure = error
             else:
                 return self.sock
-        raise _NoConnection(f"cannot connect to {host}:{port}: {_said(failure)}") from failure
+        raise _NoConnection(f"cannot connect to {host}:{port}: {_describe(failure)}") from failure
 
     def _check_cut(self) -> None:
         if self._is_cut:
@@ -374,7 +374,7 @@ class _Connection(http.client.HTTPConnection):
             request.url if self._names_whole_url else f"{url.path or '/'}?{url.query}".rstrip("?")
         )
         self.putrequest(request.method, path, skip_host=True, skip_accept_encoding=True)
-        self.putheader("Host", _host(url))
+        self.putheader("Host", _host_header(url))
         for name, value in {**request.headers, **self._proxy_headers}.items():
             try:
                 self.putheader(name, value)
@@ -387,7 +387,7 @@ class _Connection(http.client.HTTPConnection):
             self.putheader("Content-Length", str(num_bytes))
         try:
             self.endheaders()
-            for view in _joined(outgoing):
+            for view in _join_small(outgoing):
                 self.sock.sendall(view)
         except (BrokenPipeError, ConnectionResetError):
             # A server that refuses a body answers before it hangs up.
@@ -397,7 +397,7 @@ class _Connection(http.client.HTTPConnection):
             return response
         return self.getresponse()
 
-    def _explained(self, error: Exception, deadline_s: float) -> WireError:
+    def _translate_error(self, error: Exception, deadline_s: float) -> WireError:
         place = self.place
         if self._is_late:
             return WireError(f"{place} took over {deadline_s:g} s", is_timeout=True)
@@ -417,7 +417,7 @@ class _Connection(http.client.HTTPConnection):
             )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return WireError(f"TLS with {place} failed: {error.reason}", is_retryable=False)
-        return WireError(f"the connection to {place} broke: {_said(error)}")
+        return WireError(f"the connection to {place} broke: {_describe(error)}")
 
 
 class _HungUp(ConnectionError):
@@ -446,7 +446,7 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
     response.read()  # takes note of the end
 
 
-def _joined(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
+def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
     """The same bytes, with small neighbours copied together."""
     small = bytearray()
     for view in views:
@@ -461,7 +461,7 @@ def _joined(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
         yield small
 
 
-def _host(url: SplitResult) -> str:
+def _host_header(url: SplitResult) -> str:
     """What signatures say, too: the port only where it is not the scheme's own."""
     if url.port == {"http": 80, "https": 443}[url.scheme]:
         return url.netloc.rpartition(":")[0]
@@ -485,7 +485,7 @@ def _shut_down(sock: socket.socket | None) -> None:
         pass  # not connected yet, or no more
 
 
-def _said(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
