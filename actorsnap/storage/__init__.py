@@ -1,7 +1,7 @@
-"""Where snapshots are stored: the seam, the registry and the policies around a backend.
+"""Where snapshots are stored: the seam, the registry, and policies around a backend.
 
-``base`` states what a backend must do; ``registry`` finds one by URL; ``wrapper`` is the base of
-wrappers, and ``policies`` has those of actorsnap. A backend is imported when a URL first names it.
+``base`` defines a backend's duties; ``registry`` finds one by URL; ``wrapper`` is the base of
+wrappers, and ``policies`` has the built-in ones. A backend is imported when a URL first names it.
 """
 
 from actorsnap.storage.base import (

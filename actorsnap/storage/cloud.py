@@ -36,16 +36,16 @@ _MAX_TIMEOUT_S = 24 * 3600
 
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all services have in common. Times are seconds.
+    """The options that all services have. Times are in seconds.
 
     Attributes:
-        endpoint_url: Of another server than the provider's.
+        endpoint_url: URL of a server other than the provider's.
         anonymous: Send no credentials, for public buckets and emulators.
         ca_bundle: A file of trusted certificate authorities.
-        max_concurrency: Requests at once.
+        max_concurrency: Requests at a time.
         max_attempts: Tries per request, the first included.
         connect_timeout_s: For one address, and for the TLS handshake.
-        stall_timeout_s: So long may a server be silent.
+        stall_timeout_s: Longest silence of a server.
         request_timeout_s: For a request without bulk bytes.
         transfer_timeout_s: For a write, or a range that is read.
     """
@@ -121,17 +121,16 @@ def parse_retry_after(text: str | None) -> float | None:
 
 
 def check_secret(name: str, value: str | None) -> None:
-    """Refuses what no header can hold, before anything shows it."""
+    """Raises ``ValueError`` for a value that no header can hold, without showing it."""
     if value is not None and not re.fullmatch("[!-~]+", value):
         raise ValueError(f"{name} must be ASCII, without spaces and line ends")
 
 
 def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:
-    """``options`` as a ``to``. Its ``__post_init__`` may raise ``ValueError``.
+    """Returns ``options`` as a ``to``, whose ``__post_init__`` may raise ``ValueError``.
 
     Raises:
-        UsageError: a name is unknown, or a value not what it must be. No value is shown: it may
-            be a secret.
+        UsageError: an unknown name or a wrong value. The value, maybe a secret, is not shown.
     """
     names = to.__struct_fields__
     for name in options:

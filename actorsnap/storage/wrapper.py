@@ -4,7 +4,7 @@ A wrapper decides one thing and passes everything else on. It must not know back
 It owns its inner storage: ``aclose`` closes both.
 
 A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``. A wrapper
-that acts in the async verbs only switches blocking I/O off (``without_blocking_io``); otherwise
+that acts on the async verbs only switches blocking I/O off (``without_blocking_io``); otherwise
 blocking calls bypass its policy.
 """
 
