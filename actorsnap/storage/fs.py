@@ -1,29 +1,28 @@
 """Storage in a folder of a POSIX file system: plain paths, ``fs://path``, ``file:///path``.
 
-Decides how each verb becomes system calls that survive a crash; implements the write order of
-``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``.
-Must not know: snapshots, attempts, retries.
+Turns each verb into system calls that survive a crash; implements the write order of
+``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``. Must
+not know: snapshots, attempts, retries.
 
 Rules:
 
-- A key is a path below the root. Thus ``a`` and ``a/b`` cannot both exist, unlike on object
-  stores, and a component has at most 255 bytes.
-- Objects of writers lie under their final key from the start; nothing refers to them before
-  they are complete. ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (the
-  leading dot is not doubled: ``.name`` has ``.name.<nonce>.tmp``), beside the key,
-  or, for keys at the root, in the context's ``scratch`` folder. Of a crash, such a temporary
-  may be left. ``list`` shows it like any other object, and ``delete`` takes it away, so that
-  a collector of garbage needs no verb of its own.
-- Durable means: the file is fsynced, then its folder, then each folder above it, up to the
-  parent of the root, whose entries this instance has not yet seen on disk.
-- A deletion is fsynced where the folder of the object stays.
-- ``list`` passes over symbolic links and never leaves the root; other verbs follow links that
-  someone else placed there.
-- Folders vanish with their last object, the root too. Creators that lose a race against this
-  make the folder again.
+- A key is a path below the root. So ``a`` and ``a/b`` cannot both exist, unlike on object stores,
+  and a component has at most 255 bytes.
+- Writers create objects under their final key; nothing refers to them before they are complete.
+  ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled:
+  ``.name`` has ``.name.<nonce>.tmp``), next to the key or, for keys at the root, in the context's
+  ``scratch`` folder. A crash may leave such a temporary. ``list`` shows and ``delete`` removes it
+  like any other object, so that garbage collection needs no verb of its own.
+- Durable means: the file is fsynced, then its folder, then each folder above it, up to the parent
+  of the root, whose entries this instance has not yet seen on disk.
+- A deletion is fsynced if the folder of the object stays.
+- ``list`` ignores symbolic links and never leaves the root; other verbs follow links that someone
+  else placed there.
+- Folders vanish with their last object, including the root. Writers that lose a race against this
+  create the folder again.
 
-All system calls run through ``context.run_blocking``. Functions that run on a worker thread
-end in ``_blocking`` or are plain functions below the classes.
+All system calls run in ``context.run_blocking``. Functions for worker threads end in ``_blocking``
+or are plain functions below the classes.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ __all__ = ["FsStorage", "open_fs"]
 
 logger = Lines(__name__)
 
-# Objects per thread hop of list and delete: long enough to be cheap, short enough to cancel.
+# Objects per thread hop of list and delete: cheap, and soon cancelled.
 _BATCH = 256
-# One read of the kernel returns at most this.
+# The kernel's limit on one read.
 _MAX_READ = 0x7FFFF000
 
 
@@ -87,7 +86,7 @@ def open_fs(url: str, context: StorageContext) -> FsStorage:
     """Opens a folder. It need not exist; the first write creates it and its parents.
 
     Raises:
-        UsageError: the URL names no path or a remote host, or options were given.
+        UsageError: the URL has no path or a remote host, or options were given.
     """
     check_no_options(context, "file system")
     path = url
@@ -108,7 +107,7 @@ class FsStorage(Storage):
     """Objects as files below a root folder. The module's docstring has the rules."""
 
     def __init__(self, root: str, context: StorageContext) -> None:
-        # Absolute now: the process may change its working folder while a save is running.
+        # Absolute now: the process may change its working folder during a save.
         self.root = simplify_path(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
@@ -121,14 +120,13 @@ class FsStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole small object, replacing an older one.
 
-        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the
-        new one; no temporary is left.
+        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one;
+        no temporary is left.
 
         Raises:
             StorageFull: no space is left; the older object is unchanged.
             AccessDenied: the folder cannot be written.
-            StorageError: the operation failed. If only the last fsync failed, the new object
-                may be visible.
+            StorageError: it failed. After a failed fsync the new object may be visible.
         """
         await self._run(self._put_blocking, check_key(key), views)
 
@@ -143,14 +141,15 @@ class FsStorage(Storage):
         """Creates a whole small object unless the key exists.
 
         Atomicity: by a hard link to a temporary, or an exclusive rename where links are not
-        supported. Cancellation: the object exists whole or not at all.
+        supported.
+        Cancellation: the object exists whole or not at all.
 
         Raises:
             ObjectExists: the key exists; it is unchanged.
             StorageFull: no space is left.
             AccessDenied: the folder cannot be written.
-            StorageError: the operation failed, or the file system has neither hard links nor
-                an exclusive rename. If only the last fsync failed, the object may be visible.
+            StorageError: it failed, or the file system has neither hard links nor an exclusive
+                rename. After a failed fsync the object may be visible.
         """
         await self._run(self._put_if_absent_blocking, check_key(key), data)
 
@@ -175,7 +174,7 @@ class FsStorage(Storage):
         try:
             await self._run(writer._create_blocking)
         except BaseException:
-            # Cancelled after the file was created: nobody else can take it away.
+            # Cancelled after the file was created: nobody else removes it.
             if writer._is_created:
                 with anyio.move_on_after(CLEANUP_S, shield=True):
                     await self._run(writer._discard_blocking)
@@ -199,7 +198,7 @@ class FsStorage(Storage):
         return writer
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)`` of an object.
+        """Returns the bytes ``[start, stop)`` of an object.
 
         Raises:
             ObjectNotFound: no such object.
@@ -225,7 +224,7 @@ class FsStorage(Storage):
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fills ``views`` from byte ``offset`` on.
 
-        Cancellation: comes through only when the read has ended, so the views are free.
+        Cancellation: after the read has ended, so the views are free.
 
         Raises:
             ObjectNotFound: no such object.
@@ -248,7 +247,7 @@ class FsStorage(Storage):
                 offset += wanted
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, temporaries included, folder by folder.
+        """Yields objects in key order, temporaries included, folder by folder.
 
         Holds one folder's names in memory at a time and no descriptor between two items.
 
@@ -290,8 +289,8 @@ class FsStorage(Storage):
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then folders that became empty, up to the root.
 
-        Durable, but for the vanishing of folders: nothing is found in them again. All keys
-        are tried; the first error is raised at the end. Cancellation: some are deleted.
+        Durable, except for the removal of folders. All keys are tried; the first error is raised at
+        the end. Cancellation: some are deleted.
 
         Raises:
             AccessDenied, StorageError: an object cannot be deleted.
@@ -333,7 +332,7 @@ class FsStorage(Storage):
         return failures
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders in ``folder``, without links; looks at nothing below them.
+        """Returns the folders in ``folder``, without links; does not look below them.
 
         Raises:
             AccessDenied, StorageError: it cannot be read, or the root is a file.
@@ -353,7 +352,7 @@ class FsStorage(Storage):
                 raise
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then all folders there that are empty.
+        """Deletes all objects in ``folder``, then all empty folders.
 
         Raises:
             AccessDenied, StorageError: something cannot be listed or deleted.
@@ -405,7 +404,7 @@ class FsStorage(Storage):
             ) from error
 
     def _create(self, path: str) -> int:
-        """Creates ``path`` and the folders that it needs."""
+        """Creates ``path`` and missing folders."""
         folder = os.path.dirname(path)
         self._folders.note(folder)
         for _ in range(CREATE_TRIES):
@@ -418,7 +417,7 @@ class FsStorage(Storage):
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """A complete, fsynced file for ``path``; gone afterwards unless it was renamed."""
+        """A complete, fsynced file for ``path``, deleted at the end unless it was renamed."""
         folder, name = os.path.split(path)
         if folder == self.root:
             folder = os.path.join(folder, self._scratch)
@@ -434,7 +433,7 @@ class FsStorage(Storage):
             yield temporary
         finally:
             # A temporary that cannot be removed is garbage, not a failure of the operation,
-            # which may just have made its object visible.
+            # which may have made its object visible.
             with suppress(OSError):
                 os.unlink(temporary)
 
@@ -457,7 +456,7 @@ class _FsWriter(ObjectWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Writes ``views`` at byte ``offset``. The kernel checks no ``crc32c``.
+        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``.
 
         Raises:
             StorageFull, StorageError: the write failed, or the writer was ended.
@@ -471,12 +470,12 @@ class _FsWriter(ObjectWriter):
             pwrite_from(fd, offset, views)
 
     async def complete(self) -> None:
-        """Fsyncs the file, then the folders that lead to it, and closes it.
+        """Fsyncs the file, then the folders above it, and closes it.
 
-        Cancellation: comes through when the work is done; ``abort`` still removes the file.
+        Cancellation: after the work is done; ``abort`` still removes the file.
 
         Raises:
-            ObjectNotFound: somebody has deleted the file meanwhile.
+            ObjectNotFound: the file was deleted meanwhile.
             StorageError: something is not durable, or the writer was ended. Abort it.
         """
         if not self._is_opener:
@@ -496,8 +495,8 @@ class _FsWriter(ObjectWriter):
             self._descriptor.close()
 
     async def release(self) -> None:
-        """Fsyncs the file and closes it here: the opener's fsync does not reach what another
-        machine still holds in its cache.
+        """Fsyncs and closes the file here: the opener's fsync does not reach the cache of another
+        machine.
 
         Raises:
             StorageError: something is not durable, or the writer was ended.
@@ -515,7 +514,7 @@ class _FsWriter(ObjectWriter):
             self._descriptor.close()
 
     async def abort(self) -> None:
-        """Closes the file and, for the opener, removes it. Without effect after an ending."""
+        """Closes the file and, for the opener, removes it. No effect after an ending."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -541,7 +540,7 @@ class _FsWriter(ObjectWriter):
                 self.size = os.fstat(fd).st_size
 
     def _discard_blocking(self) -> None:
-        # The name goes first: what cannot be closed in time must at least not be found.
+        # The name goes first: a file that cannot be closed in time must not be found.
         if self._is_opener:
             try:
                 os.unlink(self._path)

@@ -1,23 +1,22 @@
 """Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
 
-For schemes that actorsnap does not know itself; ``fsspec+s3://`` takes fsspec's also where it does.
-Needs the extra ``actorsnap[fsspec]`` and the package with the implementation; ``storage_options``
-go to that. Decides how each verb becomes fsspec's. Must not know: snapshots, retries.
+For schemes without a backend of actorsnap; ``fsspec+s3://`` takes fsspec's even where there is one.
+Needs the extra ``actorsnap[fsspec]`` and the implementation's package; ``storage_options`` go to
+that. Turns each verb into fsspec's. Must not know: snapshots, retries.
 
 Rules:
 
-- An implementation that is asynchronous is awaited, on the event loop that uses the storage.
-  Others run on worker threads, with an instance for each thread, as fsspec itself does it.
-- fsspec writes a file from its beginning to its end. So an object has one writer, with one stream:
-  bytes whose turn it is go down it, those that come too early wait in a temporary file
-  (``TMPDIR``). Streams are fsspec's blocking ones, also of asynchronous implementations.
+- An asynchronous implementation is awaited on the event loop that uses the storage. Others run on
+  worker threads, with one instance per thread, as in fsspec itself.
+- fsspec writes a file from beginning to end. So an object has one writer, with one stream: bytes
+  that come too early wait in a temporary file (``TMPDIR``). Streams are fsspec's blocking ones,
+  also of asynchronous implementations.
 - Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written
-  beside its place and moved there. Elsewhere, as in object stores, one write is one object.
-- What is promised less than elsewhere. ``put_if_absent`` looks whether the key is there, creates
-  it, and reads it back: of two writers at the same moment both may believe that they have
-  succeeded, and the later one is what stays, unless the implementation honours
-  ``mode="create"``. No checksum is sent; those of the manifest find damage when it is read. How
-  durable a file is, and which requests end when, is the implementation's affair.
+  next to its place and moved. Elsewhere, as in object stores, one write is one object.
+- Weaker promises. ``put_if_absent`` looks for the key, creates it, and reads it back: two
+  concurrent writers may both believe that they succeeded, and the later object stays, unless the
+  implementation honours ``mode="create"``. No checksum is sent; those of the manifest find damage
+  when it is read. Durability and the ends of cancelled requests are up to the implementation.
 """
 
 from __future__ import annotations
@@ -79,10 +78,10 @@ logger = Lines(__name__)
 T = TypeVar("T")
 
 _FORCED = "fsspec+"
-# Of one request: what comes is copied into the caller's memory.
+# Bytes of one request; they are copied into the caller's memory.
 _PIECE_BYTES = 16 << 20
 _MAX_CONCURRENCY = 16
-# Somebody may delete the folder between its making and its use.
+# How often a folder may be deleted before its use.
 _CREATE_TRIES = 20
 _POLICY = RetryPolicy(max_attempts=5, first_delay_s=0.5, max_delay_s=10.0)
 
@@ -90,7 +89,7 @@ _SECRET_NAME = re.compile("key|secret|token|pass|credential|sas|connection_strin
 
 
 def has_implementation(scheme: str) -> bool:
-    """Whether fsspec has an implementation for ``scheme``, installed or not."""
+    """Returns whether fsspec has an implementation for ``scheme``, installed or not."""
     name = scheme.removeprefix(_FORCED)
     return name in registry or name in available_protocols()
 
@@ -107,7 +106,7 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
         implementation = get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
-    # An import may raise anything at all.
+    # An import may raise anything.
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     storage = FsspecStorage(place.rstrip("/"), implementation, context)
@@ -117,8 +116,8 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 class FsspecStorage(Storage):
     """Objects as files below a folder. The module's docstring has the rules.
 
-    Cancellation: calls of asynchronous implementations end at once, others when their thread is
-    back.
+    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: calls of
+    asynchronous implementations end at once, others when their thread returns.
     """
 
     def __init__(
@@ -140,11 +139,8 @@ class FsspecStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole object.
 
-        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the
-        new one, or garbage is left beside it.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
+        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the new
+        one, or garbage is left next to it.
         """
         check_key(key)
         with self._translate_errors("put", key):
@@ -156,8 +152,7 @@ class FsspecStorage(Storage):
         Atomicity: see the module's docstring.
 
         Raises:
-            ObjectExists: the key exists, or another writer was there first.
-            AccessDenied, StorageError: it failed.
+            ObjectExists: the key exists, or another writer was first.
         """
         path = self._path(key)
         with self._translate_errors("put_if_absent", key):
@@ -188,7 +183,6 @@ class FsspecStorage(Storage):
 
         Raises:
             ObjectExists: the key exists.
-            AccessDenied, StorageError: it failed.
         """
         check_size(size)
         path = self._path(key)
@@ -198,20 +192,17 @@ class FsspecStorage(Storage):
         return _FsspecWriter(self, key, path, size)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Not possible.
-
-        Raises:
-            UsageError: always.
+        """Raises:
+        UsageError: always; an object has one writer.
         """
         raise UsageError(f"{self.url}: an object of fsspec has one writer")
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``.
+        """Returns the bytes ``[start, stop)``.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-            AccessDenied, StorageError: it failed.
         """
         check_range(start, stop)
         path = self._path(key)
@@ -228,7 +219,6 @@ class FsspecStorage(Storage):
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before the views are full.
-            AccessDenied, StorageError: it failed.
         """
         check_offset(offset)
         path = self._path(key)
@@ -246,7 +236,7 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             raise
         except Exception:
-            # Some refuse a range that begins behind the end, each in its own way.
+            # Some refuse a range beyond the end, each in its own way.
             size = await self._size(path)
             if size < stop:
                 raise truncated(key, stop, size) from None
@@ -256,12 +246,9 @@ class FsspecStorage(Storage):
         return data
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, as they were when the iteration began.
+        """Yields objects in key order, as they were when the iteration began.
 
-        All infos of the folder that the prefix names are in memory.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
+        All infos of the prefix's folder are in memory.
         """
         folder, slash, _ = prefix.rpartition("/")
         try:
@@ -290,15 +277,12 @@ class FsspecStorage(Storage):
         """Deletes objects, then folders that became empty. All are tried.
 
         Cancellation: some are deleted.
-
-        Raises:
-            AccessDenied, StorageError: an object cannot be deleted.
         """
         paths = {key: self._path(key) for key in keys}
 
         async def delete(key: str) -> None:
             with self._translate_errors("delete", key):
-                # Object stores do not say whether there was one, others raise.
+                # Object stores do not report a missing object, others raise.
                 with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                     await self._call("rm_file", paths[key])
 
@@ -307,7 +291,7 @@ class FsspecStorage(Storage):
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 
     async def _prune(self, folders: set[str]) -> None:
-        """Removes folders that are empty, never the root."""
+        """Removes empty folders, never the root."""
         root = self._root
         for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # not empty, or no folder
@@ -316,11 +300,7 @@ class FsspecStorage(Storage):
                     folder = folder.rpartition("/")[0]
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders in ``folder``; what lies in them is not looked at.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
-        """
+        """Returns the folders in ``folder``; does not look below them."""
         path = self._path(folder) if folder else self._root
         await self._drop_listings()
         with self._translate_errors("list", folder):
@@ -335,22 +315,17 @@ class FsspecStorage(Storage):
             )
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then the folders that are empty.
-
-        Raises:
-            AccessDenied, StorageError: something cannot be listed or deleted.
-        """
+        """Deletes all objects in ``folder``, then the empty folders."""
         keys = await super().delete_folder(folder)
         if not self._is_async:
             await self._prune({self._path(folder)})
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
+        """Returns size and time of one object.
 
         Raises:
             ObjectNotFound: no such object.
-            AccessDenied, StorageError: it failed.
         """
         path = self._path(key)
         with self._translate_errors("stat", key):
@@ -358,9 +333,9 @@ class FsspecStorage(Storage):
         return ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
 
     async def aclose(self) -> None:
-        """Closes connections, as far as the implementation can be told to."""
+        """Closes connections, as far as the implementation can."""
         fs, self._async_fs = self._async_fs, None
-        # fsspec has no verb for it; these are where gcsfs and http, s3fs, and adlfs keep theirs.
+        # fsspec has no verb for it; these are the clients of gcsfs and http, s3fs, and adlfs.
         for name in ("_session", "_s3", "service_client"):
             client = getattr(fs, name, None)
             if client is not None:
@@ -375,7 +350,7 @@ class FsspecStorage(Storage):
         return await self._run(self._call_blocking, verb, args, kwargs)
 
     def _call_blocking(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        # Of synchronous implementations fsspec keeps one instance per thread.
+        # fsspec keeps one instance of a synchronous implementation per thread.
         fs, _ = url_to_fs(self._place, **self._options)
         return getattr(fs, verb)(*args, **kwargs)
 
@@ -390,14 +365,14 @@ class FsspecStorage(Storage):
         return fs
 
     async def _drop_listings(self) -> None:
-        """Listings that the implementation has cached."""
+        """Drops listings that the implementation has cached."""
         if self._is_async:
             (await self._async()).invalidate_cache()
         else:
             await self._run(self._call_blocking, "invalidate_cache", (), {})
 
     async def _with_folder(self, path: str, do: Callable[[], Awaitable[T]]) -> T:
-        """What ``do`` returns. Makes the folder of ``path`` where that is what it lacks."""
+        """Returns the result of ``do``; makes the folder of ``path`` if it is missing."""
         for _ in range(_CREATE_TRIES):
             try:
                 return await do()
@@ -406,7 +381,7 @@ class FsspecStorage(Storage):
         return await do()
 
     async def _make_folder(self, folder: str) -> None:
-        # In object stores what comes first is a bucket, and those are not ours to make.
+        # In object stores the first part is a bucket, which is not ours to make.
         first = folder.partition("/")[0]
         if first and not await self._call("exists", first):
             raise FileNotFoundError(f"there is no {first!r}")
@@ -416,7 +391,7 @@ class FsspecStorage(Storage):
         return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))
 
     def _open_stream_blocking(self, path: str) -> Any:
-        # Its own instance: a connection may be able to do one thing at a time only.
+        # Its own instance: a connection may do only one thing at a time.
         fs, _ = url_to_fs(self._place, skip_instance_cache=not self._is_async, **self._options)
         return fs.open(path, "wb")
 
@@ -450,7 +425,7 @@ class FsspecStorage(Storage):
             yield
         except ActorSnapError:
             raise
-        # An implementation may raise what its libraries do.
+        # An implementation may raise errors of its libraries.
         except Exception as error:
             raise self._error(op, key, error) from error
 
@@ -506,7 +481,7 @@ class _FsspecWriter(ObjectWriter):
     ) -> None:
         """Sends ``views``, or keeps them for later.
 
-        Cancellation: when the thread is back; the object can only be aborted then.
+        Cancellation: when the thread returns; the object can only be aborted then.
 
         Raises:
             StorageError: it failed, now or before, or the writer was ended.
@@ -553,7 +528,7 @@ class _FsspecWriter(ObjectWriter):
         """Ends the stream. Atomicity: the implementation's.
 
         Raises:
-            StorageError: it failed, some bytes were never written, or others are there.
+            StorageError: it failed, some bytes were never written, or the size differs.
         """
         async with self._turn:
             self._require_open("complete")
@@ -572,15 +547,13 @@ class _FsspecWriter(ObjectWriter):
             self._end()
 
     async def release(self) -> None:
-        """Not possible.
-
-        Raises:
-            UsageError: always.
+        """Raises:
+        UsageError: always; an object has one writer.
         """
         raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
 
     async def abort(self) -> None:
-        """Drops the stream and deletes the object. Without effect after ``complete``."""
+        """Drops the stream and deletes the object. No effect after ``complete``."""
         if self._is_ended:
             return
         with anyio.move_on_after(CLEANUP_S, shield=True):
@@ -611,7 +584,7 @@ class _FsspecWriter(ObjectWriter):
 
     @contextmanager
     def _break_on_error(self, op: str) -> Iterator[None]:
-        """A stream that failed cannot be gone on with: it is not known what went down it."""
+        """Marks the stream as broken by a failure: nobody knows which bytes it took."""
         try:
             with self._storage._translate_errors(op, self.key):
                 yield
@@ -624,7 +597,7 @@ class _FsspecWriter(ObjectWriter):
 
 
 def _drop(stream: Any) -> None:
-    """Ends a stream so that, if possible, no object comes of it."""
+    """Ends a stream, if possible without creating its object."""
     with suppress(Exception):
         stream.discard()
     if isinstance(stream, AbstractBufferedFile):
@@ -635,7 +608,7 @@ def _drop(stream: Any) -> None:
 
 
 def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in batches of up to ``_PIECE_BYTES``."""
+    """Yields the same bytes in batches of up to ``_PIECE_BYTES``."""
     batch: list[memoryview] = []
     room = _PIECE_BYTES
     for view in views:
@@ -651,7 +624,7 @@ def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Implementations name it as they like, and say it as they like."""
+    """Returns the modification time, for which implementations have many names and types."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(name)
         if isinstance(value, str):

@@ -1,15 +1,14 @@
 """Storage in this process's memory: ``memory://name/some/prefix``.
 
-Decides nothing that outlives the process. Spaces are process-wide and shared by all instances
-with the same name, from any thread and any event loop: a test or a scratch tier may write on
-one loop and read on another. It has no blocking I/O on purpose, so that callers' purely async
-path is used.
+Nothing outlives the process. Spaces are process-wide and shared by all instances with the same
+name, from any thread and any event loop: a test may write on one loop and read on another. There is
+no blocking I/O on purpose, so that the callers' async path is used.
 
-It is stricter than it has to be where that finds mistakes of callers: a ``write_at`` whose bytes
-do not have the CRC32C that it says is refused, and ``complete`` refuses an object of which some
-bytes were never written, or that was written otherwise than the capabilities allow.
+It is stricter than necessary to find mistakes of callers: a ``write_at`` with a wrong CRC32C is
+refused, and ``complete`` refuses an object with missing bytes or with writes that break the
+capabilities.
 
-Must not know: threads' pools, files, snapshots.
+Must not know: thread pools, files, snapshots.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class _Upload:
 
     Attributes:
         full: The key in the space.
-        older: Objects to reuse.
+        older: Contents of objects to reuse.
     """
 
     key: str
@@ -72,7 +71,7 @@ class _Upload:
     ranges: set[tuple[int, int]] = field(default_factory=set)
 
     def num_written(self) -> int:
-        """Bytes before the first one that was not written."""
+        """Returns the number of bytes before the first one that is missing."""
         position = 0
         for start, stop in sorted(self.ranges):
             if start > position:
@@ -100,7 +99,7 @@ def _space(name: str) -> _Space:
 
 
 def forget_space(name: str) -> None:
-    """Frees all objects of ``memory://name``. Instances opened before keep what they see."""
+    """Frees all objects of ``memory://name``. Open instances keep seeing them."""
     with _spaces_lock:
         _spaces.pop(name, None)
 
@@ -122,14 +121,14 @@ def open_memory(url: str, context: StorageContext) -> MemoryStorage:
 class MemoryStorage(Storage):
     """Objects in a dict, under a prefix of a named space.
 
-    All effects are atomic under a lock and come after the only checkpoint of a call: a
-    cancelled call has done nothing.
+    All effects are atomic under a lock and come after the only checkpoint of a call: a cancelled
+    call has done nothing. Errors are those of ``Storage``.
 
     Args:
         name: Of the space.
-        prefix: Where in it.
-        capabilities: What to claim, and to hold callers to, so that tests can try the rules of
-            other backends. Without blocking I/O.
+        prefix: Of keys in the space.
+        capabilities: To claim and to enforce, so that tests can try the rules of other backends.
+            Without blocking I/O.
     """
 
     def __init__(
@@ -141,7 +140,6 @@ class MemoryStorage(Storage):
         self._prefix = f"{prefix}/" if prefix else ""
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole object. Atomicity: replaced under the lock."""
         full = self._prefix + check_key(key)
         await checkpoint()
         data = b"".join(flat(views))
@@ -149,11 +147,6 @@ class MemoryStorage(Storage):
             self._space.objects[full] = _Object(data, time.time())
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: looked up and inserted under the lock.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
         full = self._prefix + check_key(key)
         await checkpoint()
         value = _Object(bytes(data), time.time())
@@ -162,11 +155,7 @@ class MemoryStorage(Storage):
                 self._raise_exists("put_if_absent", key)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object. What of ``older`` ones is not complete ends here.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
+        """Opens a new object. Completes unfinished ``older`` ones: their writers end."""
         full = self._prefix + check_key(key)
         check_size(size)
         await checkpoint()
@@ -184,7 +173,7 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, full, upload, token, is_opener=True)
 
     def _complete_older(self, full: str) -> None:
-        """Makes an object of what writers of it have written from the first byte on; they end."""
+        """Makes an object of its unfinished writers' leading bytes, and ends them."""
         for token, upload in list(self._space.uploads.items()):
             if upload.full == full:
                 del self._space.uploads[token]
@@ -192,10 +181,11 @@ class MemoryStorage(Storage):
                 self._space.objects.setdefault(full, _Object(data, time.time()))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object opened in this process.
+        """Returns a writer to an object opened in this process.
 
         Raises:
             ObjectNotFound: the token's object was completed or aborted, or never opened.
+            UsageError: not ``has_joined_writers``.
         """
         if not self.capabilities.has_joined_writers:
             raise UsageError(f"{self.url} has one writer per object")
@@ -209,23 +199,11 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, self._prefix + upload.key, upload, token, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-        """
         check_range(start, stop)
         data = (await self._find("get", key)).data
         return bytes(memoryview(data)[start : range_end(key, start, stop, len(data))])
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        """
         check_offset(offset)
         data = (await self._find("read_into", key)).data
         wanted = num_bytes(views)
@@ -234,7 +212,7 @@ class MemoryStorage(Storage):
         copy_into(memoryview(data)[offset : offset + wanted], views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, as they were when the iteration began."""
+        """Yields objects in key order, as they were when the iteration began."""
         await checkpoint()
         skip = len(self._prefix)
         with self._space.lock:
@@ -247,7 +225,6 @@ class MemoryStorage(Storage):
             yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, all at once. Missing keys are passed over."""
         full = [self._prefix + check_key(key) for key in keys]
         await checkpoint()
         with self._space.lock:
@@ -255,7 +232,7 @@ class MemoryStorage(Storage):
                 self._space.objects.pop(key, None)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders of objects and of those that are not complete."""
+        """Returns the folders of objects and of those that are not complete."""
         await checkpoint()
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         with self._space.lock:
@@ -277,11 +254,6 @@ class MemoryStorage(Storage):
         return [key.removeprefix(self._prefix) for key in keys]
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         value = await self._find("stat", key)
         return ObjectInfo(key=key, size=len(value.data), modified_s=value.modified_s)
 
@@ -377,7 +349,7 @@ class _MemoryWriter(ObjectWriter):
             del self._space.uploads[self.token]
 
     def _fault(self) -> str:
-        """What is wrong with how the object was written; empty if nothing is."""
+        """Describes the first error in the writes of the object; empty if there is none."""
         least_bytes = self._capabilities.least_write_bytes(self.size)
         position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):
