@@ -192,8 +192,10 @@ class FsspecStorage(Storage):
         return _FsspecWriter(self, key, path, size)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Raises:
-        UsageError: always; an object has one writer.
+        """Not supported: an object has one writer.
+
+        Raises:
+            UsageError: always.
         """
         raise UsageError(f"{self.url}: an object of fsspec has one writer")
 
@@ -547,8 +549,10 @@ class _FsspecWriter(ObjectWriter):
             self._end()
 
     async def release(self) -> None:
-        """Raises:
-        UsageError: always; an object has one writer.
+        """Not supported: an object has one writer.
+
+        Raises:
+            UsageError: always.
         """
         raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
 

@@ -1,8 +1,8 @@
-"""Requests to one bucket of S3: what they look like, and what a server turns out to know.
+"""Requests to one bucket of S3: their form, and the abilities of the server.
 
-Decides the checks that go along with a body, and finds out which of them the server makes. Must
-not know: the verbs of a storage (``s3``), which parts an object has (``s3_upload``), sockets and
-signatures (``s3_client``).
+Decides the checks that go along with a body, and finds out which of them the server makes. Must not
+know: the verbs of a storage (``s3``), an object's parts (``s3_upload``), sockets and signatures
+(``s3_client``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 logger = Lines(__name__)
 
 _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
-"""The name of a bucket, some of which are older than Amazon's rules; or of an access point."""
+"""The name of a bucket, some older than Amazon's rules, or of an access point."""
 
 _MAX_DELETED = 1000
 """Keys in one request."""
@@ -53,7 +53,7 @@ _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
 class Sent(NamedTuple):
-    """What is known of a body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
+    """A body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
 
     crc32c: str
     etag: str
@@ -61,12 +61,12 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which the keys that are given here have not.
+    """One bucket, below a prefix, which is not part of the keys given here.
 
-    All requests raise what ``s3_client.translate_error`` makes of a failure.
+    All requests raise the errors of ``s3_client.translate_error``.
 
     Raises:
-        UsageError: the URL names no bucket, or what cannot be one.
+        UsageError: the URL has no valid bucket.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -92,18 +92,18 @@ class S3Bucket:
         return self._shared
 
     async def aclose(self) -> None:
-        """Gives the shared client back. Idempotent."""
+        """Releases the shared client. Idempotent."""
         client, self._shared = self._shared, None
         if client is not None:
             await client.release()
 
     def full(self, key: str) -> str:
-        """The key in the bucket."""
+        """Returns the key in the bucket."""
         return self._prefix + key
 
     @contextmanager
     def _translate_errors(self, op: str, key: str) -> Iterator[None]:
-        """Raises what a failure means as an error of this package."""
+        """Raises failures as errors of this package."""
         try:
             yield
         except (ClientError, BotoCoreError, WireError) as error:
@@ -112,18 +112,18 @@ class S3Bucket:
             ) from error
 
     async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
-        """A control call, about the object ``key`` where that is not empty."""
+        """Makes a control call, about the object ``key`` unless that is empty."""
         if key:
             params["Key"] = self.full(key)
         with self._translate_errors(op, key):
             return await self.client.call(operation, Bucket=self._name, **self._payer, **params)
 
     def relative(self, full: str) -> str:
-        """The key of what has this one in the bucket."""
+        """Returns the key without the prefix."""
         return full.removeprefix(self._prefix)
 
     async def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """Objects below ``prefix``, up to 1000 a page."""
+        """Yields objects below ``prefix``, up to 1000 a page."""
         prefix = self.full(prefix)
         after: dict[str, str] = {}
         while True:
@@ -134,7 +134,7 @@ class S3Bucket:
             after = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
-        """Key and id of each unfinished upload below ``prefix``."""
+        """Yields key and id of each unfinished upload below ``prefix``."""
         prefix = self.full(prefix)
         after: dict[str, str] = {}
         while True:
@@ -143,8 +143,8 @@ class S3Bucket:
             except StorageError as error:
                 if error.retryable:
                     raise
-                # Not every server and every policy allows it; then they are the bucket's rules
-                # to collect (AbortIncompleteMultipartUpload).
+                # Not every server and policy allows it; then the bucket's rules collect them
+                # (AbortIncompleteMultipartUpload).
                 logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
                 return
             for each in page.get("Uploads", ()):
@@ -157,7 +157,7 @@ class S3Bucket:
             }
 
     async def stat(self, op: str, key: str) -> ObjectInfo:
-        """Size and time of an object.
+        """Returns size and time of an object.
 
         Raises:
             ObjectNotFound: no such object.
@@ -190,7 +190,7 @@ class S3Bucket:
             )
 
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
-        """The first bytes of an object, all of a small one, and its size."""
+        """Returns the first bytes of an object, all of a small one, and its size."""
         with self._translate_errors(op, key):
             response = await self.client.receive(
                 self._name, self.full(key), self._read_headers, None
@@ -200,13 +200,13 @@ class S3Bucket:
     async def put(
         self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """A whole object in one request."""
+        """Puts a whole object in one request."""
         await self._send(op, key, {}, self._written, views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        """A whole object that is not there yet; only where ``has_conditional_put``."""
+        """Puts a new object; only if ``has_conditional_put``."""
         headers = {**self._written, "If-None-Match": "*"}
-        # With all checks at once: a second try would find what the first has created.
+        # With all checks at once: a retry would find the object that the first try created.
         await self._send(op, key, {}, headers, views, is_signed=True)
 
     async def _send(
@@ -256,7 +256,7 @@ class S3Bucket:
         headers: Mapping[str, str],
         views: Sequence[memoryview],
     ) -> Sent:
-        """One request; what the server says of it, which may be no CRC32C."""
+        """Sends one request; returns the server's answer, maybe without a CRC32C."""
         with self._translate_errors(op, key):
             response = await self.client.send(
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
@@ -265,12 +265,12 @@ class S3Bucket:
         return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
-        """The error for bytes that are not the ones that have this CRC32C; to be tried again."""
+        """Returns the retryable error for bytes with another CRC32C."""
         detail = f"bucket {self._name!r}: {what} has another CRC32C"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
     async def has_conditional_put(self, op: str) -> bool:
-        """Whether ``If-None-Match`` works; tried with an object in the scratch folder."""
+        """Returns whether ``If-None-Match`` works; tries it in the scratch folder."""
         client = self.client
         async with client.probing:
             if client.has_conditional_put is None:
@@ -296,7 +296,7 @@ class S3Bucket:
             return False
 
     async def _checks_sha256(self, op: str) -> bool:
-        """Whether a body that is not what is signed is refused; tried with one."""
+        """Returns whether a body that differs from the signed one is refused; tries it."""
         client = self.client
         async with client.probing:
             if client.checks_sha256 is None:
@@ -314,7 +314,7 @@ class S3Bucket:
 
     @asynccontextmanager
     async def _probe_key(self) -> AsyncIterator[str]:
-        """The key of an object in the scratch folder, which is deleted in the end."""
+        """The key of an object in the scratch folder, deleted at the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
@@ -324,7 +324,7 @@ class S3Bucket:
                 await self.delete([key])
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
-        """The CRC32C of each."""
+        """Returns the CRC32C of each body."""
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -344,14 +344,14 @@ class S3Bucket:
     async def _check_deleted(self, failed: Mapping[str, Any]) -> None:
         key = self.relative(str(failed.get("Key", "")))
         with suppress(ObjectNotFound):
-            # Some servers call it a failure that there is nothing to delete.
+            # Some servers report a missing object as a failure.
             await self.stat("delete", key)
             failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
             with self._translate_errors("delete", key):
                 raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
-        """Begins an upload, the first one alone to learn what the server checks; returns its id."""
+        """Begins an upload and returns its id. The first one alone learns the server's checks."""
         client = self.client
         if not client.knows_checks():
             async with client.beginning:
@@ -359,14 +359,13 @@ class S3Bucket:
                     upload_id = await self._create_upload(key)
                     if client.knows_checks():
                         return upload_id
-                    # Not beside uploads: some servers delete their folder with the object that
-                    # is tried.
+                    # Not during uploads: some servers delete their folder with the tried object.
                     await self.abort_upload(key, upload_id)
                     await self._checks_sha256("writer")
         return await self._create_upload(key)
 
     async def _create_upload(self, key: str) -> str:
-        """Begins an upload, and learns whether the server knows the checksums of parts."""
+        """Begins an upload, and learns whether the server checks parts' checksums."""
         answer = await self.call(
             "writer",
             key,
@@ -386,7 +385,7 @@ class S3Bucket:
         return await self._send("write_at", key, query, self._read_headers, views, crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
-        """What the server has of an upload, by rising number."""
+        """Returns the server's list of an upload's parts, by rising number."""
         found = []
         after: dict[str, int] = {}
         while True:
@@ -399,7 +398,7 @@ class S3Bucket:
     async def complete_upload(
         self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Makes an object of these parts, which the completion names by their ETags."""
+        """Makes an object of these parts, named by their ETags."""
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
@@ -427,9 +426,9 @@ class S3Bucket:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
     async def copies_parts(self, key: str, source: str) -> bool:
-        """Whether the server copies from ``source``; tried with an upload to ``key``.
+        """Returns whether the server copies from ``source``; tries it with an upload to ``key``.
 
-        Some take the request for an empty part instead, and let nobody write that again.
+        Some take the request for an empty part instead, and do not allow it to be written again.
         """
         client = self.client
         async with client.probing:
@@ -456,7 +455,7 @@ class S3Bucket:
         views: Sequence[memoryview],
         crc32c: int,
     ) -> Sent | None:
-        """Copies a part from the same place in ``source``; None if that has not these bytes."""
+        """Copies a part from the same place in ``source``; returns None if that has other bytes."""
         stop = offset + num_bytes(views)
         try:
             copied = await self._copy("reuse", key, upload_id, number, source, offset, stop)
@@ -481,7 +480,7 @@ class S3Bucket:
         start: int,
         stop: int,
     ) -> Mapping[str, Any]:
-        """Copies a part; what the server says of it, which is nothing where it did not."""
+        """Copies a part; returns the server's result, empty if it did not copy."""
         answer = await self.call(
             op,
             key,
@@ -496,7 +495,7 @@ class S3Bucket:
 
 
 def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[bytes]]:
-    """The CRC32C, and the digests of these names."""
+    """Returns the CRC32C, and the digests of these names."""
     digests = [hashlib.new(name, usedforsecurity=False) for name in names]
     for view in views:
         for digest in digests:
@@ -505,7 +504,7 @@ def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[
 
 
 def etag_of(part: Mapping[str, Any]) -> str:
-    """Some servers quote it everywhere, some in some answers only."""
+    """Returns an ETag without quotes, which servers add in some answers only."""
     return str(part.get("ETag", "")).strip('"')
 
 
@@ -516,7 +515,7 @@ _HEADERS = {
     "StorageClass": "x-amz-storage-class",
     "Tagging": "x-amz-tagging",
 }
-"""How bulk requests say what control calls say by parameters."""
+"""Headers of bulk requests, by the parameter of control calls."""
 
 
 def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
@@ -524,7 +523,7 @@ def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_properties(options: S3Options) -> dict[str, str]:
-    """What new objects get, as parameters of control calls."""
+    """Returns the properties of new objects, as parameters of control calls."""
     params = {
         "ServerSideEncryption": options.sse,
         "SSEKMSKeyId": options.kms_key_id,
@@ -540,11 +539,11 @@ def _modified_s(answer: Mapping[str, Any]) -> float:
 
 
 def error_code(error: StorageError) -> str | None:
-    """What the server called it."""
+    """Returns the server's code for the error."""
     cause = error.__cause__
     return cause.response["Error"].get("Code") if isinstance(cause, ClientError) else None
 
 
 def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
-    """What a page of a list says of an object."""
+    """Returns the info in an entry of a listing."""
     return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))

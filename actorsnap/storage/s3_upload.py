@@ -1,7 +1,7 @@
 """Writers of objects in S3: one put, or a multipart upload.
 
-Decides which parts an object has, and whether the server has them all. Must not know: the verbs of
-a storage, headers, checks that servers make (``s3_bucket``). ``s3`` has the rules in words.
+Decides an object's parts, and whether the server has all of them. Must not know: the verbs of a
+storage, headers, the server's checks (``s3_bucket``). ``s3`` has the rules in words.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = Lines(__name__)
 
 
 class OlderObject(NamedTuple):
-    """An object whose bytes may be the first ones of another."""
+    """An object whose bytes may be the leading ones of another."""
 
     key: str
     size: int
 
 
 class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What writers of one object share: a token is this, encoded.
+    """The state shared by the writers of one object; encoded, it is the token.
 
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
-        unit: No write is shorter, but the last one.
+        unit: Least size of a write, the last one excepted.
     """
 
     key: str
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 
 class _Writer(ObjectWriter):
-    """What both kinds of writers have in common."""
+    """The common part of both kinds of writers."""
 
     def __init__(self, bucket: S3Bucket, upload: S3Upload, *, is_opener: bool) -> None:
         self.key = upload.key
@@ -68,7 +68,7 @@ class _Writer(ObjectWriter):
         self._has_ended = False
 
     async def release(self) -> None:
-        """Ends a joined writer: all parts are durable already."""
+        """Ends a joined writer: its parts are durable already."""
         if self._is_opener:
             raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
         self._has_ended = True
@@ -85,7 +85,7 @@ class _Writer(ObjectWriter):
 
 
 class SmallWriter(_Writer):
-    """An object that is one put. Its bytes are copied: they are put when it is complete."""
+    """An object that is one put. Keeps a copy of the bytes until it is complete."""
 
     _data: bytes | None = None
     _crc32c: int | None = None
@@ -132,14 +132,14 @@ class PartWriter(_Writer):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Sends one part, or several. Cancellation: at once; they may be there or not."""
+        """Sends one part, or several. Cancellation: at once; they may be stored or not."""
         for part in await self._split_write(offset, views, crc32c):
             self._sent[part.number] = await self._bucket.send_part(
                 self.key, self._upload.id, part.number, part.views, part.crc32c
             )
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies the parts. Cancellation: at once; they may be there or not."""
+        """Copies the parts. Cancellation: at once; they may be stored or not."""
         stop = offset + num_bytes(views)
         sources = [source.key for source in self._sources if stop <= source.size]
         if not sources:
@@ -171,7 +171,7 @@ class PartWriter(_Writer):
         try:
             parts, answer = await self._complete()
         except StorageError as error:
-            # Some servers call an upload that is gone an object that is not there.
+            # Some servers report a finished upload as a missing object.
             is_gone = isinstance(error, ObjectNotFound) or error_code(error) == "NoSuchUpload"
             if not (self._may_be_complete and is_gone):
                 raise
@@ -179,14 +179,14 @@ class PartWriter(_Writer):
                 raise
         else:
             reported = answer.get("ChecksumCRC32C")
-            # Some servers list parts without the checksums that they have of them.
+            # Some servers list parts without their checksums.
             is_known = all("ChecksumCRC32C" in part for part in parts)
             if reported is not None and is_known and reported not in _whole_checksums(parts):
                 raise self._error("complete", "the whole object has another CRC32C than its parts")
         self._has_ended = True
 
     async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-        """The parts of the object, and the answer to its completion."""
+        """Returns the object's parts, and the server's answer to the completion."""
         parts = self._own_parts()
         if parts:
             self._may_be_complete = True
@@ -195,7 +195,7 @@ class PartWriter(_Writer):
             except StorageError as error:
                 if error_code(error) != "InvalidPart":
                     raise
-                # It has not what it answered to have, or its answer was changed on the way.
+                # It lacks a part that it acknowledged, or its answer was damaged on the way.
                 logger.debug("%s: %s; what has it?", self._bucket.url, error)
         parts = await self._list_parts()
         self._may_be_complete = True
@@ -205,7 +205,7 @@ class PartWriter(_Writer):
         return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
 
     async def abort(self) -> None:
-        """Ends the upload. Requests under way may leave parts, which are garbage."""
+        """Ends the upload. Running requests may leave parts, which are garbage."""
         if self._is_opener and not self._has_ended:
             await self._bucket.abort_upload(self.key, self._upload.id)
         self._has_ended = True
@@ -213,10 +213,10 @@ class PartWriter(_Writer):
     async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
     ) -> Sequence[_Part]:
-        """The parts of a write, about equally long.
+        """Returns the parts of a write, of about equal length.
 
         Raises:
-            StorageError: its bytes have another CRC32C; to be tried again.
+            StorageError: its bytes have another CRC32C; retryable.
         """
         stop = self._check(offset, views)
         if stop == offset:
@@ -245,7 +245,7 @@ class PartWriter(_Writer):
     async def _checksums(
         self, bodies: Sequence[Sequence[memoryview]], crc32c: int | None
     ) -> Sequence[int]:
-        """The CRC32C of each part of a write, which as a whole is to have this one."""
+        """Returns the CRC32C of each part of a write, after a check of the whole's."""
         checksums = await self._bucket.checksums(bodies)
         whole = 0
         for body, checksum in zip(bodies, checksums, strict=True):
@@ -255,7 +255,7 @@ class PartWriter(_Writer):
         return checksums
 
     def _own_parts(self) -> Sequence[dict[str, Any]]:
-        """All parts, as the server would list them, if they are all of this writer; else none."""
+        """Returns all parts like the server's list if this writer wrote them all; else none."""
         own = sorted(self._sent.items())
         parts = [
             {
@@ -271,10 +271,10 @@ class PartWriter(_Writer):
         return parts if is_whole else ()
 
     async def _list_parts(self) -> Sequence[dict[str, Any]]:
-        """What the server has, of all writers.
+        """Returns the server's parts, of all writers.
 
         Raises:
-            StorageError: that is not the whole object, or not what was sent.
+            StorageError: they are not the whole object, or not what was sent.
         """
         parts = await self._bucket.parts("complete", self.key, self._upload.id)
         whole = leading_parts(parts)
@@ -296,18 +296,18 @@ class PartWriter(_Writer):
         if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
             raise self._error("complete", f"part {number} has another CRC32C than was sent")
         if self._sources and etag_of(part) != sent.etag:
-            # A copy whose answer was given up may come late, upon what was sent instead.
+            # A copy whose answer was lost may arrive late and replace a sent part.
             raise self._error("complete", f"part {number} is not the one that was sent")
 
 
 def leading_parts(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The parts that lie one behind the other, from the first byte on."""
+    """Returns the parts without a gap, from the first byte on."""
     stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
     return parts[:stop]
 
 
 def _whole_checksums(parts: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The CRC32C of an object of these parts, in both ways that S3 has to say it."""
+    """Returns the CRC32C of an object of these parts, in both forms of S3."""
     values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
     whole = 0
     for part, value in zip(parts, values, strict=True):
