@@ -1,12 +1,12 @@
 """Requests to one bucket of Google Cloud Storage, by its JSON API.
 
-Decides which request each call becomes, how it is authorized, and which error of the package an
-answer is. Control calls go by gcloud-aio on the event loop; bytes in bulk by ``wire.py`` on
-worker threads, from and into the caller's memory. Must not know: writers, components, retries.
+Decides which request each call becomes, its authorization, and which error of the package an answer
+is. Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads,
+from and into the caller's memory. Must not know: writers, components, retries.
 
-Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server
-has to find, and the bytes behind it. That is what the header ``x-goog-hash`` is to other kinds
-of upload. Downloads bring that header; it is compared where all of an object was asked for.
+Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server must
+find, then the bytes. For other kinds of upload that is the header ``x-goog-hash``. Downloads bring
+the header; it is compared for a whole object.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ _MAX_BATCH = 100
 
 
 class GsOptions(NetworkOptions, frozen=True, kw_only=True):
-    """``storage_options`` of ``gs://``, beside those of ``NetworkOptions``.
+    """``storage_options`` of ``gs://``, in addition to those of ``NetworkOptions``.
 
-    Without ``endpoint_url`` it is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or Google.
+    The default of ``endpoint_url`` is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or
+    Google.
 
     Attributes:
-        credentials_file: A service account's key, an authorized user, or the configuration of
-            a workload identity pool. Default: Google's application default credentials.
+        credentials_file: A service account's key, an authorized user, or the configuration of a
+            workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
         user_project: The project that pays for the requests.
         storage_class: Of new objects. Default: the bucket's.
@@ -90,12 +91,12 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         check_secret("token", self.token)
 
     def __repr__(self) -> str:
-        # A token must not get into logs.
+        # Without the token, which must not get into logs.
         return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service says of an object.
+    """An object's metadata.
 
     Attributes:
         name: In the bucket.
@@ -111,26 +112,25 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Some objects of a listing, and the folders beside them."""
+    """Some objects of a listing, and the folders among them."""
 
     resources: Sequence[Resource]
     folders: Sequence[str]
 
 
 class GsClient:
-    """One bucket. For use on one event loop; connects when it is first used.
+    """One bucket. For use on one event loop; connects on first use.
 
-    Each call is one request, but where its docstring says more. ``op`` and ``key`` are for its
-    errors, ``name`` is the object's in the bucket. All raise ``StorageError``, also where their
-    docstrings name no error.
+    Each call is one request, unless its docstring says otherwise. ``op`` and ``key`` are for
+    errors, ``name`` is the object's in the bucket. All calls raise ``StorageError``.
 
-    Cancellation: at once, memory is free then; what was asked may have been done.
+    Cancellation: at once, with the memory free; the request may have had its effect.
 
     Args:
         bucket: Its name.
         url: For errors.
-        options: Where, as whom and how.
-        context: Where files, checksums and bulk transfers run.
+        options: Address, credentials and limits.
+        context: Runs file access, checksums and bulk transfers.
 
     Attributes:
         url: For errors.
@@ -157,7 +157,7 @@ class GsClient:
         self._connected: _Connections | None = None
 
     async def crc32c(self, views: Sequence[memoryview]) -> int:
-        """Of their bytes; no request."""
+        """Returns the CRC32C of the views' bytes; no request."""
         return await self._run(crc32c_of, flat(views))
 
     async def upload(
@@ -211,7 +211,7 @@ class GsClient:
         response = await self._transfer(op, key, send)
         stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
-            # The service refuses such; emulators may store them.
+            # The service refuses them; emulators may store them.
             await self.delete(op, {name: key})
             raise self._error(op, key, "other bytes were stored than sent", retryable=True)
         return stored
@@ -230,7 +230,7 @@ class GsClient:
 
         Raises:
             ObjectExists: see ``upload``.
-            ObjectNotFound: a source is not there.
+            ObjectNotFound: a source is missing.
         """
         content = {
             "sourceObjects": [{"name": source} for source in sources],
@@ -254,12 +254,12 @@ class GsClient:
     ) -> Resource:
         """Creates an object of the bytes of another one.
 
-        Mostly one request, which takes no time: only what changes its place, class or key is
-        really copied, and takes some more.
+        Mostly one quick request. A change of place, class or key is a real copy and takes more of
+        them.
 
         Raises:
             ObjectExists: see ``upload``.
-            ObjectNotFound: the source is not there.
+            ObjectNotFound: the source is missing.
         """
         target = quote(name, safe="")
         url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
@@ -275,10 +275,10 @@ class GsClient:
             params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
-        """Looks at an object.
+        """Returns an object's metadata.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: no such object.
         """
         body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
         return self._resource(op, key, self._json(op, key, body))
@@ -286,10 +286,10 @@ class GsClient:
     async def download(
         self, op: str, key: str, name: str, start: int, stop: int | None
     ) -> bytes | None:
-        """The bytes ``[start, stop)`` as far as there are any. None: there is no byte ``start``.
+        """Returns the existing bytes of ``[start, stop)``; None if there is no byte ``start``.
 
         Raises:
-            ObjectNotFound: there is no object.
+            ObjectNotFound: no such object.
             StorageError: retryable, if other bytes arrived than are stored.
         """
         bounds = {}
@@ -310,7 +310,7 @@ class GsClient:
         """Fills ``views``, one byte at least, from byte ``offset`` on.
 
         Raises:
-            ObjectNotFound: there is no object.
+            ObjectNotFound: no such object.
             ChecksumMismatch: it ends before the views are full.
         """
         stop = offset + num_bytes(views)
@@ -336,12 +336,13 @@ class GsClient:
     async def pages(
         self, op: str, key: str, prefix: str, *, delimiter: str = ""
     ) -> AsyncIterator[Page]:
-        """The objects whose name starts with ``prefix``, in the order of names; a request a page.
+        """Yields the objects whose name starts with ``prefix``, in the order of names; a request
+        per page.
 
         Args:
             op, key: For errors.
             prefix: Empty for all.
-            delimiter: Names that go on behind it are told as folders, which end in it.
+            delimiter: Longer names with it are reported as folders, which end in it.
         """
         params = {
             "prefix": prefix,
@@ -369,7 +370,7 @@ class GsClient:
             params["pageToken"] = found["nextPageToken"]
 
     async def delete(self, op: str, names: Mapping[str, str]) -> None:
-        """Deletes objects, up to 100 a request; those that are not there are passed over.
+        """Deletes objects, up to 100 per request; missing ones are ignored.
 
         Args:
             op: For errors.
@@ -444,7 +445,7 @@ class GsClient:
     async def _post(
         self, op: str, key: str, url: str, params: Mapping[str, str], content: object
     ) -> Mapping[str, Any]:
-        """What the service answers to JSON."""
+        """Returns the service's answer to JSON."""
 
         async def call(calls: Calls, headers: dict[str, str]) -> bytes:
             response = await calls.session.post(
@@ -462,7 +463,7 @@ class GsClient:
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of an answer that is small enough for the loop."""
+        """Returns body and headers of a response that is small enough for the loop."""
         url = self._object_url(op, key, name)
 
         async def call(calls: Calls, headers: dict[str, str]) -> tuple[bytes, Mapping[str, str]]:
@@ -479,7 +480,7 @@ class GsClient:
     async def _control(
         self, op: str, key: str, call: Callable[[Calls, dict[str, str]], Awaitable[T]]
     ) -> T:
-        """What ``call`` returns. A token that the service refuses is renewed once."""
+        """Returns the result of ``call``. Renews a refused token once."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -499,7 +500,7 @@ class GsClient:
     async def _transfer(
         self, op: str, key: str, transfer: Callable[[Wire, Mapping[str, str]], Awaitable[Response]]
     ) -> Response:
-        """The same for bulk transfers."""
+        """``_control`` for bulk transfers."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -565,7 +566,7 @@ class GsClient:
     def _error_from_response(
         self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
-        """What an HTTP status means."""
+        """Returns the error for an HTTP status."""
         detail = f"bucket {self._bucket!r}: HTTP {status}: {_parse_message(body)}"
 
         def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
@@ -600,7 +601,7 @@ class GsClient:
                 "Saving needs the role roles/storage.objectUser on the bucket, reading "
                 "roles/storage.objectViewer",
             )
-        # What arrived was not what the metadata says: damaged on the way.
+        # Damaged on the way: other bytes than the metadata says.
         is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
@@ -621,7 +622,7 @@ _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "l
 
 
 class _Connections:
-    """What a client has once it is used; made on the event loop."""
+    """The connections of a client; made on the event loop."""
 
     def __init__(
         self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
@@ -639,7 +640,7 @@ class _Connections:
             if options.token is None
             else GivenToken(options.token)
         )
-        # "dev": the headers of a request are all that it gets, and those have the token.
+        # "dev": a request gets only these headers, which have the token.
         self.calls = Calls(
             session=self.session, token=self.credentials, api_root=root, api_is_dev=True
         )
@@ -653,7 +654,7 @@ class _Connections:
 
 
 class _NoSuchRange(Exception):
-    """The object ends before the bytes that were asked for."""
+    """The object ends before the requested bytes."""
 
 
 def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
@@ -665,13 +666,13 @@ def _authorization(token: str) -> dict[str, str]:
 
 
 def _composite_metadata(storage_class: str | None) -> dict[str, str]:
-    """Of an object that is made of others."""
+    """Returns the metadata of an object that is made of others."""
     found = {"contentType": "application/octet-stream"}
     return found if storage_class is None else {**found, "storageClass": storage_class}
 
 
 def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
-    """Status and body of each answer of a batch, by the number of its call."""
+    """Returns status and body of each answer of a batch, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for part in message.walk():
@@ -690,7 +691,7 @@ def _remedy(is_timeout: bool) -> str:
 
 
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:
-    """CRC32C of the whole object, of which a download may be a part."""
+    """Returns the CRC32C of the whole object, of which a download may be a part."""
     for one in headers.get("x-goog-hash", "").split(","):
         kind, _, value = one.strip().partition("=")
         if kind == "crc32c":
@@ -699,7 +700,7 @@ def _stored_checksum(headers: Mapping[str, str]) -> int | None:
 
 
 def _parse_message(body: str) -> str:
-    """What Google's error object says, or the beginning of what came."""
+    """Returns the message of Google's error object, or the beginning of the body."""
     start = body.find("{")
     try:
         return str(json.loads(body[start:])["error"]["message"])[:_DETAIL_CHARS]

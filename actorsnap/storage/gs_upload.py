@@ -1,8 +1,8 @@
 """Writers of objects in Google Cloud Storage: one upload, or components that are composed.
 
-Decides which objects of the bucket a writer's ranges are, what of older ones is the same, and how
-they become one. Must not know: the verbs of a storage, requests (``gs_client``). ``gs`` has the
-rules in words.
+Decides which objects of the bucket store a writer's ranges, which older ones have the same bytes,
+and how they become one. Must not know: the verbs of a storage, requests (``gs_client``). ``gs`` has
+the rules in words.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "GsUpload", "find_sources"]
 logger = Lines(__name__)
 
 MIN_WRITE_BYTES = 1 << 20
-"""Less is not worth a request, and more of them only make the tree of composing deeper."""
+"""Least bytes of a write: smaller ones only make the tree of composing deeper."""
 
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
-# So often is tried to delete components; more of them are not worth the object.
+# Tries to delete components; more of them are not worth the object.
 _CLEANUP_TRIES = 3
 
 Sources: TypeAlias = Mapping[tuple[int, int, int], str]
-"""Names of objects that are older ones' bytes, by their offset there, size and CRC32C."""
+"""Names of objects with an older one's bytes, by their offset there, size and CRC32C."""
 
 
 class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What writers of one object share: a token is this, encoded.
+    """The state shared by the writers of one object; encoded, it is the token.
 
     Attributes:
         nonce: In the name of the folder of components.
@@ -54,7 +54,7 @@ class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 async def find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sources:
-    """What dead writers have left of the objects ``names``, the newest first.
+    """Returns the leftovers of dead writers of the objects ``names``, the newest first.
 
     A request per object. The service has computed the checksums of all that it stores.
     """
@@ -77,11 +77,11 @@ async def find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sour
 
 
 class GsWriter(ObjectWriter):
-    """One object, or components that will be one. States: open -> composed -> ended.
+    """One object, or components of a future one. States: open -> composed -> ended.
 
     Args:
         name: The object's, in the bucket.
-        sources: What may be copied.
+        sources: Objects to copy from.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GsWriter(ObjectWriter):
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies an older object of just these bytes. Cancellation: see ``write_at``."""
+        """Copies an older object of exactly these bytes. Cancellation: see ``write_at``."""
         num = self._check(offset, views)
         source = self._sources.get((offset, num, crc32c))
         if source is None:
@@ -129,7 +129,7 @@ class GsWriter(ObjectWriter):
         except StorageError as error:
             if error.retryable:
                 raise
-            # Mostly it is gone: whoever collects garbage was faster.
+            # Mostly it is gone: a garbage collection was faster.
             logger.info("%s: %s is not resumed: %s", self._client.url, source, error)
             return False
         if (copied.size, copied.crc32c) != (num, crc32c):
@@ -157,7 +157,7 @@ class GsWriter(ObjectWriter):
     async def _store(
         self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]
     ) -> Resource:
-        """Makes of a range a component, or the object, if it is all of it."""
+        """Stores a range as a component, or as the object if it is the whole one."""
         if self._is_opener and num == self.size:
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
@@ -165,7 +165,7 @@ class GsWriter(ObjectWriter):
         return await make(name=name, storage_class=_COMPONENT_CLASS)
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
-        """Makes the object. None is replaced but what an earlier try may have made.
+        """Creates the object. Replaces only an object of an earlier try.
 
         Raises:
             ObjectExists: there is one.
@@ -182,10 +182,10 @@ class GsWriter(ObjectWriter):
             raise
 
     async def complete(self) -> None:
-        """Makes one object of the components and deletes them.
+        """Composes one object of the components and deletes them.
 
-        Atomicity: the service's; an object of one write is there already. Cancellation: the
-        object may be there; ``abort`` deletes it. May be called again after a failure.
+        Atomicity: the service's; an object of one write exists already. Cancellation: the object
+        may exist; ``abort`` deletes it. May be called again after a failure.
 
         Raises:
             AccessDenied, StorageError: it failed, or some bytes were never written.
@@ -267,14 +267,14 @@ class GsWriter(ObjectWriter):
         return list(groups)
 
     async def release(self) -> None:
-        """Ends a joined writer; what it wrote is durable already."""
+        """Ends a joined writer, whose writes are durable already."""
         if self._is_opener:
             raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
         await anyio.lowlevel.checkpoint()
         self._is_ended = True
 
     async def abort(self) -> None:
-        """Deletes what was written, for the opener. Without effect after an ending."""
+        """Deletes all written objects, for the opener. No effect after an ending."""
         is_ended, self._is_ended = self._is_ended, True
         if is_ended or not self._is_opener:
             return
@@ -298,7 +298,7 @@ class GsWriter(ObjectWriter):
 
 
 def _find_gap(stored: Mapping[int, Resource], size: int) -> int | None:
-    """The first of ``size`` bytes that is not stored just once."""
+    """Returns the first of ``size`` bytes that is not stored exactly once, or None."""
     position = 0
     for offset in sorted(stored):
         if offset != position:
