@@ -33,7 +33,6 @@ import torch
 
 from actorsnap import Options, Phase, Snapshot, StateDict
 from actorsnap.sync import Snapshot as SyncSnapshot
-from actorsnap.testing.proxy import Exchange, FaultProxy
 from bench import sink
 from bench.cloud_peers import (
     OBJECT_CLIENTS,
@@ -62,6 +61,7 @@ from bench.state import State, compare, llama, scramble, state_bytes
 from tests.servers.base import GcsServer, S3Server, Server, ServerFailed
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
+from tests.support.proxy import Exchange, FaultProxy
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -21,7 +21,7 @@ from actorsnap import Options, StateDict
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from bench.local import Contest, Need, Setting, emit, folder, note, ratio
 from bench.state import State, compare, scramble, state_bytes
@@ -83,29 +83,27 @@ class _BehindLink(Wrapper):
     def __init__(self, inner: Storage, link: _Link) -> None:
         super().__init__(inner)
         self.capabilities = without_blocking_io(inner.capabilities)
-        self._link = link
+        self.link = link
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self._link.carry(num_bytes(views))
+        await self.link.carry(num_bytes(views))
         await super().put(key, views)
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _WriterBehindLink(await self.inner.writer(key, size, older=older), self._link)
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _WriterBehindLink(self, inner)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self._link.carry(num_bytes(views))
+        await self.link.carry(num_bytes(views))
         await super().read_into(key, offset, views)
 
 
 class _WriterBehindLink(WriterWrapper):
-    def __init__(self, inner: ObjectWriter, link: _Link) -> None:
-        super().__init__(inner)
-        self._link = link
+    storage: _BehindLink
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self._link.carry(num_bytes(views))
+        await self.storage.link.carry(num_bytes(views))
         await self.inner.write_at(offset, views, crc32c)
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from actorsnap import Options, StateDict
 from actorsnap.runtime.host import Host
 from actorsnap.sync import Snapshot
-from actorsnap.testing.proxy import FaultProxy
 from bench.child import in_child
 from bench.cloud import Sink, new_url, running
 from bench.limits import RawCopy
@@ -32,6 +31,7 @@ from bench.savers import ActorsnapAwaited, ActorsnapBy, DcpBy, Nothing, Saver, S
 from bench.state import State, compare, llama, scramble, state_bytes
 from bench.trainer import Disturbance, Trainer, disturb
 from bench.world import Here, World
+from tests.support.proxy import FaultProxy
 
 __all__ = ["ROWS"]
 

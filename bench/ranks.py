@@ -46,7 +46,7 @@ from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from actorsnap.testing import ThrottledStorage
 from bench.limits import RawFiles

@@ -19,9 +19,9 @@ from typing import Any
 
 import actorsnap.sync
 from actorsnap import Options, Snapshot, StateDict, warm_up
-from actorsnap.testing.proxy import FaultProxy
 from bench.state import State, state_bytes
 from tests.servers.base import S3Server, free_port
+from tests.support.proxy import FaultProxy
 
 __all__ = [
     "ActorsnapAwaited",

@@ -81,7 +81,7 @@ def _blockbuster(request: pytest.FixtureRequest) -> Iterator[None]:
         blockbuster.functions["os.getcwd"].deactivate()
         # A loop of its own, on a worker thread: there botocore may read its files.
         for function in blockbuster.functions.values():
-            function.can_block_in("actorsnap/storage/s3_client.py", "_opened")
+            function.can_block_in("actorsnap/storage/s3_client.py", "_open_client")
         yield
 
 

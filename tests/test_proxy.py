@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actorsnap.testing.proxy import (
+from tests.support.proxy import (
     Answer,
     Delay,
     Drop,

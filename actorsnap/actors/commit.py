@@ -35,8 +35,8 @@ from actorsnap.format.manifest import (
 from actorsnap.lines import Lines
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.storage.base import Storage
+from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.storage.many import for_each
-from actorsnap.storage.translated import ends_this_task
 
 __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 

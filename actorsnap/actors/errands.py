@@ -19,7 +19,7 @@ import anyio.abc
 from actorsnap.errors import StorageError, describe
 from actorsnap.lines import Lines
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.translated import ends_this_task
+from actorsnap.storage.foreign_errors import ends_this_task
 
 __all__ = ["Errands", "first_error"]
 

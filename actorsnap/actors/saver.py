@@ -55,7 +55,7 @@ from actorsnap.protocol.save import (
 from actorsnap.state.leaves import Captured, Leaf
 from actorsnap.state.memory import MemorySource
 from actorsnap.storage.base import Storage
-from actorsnap.storage.translated import ends_this_task
+from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.base import ParticipantEnd
 
 __all__ = ["SaveSettings", "Saver"]

@@ -44,7 +44,7 @@ from actorsnap.runtime.async_call import how_to_await
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, is_running
-from actorsnap.storage.translated import ends_this_task
+from actorsnap.storage.foreign_errors import ends_this_task
 
 if TYPE_CHECKING:
     from actorsnap.runtime.offload import Uploader

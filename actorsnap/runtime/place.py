@@ -43,6 +43,7 @@ from actorsnap.planning.retention import collectable, resumable, unclaimed
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
+from actorsnap.storage.foreign_errors import translate_opening
 from actorsnap.storage.many import for_each
 from actorsnap.storage.registry import (
     canonical,
@@ -51,7 +52,6 @@ from actorsnap.storage.registry import (
     is_ready,
     open_storage,
 )
-from actorsnap.storage.translated import translate_opening
 
 __all__ = [
     "MAX_SMALL_READS",

@@ -1,10 +1,9 @@
-"""Where snapshots are stored: the seam, the registry and the policies around a backend.
+"""Where snapshots are stored: the seam, the registry, and policies around a backend.
 
-``base`` states what a backend must do; ``registry`` finds one by URL; ``wrappers`` adds
-policies, and ``adaptive`` the one that learns. Backends are imported only when a URL asks for them.
+``base`` defines a backend's duties; ``registry`` finds one by URL; ``wrapper`` is the base of
+wrappers, and ``policies`` has the built-in ones. A backend is imported when a URL first names it.
 """
 
-from actorsnap.storage.adaptive import AdaptiveStatistics, AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -15,15 +14,16 @@ from actorsnap.storage.base import (
     StorageFactory,
     check_key,
 )
-from actorsnap.storage.registry import known_schemes, open_storage, register
-from actorsnap.storage.wrappers import (
+from actorsnap.storage.policies import (
+    AdaptiveStatistics,
+    AdaptiveStorage,
     LimitedStorage,
     PrefixStorage,
     RetryPolicy,
     RetryStorage,
-    Wrapper,
-    WriterWrapper,
 )
+from actorsnap.storage.registry import known_schemes, open_storage, register
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 
 __all__ = [
     "AdaptiveStatistics",

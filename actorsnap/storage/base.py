@@ -1,15 +1,14 @@
-"""The storage seam: what a backend must do, and how strictly.
+"""The storage seam: the verbs of a backend, and their semantics.
 
-A storage is a flat, object-store shaped space under one URL (the snapshot's). Keys are
-relative, ``/``-separated, free of empty, ``.`` and ``..`` components (``check_key``). Verbs
-are stateless, except for ``writer``. All are safe to call concurrently from tasks of one
-event loop. This module knows nothing of snapshots, tensors, retries or budgets; those are
-policies (``wrappers.py``) or callers.
+A storage is a flat space of objects under one URL (the snapshot's). Keys are relative,
+``/``-separated, without empty, ``.`` and ``..`` components (``check_key``). Verbs are stateless,
+except for ``writer``, and safe to call concurrently from tasks of one event loop. This module
+knows no snapshots, tensors, retries or budgets.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception into one (``translated.py``), but knows less about it. A backend
+runtime turns any other exception into one (``foreign_errors.py``), but with less detail. A backend
 never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
-a test suite; every backend, also a stranger's, must pass it.
+a test suite; every backend, including third parties', must pass it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from actorsnap.errors import StorageError, UsageError
+from actorsnap.errors import ChecksumMismatch, StorageError, UsageError
 from actorsnap.planning.packing import least_write_bytes
+from actorsnap.storage.vectored import num_bytes
 
 __all__ = [
+    "CLEANUP_S",
     "Capabilities",
     "ObjectInfo",
     "ObjectWriter",
@@ -31,9 +32,19 @@ __all__ = [
     "StorageContext",
     "StorageFactory",
     "check_key",
+    "check_no_options",
+    "check_offset",
+    "check_range",
+    "check_size",
+    "check_write",
+    "range_end",
+    "truncated",
 ]
 
 T = TypeVar("T")
+
+CLEANUP_S = 30.0
+"""Time for cleanup when the caller is cancelled, in seconds. The rest is garbage."""
 
 
 class RunBlocking(Protocol):
@@ -48,18 +59,18 @@ class RunBlocking(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageContext:
-    """What a backend is opened with.
+    """The environment that a backend is opened with.
 
     Attributes:
-        options: The caller's ``storage_options``; unknown names are refused by the backend.
-        run_blocking: Where blocking calls go; the loop is never blocked.
-        run_waiting: The same for calls that wait for a network, and can be made to return: more
-            of them run at a time than there are cores. None: ``run_blocking``.
+        options: The caller's ``storage_options``; the backend refuses unknown names.
+        run_blocking: Runs blocking calls; the loop is never blocked.
+        run_waiting: Runs calls that wait for a network and can be interrupted: more of them at a
+            time than there are cores. None: ``run_blocking``.
         durable: False lets a backend skip fsync (scratch tiers).
-        on_retry: Called on the loop with the error and the wait in seconds, whenever something is
-            to be tried again; must not block.
-        scratch: A folder for what a crash may leave of writing an object at the root: who
-            collects the garbage of the folder's owner collects that, too. Empty for none.
+        on_retry: Called on the loop with the error and the wait in seconds before each new try;
+            must not block.
+        scratch: Folder for temporaries of objects at the root. A crash may leave some; they are
+            collected as garbage with the folder. Empty for none.
     """
 
     run_blocking: RunBlocking
@@ -72,20 +83,20 @@ class StorageContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the planner and the actors may rely on.
+    """The properties of a backend that planner and actors rely on.
 
     Attributes:
-        has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking``
-            may be called from any thread. Spares a thread hop per chunk; the async verbs
-            must work all the same.
-        min_write_bytes: Least size of a ``write_at``, but of the one that ends the object.
-        max_writes: Most ranges that one object is written in, those of joined writers included;
+        has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking`` may
+            be called from any thread. Saves a thread hop per chunk; the async verbs work all the
+            same.
+        min_write_bytes: Least size of a ``write_at``, except of the one that ends the object.
+        max_writes: Most ranges that one object is written in, including those of joined writers;
             None for any number. See ``least_write_bytes``.
         max_object_bytes: Most bytes of an object; None for any number.
         has_joined_writers: Several ranks may write one object: ``join_writer`` works.
-        checks_crc32c: A ``write_at`` whose bytes have another CRC32C than it says is refused.
+        checks_crc32c: A ``write_at`` whose bytes do not have its CRC32C is refused.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
-        preferred_parallel_objects: How many objects written at once use the backend well.
+        preferred_parallel_objects: Number of objects to write at the same time.
     """
 
     has_blocking_io: bool = False
@@ -98,10 +109,11 @@ class Capabilities:
     preferred_parallel_objects: int = 4
 
     def least_write_bytes(self, size: int) -> int:
-        """The least size of a ``write_at`` to an object of ``size`` bytes, but for the one that
-        ends it. The planner's chunks are no smaller, and so no more than ``max_writes``.
+        """Returns the least size of a ``write_at`` to an object of ``size`` bytes, its end
+        excepted.
 
-        ``offset // least_write_bytes(size)`` is another number for every write.
+        The planner's chunks are no smaller, so there are at most ``max_writes`` of them, and
+        ``offset // least_write_bytes(size)`` is a different number for each write.
         """
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
@@ -121,27 +133,87 @@ def check_key(key: str) -> str:
     """Returns ``key`` if it is well-formed.
 
     Raises:
-        UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL
-            or a backslash.
+        UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL or a
+            backslash.
     """
     if not key or "\0" in key or "\\" in key or any(c in ("", ".", "..") for c in key.split("/")):
         raise UsageError(f"not a storage key: {key[:200]!r}")
     return key
 
 
+def check_no_options(context: StorageContext, storage: str) -> None:
+    """Refuses ``storage_options``, for a backend that has none; ``storage`` is for the message.
+
+    Raises:
+        UsageError: some were given.
+    """
+    if context.options:
+        names = ", ".join(sorted(map(str, context.options)))
+        raise UsageError(f"{storage} storage takes no storage_options, but got: {names}")
+
+
+def check_size(size: int) -> None:
+    """Raises ``UsageError`` for a negative size of an object."""
+    if size < 0:
+        raise UsageError(f"an object cannot have {size} bytes")
+
+
+def check_offset(offset: int) -> None:
+    """Raises ``UsageError`` for a negative offset."""
+    if offset < 0:
+        raise UsageError(f"not an offset: {offset}")
+
+
+def check_range(start: int, stop: int | None) -> None:
+    """Raises ``UsageError`` for a range that begins below 0 or ends before it begins."""
+    if start < 0 or (stop is not None and stop < start):
+        raise UsageError(f"not a range of bytes: [{start}, {stop})")
+
+
+def check_write(writer: ObjectWriter, offset: int, views: Sequence[memoryview]) -> int:
+    """Returns the end of a ``write_at``.
+
+    Raises:
+        UsageError: it lies outside of the object.
+    """
+    stop = offset + num_bytes(views)
+    if offset < 0 or stop > writer.size:
+        raise UsageError(f"[{offset}, {stop}) is outside of {writer.key!r}, {writer.size} bytes")
+    return stop
+
+
+def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
+    """Returns the error for an object of ``size`` bytes that should have ``wanted`` or more."""
+    found = "fewer" if size is None else size
+    return ChecksumMismatch(
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
+    )
+
+
+def range_end(key: str, start: int, stop: int | None, size: int) -> int:
+    """Returns the end of the range ``[start, stop)`` of an object of ``size`` bytes.
+
+    Raises:
+        ChecksumMismatch: the object ends before it, or before ``start``.
+    """
+    end = size if stop is None else stop
+    if max(start, end) > size:
+        raise truncated(key, max(start, end), size)
+    return end
+
+
 class ObjectWriter(ABC):
     """Positional writes to one new object of known size.
 
-    Life: ``Storage.writer`` -> ``write_at`` in any order and concurrently, of disjoint ranges
-    that together cover the object, no smaller and no more of them than the capabilities allow
-    -> ``complete`` or ``abort`` (once). A writer from ``Storage.join_writer`` ends in
-    ``release`` or ``abort`` before the opener completes.
+    Life: ``Storage.writer`` -> ``write_at`` in any order and concurrently, of disjoint ranges that
+    cover the object and keep to the capabilities -> ``complete`` or ``abort`` (once). A writer from
+    ``Storage.join_writer`` ends in ``release`` or ``abort`` before the opener completes.
 
     Attributes:
         key: The object key.
         size: Bytes of the finished object.
-        token: Opaque bytes by which ``Storage.join_writer``, in another process or on
-            another rank, writes to the same object. Only the opener completes or aborts.
+        token: Opaque bytes with which ``Storage.join_writer``, in any process or rank, joins the
+            same object. Only the opener completes or aborts it.
     """
 
     key: str
@@ -154,38 +226,39 @@ class ObjectWriter(ABC):
     ) -> None:
         """Writes ``views`` back to back at byte ``offset``.
 
-        The views are read before this returns and not kept. The same range may be written
-        again after a failure. Cancellation: the range may hold any mixture of old and new
-        bytes; the object can only be aborted.
+        The views are read before this returns and not kept. A range may be written again after a
+        failure.
+        Cancellation: the range may hold any mixture of old and new bytes; the object can only be
+        aborted.
 
         Args:
             offset: In bytes, from the object's start.
-            views: C-contiguous; together at least ``Capabilities.least_write_bytes(size)``, or up
-                to the object's end.
-            crc32c: Of all their bytes, if the caller knows it.
+            views: C-contiguous; together at least ``Capabilities.least_write_bytes(size)`` bytes,
+                unless they end the object.
+            crc32c: Of all bytes, if known.
 
         Raises:
-            StorageError: it failed; also, retryable, where ``checks_crc32c``: what arrived does
-                not have this CRC32C. The range must be written again.
+            StorageError: it failed. Retryable if ``checks_crc32c`` and other bytes arrived: the
+                range must be written again.
         """
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        """``write_at`` for worker threads; only where ``has_blocking_io``."""
+        """``write_at`` for worker threads; only if ``has_blocking_io``."""
         raise NotImplementedError
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Takes ``views`` from an older object instead of ``write_at``, if that has just them.
+        """Takes ``views`` from an older object instead of ``write_at``, if that has the same bytes.
 
-        Only where the object was opened with ``older`` ones. True promises as much as a
-        ``write_at`` that has returned: the storage itself compared the bytes by a checksum. After
-        False they must be written. To be overridden where a storage can copy by itself.
+        Works only for an object that was opened with ``older`` ones; a storage that can copy
+        overrides it. True promises as much as ``write_at``: the storage has compared a checksum.
+        After False the bytes must be written.
 
         Args:
             offset, views: See ``write_at``.
-            crc32c: Of all their bytes.
+            crc32c: Of all bytes.
 
         Raises:
-            StorageError: the storage is to be asked again.
+            StorageError: retryable; ask again.
         """
         return False
 
@@ -193,31 +266,30 @@ class ObjectWriter(ABC):
     async def complete(self) -> None:
         """Makes the object durable and readable under its key.
 
-        When it returns, the object survives a crash of this process and, if the storage was
-        opened ``durable``, of the machine. Atomicity: on object stores the key appears here,
-        whole; on file systems a partial file may be seen before, which is why nothing refers
-        to an object before it is complete.
+        The object then survives a crash of this process and, if the storage was opened ``durable``,
+        of the machine. Atomicity: on object stores the key appears here, whole; on file systems a
+        partial file may be seen before, which is why nothing refers to an object before it is
+        complete.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Ends a joined writer; its opener does not call this.
+        """Ends a joined writer; the opener does not call this.
 
-        When it returns, what was written here is as durable as ``complete`` makes what the
-        opener wrote, once that returns too.
+        The bytes written here are then as durable as the opener's, once ``complete`` returns.
         """
 
     @abstractmethod
     async def abort(self) -> None:
-        """Frees what was written, as far as the storage allows. Never raises StorageError."""
+        """Frees the written bytes, as far as the storage allows. Never raises StorageError."""
 
 
 class Storage(ABC):
-    """One place under one URL. See the module's docstring for the rules.
+    """One place under one URL. The module's docstring has the rules.
 
     Attributes:
-        url: For messages; never has credentials in it.
-        capabilities: Fixed for the life of the instance.
+        url: For messages; without credentials.
+        capabilities: Constant.
     """
 
     url: str
@@ -227,16 +299,15 @@ class Storage(ABC):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole small object, replacing an older one.
 
-        Atomicity: a reader sees the older object or the new one, never a mixture, also after
-        a crash. Durable when it returns.
+        Atomicity: a reader sees the older object or the new one, also after a crash. Durable.
         """
 
     @abstractmethod
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Creates a whole small object unless the key exists.
 
-        Atomicity: of any number of concurrent callers, in any processes, exactly one
-        succeeds, and a reader sees nothing or the whole object. Durable when it returns.
+        Atomicity: of concurrent callers in any processes exactly one succeeds, and a reader sees
+        nothing or the whole object. Durable.
 
         Raises:
             ObjectExists: the key exists; it is unchanged.
@@ -249,21 +320,21 @@ class Storage(ABC):
         Args:
             key: Its name.
             size: In bytes.
-            older: Names that dead writers gave to objects that may have the same bytes, the newest
-                first. Complete or not, a storage that can makes them a source for
-                ``ObjectWriter.reuse``; a writer of them that lives after all may fail then.
+            older: Keys of objects of dead writers that may have the same bytes, the newest first. A
+                storage that can makes them sources of ``ObjectWriter.reuse``, complete or not; a
+                writer of one that is alive after all may fail then.
 
         Raises:
-            ObjectExists: where the backend can tell cheaply that the key exists. Some tell when
-                the object is made, in ``write_at`` or ``complete``; some replace it then.
+            ObjectExists: the key exists, and the backend can see that cheaply. Others raise it in
+                ``write_at`` or ``complete``, or replace the object.
         """
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object that another party opened. It must not complete or abort.
+        """Returns a writer to an object that another party opened. It must not complete the object.
 
-        Who comes late, after the opener has aborted, gets a ``StorageError`` here or when he
-        writes; or what he writes is seen by nobody, and goes with the folder of the key.
+        After the opener has aborted, this or a write raises ``StorageError``; or the written bytes
+        stay invisible and are deleted with the folder of the key.
 
         Raises:
             UsageError: not ``has_joined_writers``.
@@ -271,7 +342,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)`` of an object; to its end where ``stop`` is None.
+        """Returns the bytes ``[start, stop)`` of an object; to its end if ``stop`` is None.
 
         Raises:
             ObjectNotFound: no such object.
@@ -284,48 +355,52 @@ class Storage(ABC):
 
         Raises:
             ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full. The views' content
-                is then unspecified.
+            ChecksumMismatch: the object ends before the views are full. Their content is then
+                unspecified.
         """
 
     def read_into_blocking(
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
-        """``read_into`` for worker threads; only where ``has_blocking_io``.
+        """``read_into`` for worker threads; only if ``has_blocking_io``.
 
-        Batches are filled one after the other. Each is asked for when the one before is full,
-        so that a generator may look at bytes while they are in the CPU's cache.
+        Batches are filled one after the other. The next is requested when the previous one is full,
+        so that a generator can look at bytes while they are in the CPU's cache.
         """
         raise NotImplementedError
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix`` (a string prefix, ``""`` for all), in
-        key order. Objects of writers that are not complete may or may not appear. A place
-        that does not exist lists as empty. Read-after-write: completed objects appear."""
+        """Yields all objects whose key starts with ``prefix`` (a string; ``""`` for all), in key
+        order.
+
+        Objects that are not complete may or may not appear. A place that does not exist is empty.
+        Read-after-write: completed objects appear.
+        """
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, and what writers that died before they were complete left of them, where
-        a storage keeps that. Keys that do not exist are passed over. Folders that become empty
-        vanish with their last object."""
+        """Deletes objects, and leftovers of writers that died before they completed them.
+
+        Missing keys are ignored. Folders that become empty vanish with their last object.
+        """
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The names of the folders directly in ``folder``, sorted; of the root for ``""``.
+        """Returns the sorted names of the folders directly in ``folder``; of the root for ``""``.
 
-        A folder is what keys have before a slash: ``a/b/c`` lies in ``a/b``, which lies in
-        ``a``. Where folders exist by themselves, empty ones are named, too. To be overridden
-        where a storage can tell without listing all objects.
+        A folder is the part of a key before a slash: ``a/b/c`` is in ``a/b``, which is in ``a``.
+        Empty folders are named where the storage has them. Override it where a storage need not
+        list all objects.
         """
         start = f"{folder}/" if folder else ""
         keys = [info.key.removeprefix(start) async for info in self.list(start)]
         return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder`` and below; returns their keys.
+        """Deletes all objects in ``folder`` and below, and empty folders; returns the objects'
+        keys.
 
-        Where folders exist by themselves, the empty ones vanish, too. A folder that does not
-        exist is passed over. Cancellation: some are deleted.
+        A folder that does not exist is ignored. Cancellation: some are deleted.
         """
         keys = [info.key async for info in self.list(f"{check_key(folder)}/")]
         await self.delete(keys)
@@ -333,7 +408,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
+        """Returns size and time of one object.
 
         Raises:
             ObjectNotFound: no such object.
@@ -341,11 +416,10 @@ class Storage(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Releases clients, connections and descriptors. Idempotent; other calls may not
-        follow."""
+        """Releases clients, connections and descriptors. Idempotent; the last call."""
 
 
 class StorageFactory(Protocol):
-    """What the entry-point group ``actorsnap.storage`` names, per scheme."""
+    """An entry of the entry-point group ``actorsnap.storage``, per scheme."""
 
     def __call__(self, url: str, context: StorageContext) -> Storage: ...

@@ -1,29 +1,28 @@
 """Storage in a folder of a POSIX file system: plain paths, ``fs://path``, ``file:///path``.
 
-Decides how each verb becomes system calls that survive a crash; implements the write order of
-``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``.
-Must not know: snapshots, attempts, retries.
+Turns each verb into system calls that survive a crash; implements the write order of
+``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``. Must
+not know: snapshots, attempts, retries.
 
 Rules:
 
-- A key is a path below the root. Thus ``a`` and ``a/b`` cannot both exist, unlike on object
-  stores, and a component has at most 255 bytes.
-- Objects of writers lie under their final key from the start; nothing refers to them before
-  they are complete. ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (the
-  leading dot is not doubled: ``.name`` has ``.name.<nonce>.tmp``), beside the key,
-  or, for keys at the root, in the context's ``scratch`` folder. Of a crash, such a temporary
-  may be left. ``list`` shows it like any other object, and ``delete`` takes it away, so that
-  a collector of garbage needs no verb of its own.
-- Durable means: the file is fsynced, then its folder, then each folder above it, up to the
-  parent of the root, whose entries this instance has not yet seen on disk.
-- A deletion is fsynced where the folder of the object stays.
-- ``list`` passes over symbolic links and never leaves the root; other verbs follow links that
-  someone else placed there.
-- Folders vanish with their last object, the root too. Creators that lose a race against this
-  make the folder again.
+- A key is a path below the root. So ``a`` and ``a/b`` cannot both exist, unlike on object stores,
+  and a component has at most 255 bytes.
+- Writers create objects under their final key; nothing refers to them before they are complete.
+  ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled:
+  ``.name`` has ``.name.<nonce>.tmp``), next to the key or, for keys at the root, in the context's
+  ``scratch`` folder. A crash may leave such a temporary. ``list`` shows and ``delete`` removes it
+  like any other object, so that garbage collection needs no verb of its own.
+- Durable means: the file is fsynced, then its folder, then each folder above it, up to the parent
+  of the root, whose entries this instance has not yet seen on disk.
+- A deletion is fsynced if the folder of the object stays.
+- ``list`` ignores symbolic links and never leaves the root; other verbs follow links that someone
+  else placed there.
+- Folders vanish with their last object, including the root. Writers that lose a race against this
+  create the folder again.
 
-All system calls run through ``context.run_blocking``. Functions that run on a worker thread
-end in ``_blocking`` or are plain functions below the classes.
+All system calls run in ``context.run_blocking``. Functions for worker threads end in ``_blocking``
+or are plain functions below the classes.
 """
 
 from __future__ import annotations
@@ -41,12 +40,20 @@ import anyio
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
 from actorsnap.lines import Lines
 from actorsnap.storage.base import (
+    CLEANUP_S,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
     Storage,
     StorageContext,
     check_key,
+    check_no_options,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.posix import (
     CREATE_TRIES,
@@ -54,12 +61,11 @@ from actorsnap.storage.posix import (
     Descriptor,
     Folders,
     close_all,
-    opened_for_reading,
+    open_for_reading,
     publish_exclusively,
-    simplified,
-    storage_error,
+    simplify_path,
     temporary_path,
-    truncated,
+    translate_os_error,
     unlink_object,
     walk,
     working_folder,
@@ -70,11 +76,9 @@ __all__ = ["FsStorage", "open_fs"]
 
 logger = Lines(__name__)
 
-# Objects per thread hop of list and delete: long enough to be cheap, short enough to cancel.
+# Objects per thread hop of list and delete: cheap, and soon cancelled.
 _BATCH = 256
-# How long cleanup may wait for a worker thread when the caller is cancelled.
-_CLEANUP_S = 30.0
-# One read of the kernel returns at most this.
+# The kernel's limit on one read.
 _MAX_READ = 0x7FFFF000
 
 
@@ -82,11 +86,9 @@ def open_fs(url: str, context: StorageContext) -> FsStorage:
     """Opens a folder. It need not exist; the first write creates it and its parents.
 
     Raises:
-        UsageError: the URL names no path or a remote host, or options were given.
+        UsageError: the URL has no path or a remote host, or options were given.
     """
-    if context.options:
-        names = ", ".join(sorted(map(str, context.options)))
-        raise UsageError(f"file system storage takes no storage_options, but got: {names}")
+    check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
         path = url.removeprefix("fs://")
@@ -105,8 +107,8 @@ class FsStorage(Storage):
     """Objects as files below a root folder. The module's docstring has the rules."""
 
     def __init__(self, root: str, context: StorageContext) -> None:
-        # Absolute now: the process may change its working folder while a save is running.
-        self.root = simplified(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
+        # Absolute now: the process may change its working folder during a save.
+        self.root = simplify_path(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
         self._run = context.run_blocking
@@ -118,19 +120,18 @@ class FsStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole small object, replacing an older one.
 
-        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the
-        new one; no temporary is left.
+        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one;
+        no temporary is left.
 
         Raises:
             StorageFull: no space is left; the older object is unchanged.
             AccessDenied: the folder cannot be written.
-            StorageError: the operation failed. If only the last fsync failed, the new object
-                may be visible.
+            StorageError: it failed. After a failed fsync the new object may be visible.
         """
         await self._run(self._put_blocking, check_key(key), views)
 
     def _put_blocking(self, key: str, views: Sequence[memoryview]) -> None:
-        with self._mapped("put", key):
+        with self._translate_errors("put", key):
             path = self._path(key)
             with self._temporary(path, views) as temporary:
                 os.rename(temporary, path)
@@ -140,19 +141,20 @@ class FsStorage(Storage):
         """Creates a whole small object unless the key exists.
 
         Atomicity: by a hard link to a temporary, or an exclusive rename where links are not
-        supported. Cancellation: the object exists whole or not at all.
+        supported.
+        Cancellation: the object exists whole or not at all.
 
         Raises:
             ObjectExists: the key exists; it is unchanged.
             StorageFull: no space is left.
             AccessDenied: the folder cannot be written.
-            StorageError: the operation failed, or the file system has neither hard links nor
-                an exclusive rename. If only the last fsync failed, the object may be visible.
+            StorageError: it failed, or the file system has neither hard links nor an exclusive
+                rename. After a failed fsync the object may be visible.
         """
         await self._run(self._put_if_absent_blocking, check_key(key), data)
 
     def _put_if_absent_blocking(self, key: str, data: bytes) -> None:
-        with self._mapped("put_if_absent", key):
+        with self._translate_errors("put_if_absent", key):
             path = self._path(key)
             with self._temporary(path, [memoryview(data)]) as temporary:
                 publish_exclusively(temporary, path)
@@ -167,15 +169,14 @@ class FsStorage(Storage):
             ObjectExists: the key exists, complete or not.
             StorageFull, AccessDenied, StorageError: it cannot be created.
         """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
         try:
             await self._run(writer._create_blocking)
         except BaseException:
-            # Cancelled after the file was created: nobody else can take it away.
+            # Cancelled after the file was created: nobody else removes it.
             if writer._is_created:
-                with anyio.move_on_after(_CLEANUP_S, shield=True):
+                with anyio.move_on_after(CLEANUP_S, shield=True):
                     await self._run(writer._discard_blocking)
             writer._descriptor.close_quietly()
             raise
@@ -197,23 +198,19 @@ class FsStorage(Storage):
         return writer
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)`` of an object.
+        """Returns the bytes ``[start, stop)`` of an object.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
             AccessDenied, StorageError: it cannot be read.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         return await self._run(self._get_blocking, check_key(key), start, stop)
 
     def _get_blocking(self, key: str, start: int, stop: int | None) -> bytes:
-        with self._mapped("get", key), opened_for_reading(self._path(key)) as fd:
-            size = os.fstat(fd).st_size
-            end = size if stop is None else stop
-            if max(start, end) > size:
-                raise truncated(key, max(start, end), size)
+        with self._translate_errors("get", key), open_for_reading(self._path(key)) as fd:
+            end = range_end(key, start, stop, os.fstat(fd).st_size)
             parts: list[bytes] = []
             position = start
             while position < end:
@@ -227,7 +224,7 @@ class FsStorage(Storage):
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fills ``views`` from byte ``offset`` on.
 
-        Cancellation: comes through only when the read has ended, so the views are free.
+        Cancellation: after the read has ended, so the views are free.
 
         Raises:
             ObjectNotFound: no such object.
@@ -241,9 +238,8 @@ class FsStorage(Storage):
     ) -> None:
         """``read_into`` for worker threads."""
         check_key(key)
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
-        with self._mapped("read_into", key), opened_for_reading(self._path(key)) as fd:
+        check_offset(offset)
+        with self._translate_errors("read_into", key), open_for_reading(self._path(key)) as fd:
             for views in batches:
                 wanted = num_bytes(views)
                 if pread_into(fd, offset, views) != wanted:
@@ -251,7 +247,7 @@ class FsStorage(Storage):
                 offset += wanted
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, temporaries included, folder by folder.
+        """Yields objects in key order, temporaries included, folder by folder.
 
         Holds one folder's names in memory at a time and no descriptor between two items.
 
@@ -269,7 +265,7 @@ class FsStorage(Storage):
     def _list_batch_blocking(
         self, prefix: str, infos: Iterator[ObjectInfo]
     ) -> Sequence[ObjectInfo]:
-        with self._mapped("list", prefix):
+        with self._translate_errors("list", prefix):
             return tuple(itertools.islice(infos, _BATCH))
 
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -293,8 +289,8 @@ class FsStorage(Storage):
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then folders that became empty, up to the root.
 
-        Durable, but for the vanishing of folders: nothing is found in them again. All keys
-        are tried; the first error is raised at the end. Cancellation: some are deleted.
+        Durable, except for the removal of folders. All keys are tried; the first error is raised at
+        the end. Cancellation: some are deleted.
 
         Raises:
             AccessDenied, StorageError: an object cannot be deleted.
@@ -315,7 +311,7 @@ class FsStorage(Storage):
         folders = set()
         for key in keys:
             try:
-                with self._mapped("delete", key):
+                with self._translate_errors("delete", key):
                     path = self._path(key)
                     folders.add(os.path.dirname(path))
                     unlink_object(path)
@@ -327,7 +323,7 @@ class FsStorage(Storage):
         for folder in sorted(folders, key=len, reverse=True):
             self._folders.prune(folder)
             try:
-                with self._mapped("delete", ""):
+                with self._translate_errors("delete", ""):
                     self._folders.sync_entries(folder)
             except ObjectNotFound:
                 pass  # pruned
@@ -336,7 +332,7 @@ class FsStorage(Storage):
         return failures
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders in ``folder``, without links; looks at nothing below them.
+        """Returns the folders in ``folder``, without links; does not look below them.
 
         Raises:
             AccessDenied, StorageError: it cannot be read, or the root is a file.
@@ -344,7 +340,7 @@ class FsStorage(Storage):
         return await self._run(self._list_folders_blocking, folder and check_key(folder))
 
     def _list_folders_blocking(self, folder: str) -> Sequence[str]:
-        with self._mapped("list", folder):
+        with self._translate_errors("list", folder):
             try:
                 with os.scandir(self._path(folder) if folder else self.root) as entries:
                     return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
@@ -356,7 +352,7 @@ class FsStorage(Storage):
                 raise
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then all folders there that are empty.
+        """Deletes all objects in ``folder``, then all empty folders.
 
         Raises:
             AccessDenied, StorageError: something cannot be listed or deleted.
@@ -375,7 +371,7 @@ class FsStorage(Storage):
         return await self._run(self._stat_blocking, check_key(key))
 
     def _stat_blocking(self, key: str) -> ObjectInfo:
-        with self._mapped("stat", key):
+        with self._translate_errors("stat", key):
             found = os.stat(self._path(key))
             if not stat.S_ISREG(found.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a regular file")
@@ -386,7 +382,7 @@ class FsStorage(Storage):
         descriptors = [*self._open]
         self._open.clear()
         if descriptors:
-            with anyio.move_on_after(_CLEANUP_S, shield=True):
+            with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._run(close_all, descriptors)
 
     def _path(self, key: str) -> str:
@@ -395,20 +391,20 @@ class FsStorage(Storage):
         return path
 
     @contextmanager
-    def _mapped(self, op: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise storage_error(error, op=op, key=key, root=self.root) from error
+            raise translate_os_error(error, op=op, key=key, root=self.root) from error
         except UnicodeEncodeError as error:
             raise StorageError(
                 op=op, key=key, backend=self.url, detail="the key is no valid file name"
             ) from error
 
     def _create(self, path: str) -> int:
-        """Creates ``path`` and the folders that it needs."""
+        """Creates ``path`` and missing folders."""
         folder = os.path.dirname(path)
         self._folders.note(folder)
         for _ in range(CREATE_TRIES):
@@ -421,7 +417,7 @@ class FsStorage(Storage):
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """A complete, fsynced file for ``path``; gone afterwards unless it was renamed."""
+        """A complete, fsynced file for ``path``, deleted at the end unless it was renamed."""
         folder, name = os.path.split(path)
         if folder == self.root:
             folder = os.path.join(folder, self._scratch)
@@ -437,7 +433,7 @@ class FsStorage(Storage):
             yield temporary
         finally:
             # A temporary that cannot be removed is garbage, not a failure of the operation,
-            # which may just have made its object visible.
+            # which may have made its object visible.
             with suppress(OSError):
                 os.unlink(temporary)
 
@@ -448,7 +444,7 @@ class _FsWriter(ObjectWriter):
     def __init__(self, storage: FsStorage, key: str, size: int, *, is_opener: bool) -> None:
         self.key = key
         self.size = size
-        with storage._mapped("writer", key):
+        with storage._translate_errors("writer", key):
             self._path = storage._path(key)
         self.token = os.fsencode(key)
         self._storage = storage
@@ -460,7 +456,7 @@ class _FsWriter(ObjectWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Writes ``views`` at byte ``offset``. The kernel checks no ``crc32c``.
+        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``.
 
         Raises:
             StorageFull, StorageError: the write failed, or the writer was ended.
@@ -469,19 +465,17 @@ class _FsWriter(ObjectWriter):
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         """``write_at`` for worker threads."""
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
-        with self._mapped("write_at"), self._descriptor.use() as fd:
+        check_write(self, offset, views)
+        with self._translate_errors("write_at"), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
 
     async def complete(self) -> None:
-        """Fsyncs the file, then the folders that lead to it, and closes it.
+        """Fsyncs the file, then the folders above it, and closes it.
 
-        Cancellation: comes through when the work is done; ``abort`` still removes the file.
+        Cancellation: after the work is done; ``abort`` still removes the file.
 
         Raises:
-            ObjectNotFound: somebody has deleted the file meanwhile.
+            ObjectNotFound: the file was deleted meanwhile.
             StorageError: something is not durable, or the writer was ended. Abort it.
         """
         if not self._is_opener:
@@ -490,7 +484,7 @@ class _FsWriter(ObjectWriter):
         self._is_ended = True
 
     def _complete_blocking(self) -> None:
-        with self._mapped("complete"):
+        with self._translate_errors("complete"):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
@@ -501,8 +495,8 @@ class _FsWriter(ObjectWriter):
             self._descriptor.close()
 
     async def release(self) -> None:
-        """Fsyncs the file and closes it here: the opener's fsync does not reach what another
-        machine still holds in its cache.
+        """Fsyncs and closes the file here: the opener's fsync does not reach the cache of another
+        machine.
 
         Raises:
             StorageError: something is not durable, or the writer was ended.
@@ -513,22 +507,22 @@ class _FsWriter(ObjectWriter):
         self._is_ended = True
 
     def _release_blocking(self) -> None:
-        with self._mapped("release"):
+        with self._translate_errors("release"):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
             self._descriptor.close()
 
     async def abort(self) -> None:
-        """Closes the file and, for the opener, removes it. Without effect after an ending."""
+        """Closes the file and, for the opener, removes it. No effect after an ending."""
         if self._is_ended:
             return
         self._is_ended = True
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             await self._storage._run(self._discard_blocking)
 
     def _create_blocking(self) -> None:
-        with self._mapped("writer"):
+        with self._translate_errors("writer"):
             fd = self._storage._create(self._path)
             self._adopt(fd)
             self._is_created = True
@@ -540,13 +534,13 @@ class _FsWriter(ObjectWriter):
                 raise
 
     def _join_blocking(self) -> None:
-        with self._mapped("join_writer"):
+        with self._translate_errors("join_writer"):
             self._adopt(os.open(self._path, os.O_WRONLY))
             with self._descriptor.use() as fd:
                 self.size = os.fstat(fd).st_size
 
     def _discard_blocking(self) -> None:
-        # The name goes first: what cannot be closed in time must at least not be found.
+        # The name goes first: a file that cannot be closed in time must not be found.
         if self._is_opener:
             try:
                 os.unlink(self._path)
@@ -565,8 +559,8 @@ class _FsWriter(ObjectWriter):
         self._storage._open.add(self._descriptor)
 
     @contextmanager
-    def _mapped(self, op: str) -> Iterator[None]:
-        with self._storage._mapped(op, self.key):
+    def _translate_errors(self, op: str) -> Iterator[None]:
+        with self._storage._translate_errors(op, self.key):
             try:
                 yield
             except Closed:

@@ -1,23 +1,22 @@
 """Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
 
-For schemes that actorsnap does not know itself; ``fsspec+s3://`` takes fsspec's also where it does.
-Needs the extra ``actorsnap[fsspec]`` and the package with the implementation; ``storage_options``
-go to that. Decides how each verb becomes fsspec's. Must not know: snapshots, retries.
+For schemes without a backend of actorsnap; ``fsspec+s3://`` takes fsspec's even where there is one.
+Needs the extra ``actorsnap[fsspec]`` and the implementation's package; ``storage_options`` go to
+that. Turns each verb into fsspec's. Must not know: snapshots, retries.
 
 Rules:
 
-- An implementation that is asynchronous is awaited, on the event loop that uses the storage.
-  Others run on worker threads, with an instance for each thread, as fsspec itself does it.
-- fsspec writes a file from its beginning to its end. So an object has one writer, with one stream:
-  bytes whose turn it is go down it, those that come too early wait in a temporary file
-  (``TMPDIR``). Streams are fsspec's blocking ones, also of asynchronous implementations.
+- An asynchronous implementation is awaited on the event loop that uses the storage. Others run on
+  worker threads, with one instance per thread, as in fsspec itself.
+- fsspec writes a file from beginning to end. So an object has one writer, with one stream: bytes
+  that come too early wait in a temporary file (``TMPDIR``). Streams are fsspec's blocking ones,
+  also of asynchronous implementations.
 - Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written
-  beside its place and moved there. Elsewhere, as in object stores, one write is one object.
-- What is promised less than elsewhere. ``put_if_absent`` looks whether the key is there, creates
-  it, and reads it back: of two writers at the same moment both may believe that they have
-  succeeded, and the later one is what stays, unless the implementation honours
-  ``mode="create"``. No checksum is sent; those of the manifest find damage when it is read. How
-  durable a file is, and which requests end when, is the implementation's affair.
+  next to its place and moved. Elsewhere, as in object stores, one write is one object.
+- Weaker promises. ``put_if_absent`` looks for the key, creates it, and reads it back: two
+  concurrent writers may both believe that they succeeded, and the later object stays, unless the
+  implementation honours ``mode="create"``. No checksum is sent; those of the manifest find damage
+  when it is read. Durability and the ends of cancelled requests are up to the implementation.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from fsspec.spec import AbstractBufferedFile
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -54,38 +52,44 @@ from actorsnap.errors import (
 )
 from actorsnap.lines import Lines
 from actorsnap.storage.base import (
+    CLEANUP_S,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.many import try_each
+from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
-__all__ = ["FsspecStorage", "knows", "open_fsspec"]
+__all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
 
 logger = Lines(__name__)
 
 T = TypeVar("T")
 
 _FORCED = "fsspec+"
-# Of one request: what comes is copied into the caller's memory.
+# Bytes of one request; they are copied into the caller's memory.
 _PIECE_BYTES = 16 << 20
 _MAX_CONCURRENCY = 16
-_CLEANUP_S = 30.0
-# Somebody may delete the folder between its making and its use.
+# How often a folder may be deleted before its use.
 _CREATE_TRIES = 20
 _POLICY = RetryPolicy(max_attempts=5, first_delay_s=0.5, max_delay_s=10.0)
 
 _SECRET_NAME = re.compile("key|secret|token|pass|credential|sas|connection_string", re.IGNORECASE)
 
 
-def knows(scheme: str) -> bool:
-    """Whether fsspec has an implementation for ``scheme``, installed or not."""
+def has_implementation(scheme: str) -> bool:
+    """Returns whether fsspec has an implementation for ``scheme``, installed or not."""
     name = scheme.removeprefix(_FORCED)
     return name in registry or name in available_protocols()
 
@@ -102,7 +106,7 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
         implementation = get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
-    # An import may raise anything at all.
+    # An import may raise anything.
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     storage = FsspecStorage(place.rstrip("/"), implementation, context)
@@ -112,8 +116,8 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 class FsspecStorage(Storage):
     """Objects as files below a folder. The module's docstring has the rules.
 
-    Cancellation: calls of asynchronous implementations end at once, others when their thread is
-    back.
+    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: calls of
+    asynchronous implementations end at once, others when their thread returns.
     """
 
     def __init__(
@@ -135,14 +139,11 @@ class FsspecStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole object.
 
-        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the
-        new one, or garbage is left beside it.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
+        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the new
+        one, or garbage is left next to it.
         """
         check_key(key)
-        with self._mapped("put", key):
+        with self._translate_errors("put", key):
             await self._put(key, b"".join(flat(views)), "overwrite")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
@@ -151,11 +152,10 @@ class FsspecStorage(Storage):
         Atomicity: see the module's docstring.
 
         Raises:
-            ObjectExists: the key exists, or another writer was there first.
-            AccessDenied, StorageError: it failed.
+            ObjectExists: the key exists, or another writer was first.
         """
         path = self._path(key)
-        with self._mapped("put_if_absent", key):
+        with self._translate_errors("put_if_absent", key):
             if await self._call("exists", path):
                 raise FileExistsError(f"{key!r} exists already")
             await self._put(key, data, "create")
@@ -174,7 +174,7 @@ class FsspecStorage(Storage):
             await self._with_folder(temporary, lambda: self._call("pipe_file", temporary, data))
             await self._with_folder(path, lambda: self._call("mv", temporary, path))
         except BaseException:
-            with anyio.move_on_after(_CLEANUP_S, shield=True), suppress(Exception):
+            with anyio.move_on_after(CLEANUP_S, shield=True), suppress(Exception):
                 await self._call("rm_file", temporary)
             raise
 
@@ -183,18 +183,16 @@ class FsspecStorage(Storage):
 
         Raises:
             ObjectExists: the key exists.
-            AccessDenied, StorageError: it failed.
         """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         path = self._path(key)
-        with self._mapped("writer", key):
+        with self._translate_errors("writer", key):
             if await self._call("exists", path):
                 raise FileExistsError(f"{key!r} exists already")
         return _FsspecWriter(self, key, path, size)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Not possible.
+        """Not supported: an object has one writer.
 
         Raises:
             UsageError: always.
@@ -202,24 +200,19 @@ class FsspecStorage(Storage):
         raise UsageError(f"{self.url}: an object of fsspec has one writer")
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``.
+        """Returns the bytes ``[start, stop)``.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-            AccessDenied, StorageError: it failed.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         path = self._path(key)
-        with self._mapped("get", key):
+        with self._translate_errors("get", key):
             if start == 0 and stop is None:
                 return bytes(await self._call("cat_file", path))
             if stop is None or start == stop:
-                size = await self._size(path)
-                stop = size if stop is None else stop
-                if max(start, stop) > size:
-                    raise _truncated(key, max(start, stop), size)
+                stop = range_end(key, start, stop, await self._size(path))
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -228,15 +221,13 @@ class FsspecStorage(Storage):
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before the views are full.
-            AccessDenied, StorageError: it failed.
         """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         path = self._path(key)
-        with self._mapped("read_into", key):
+        with self._translate_errors("read_into", key):
             if not num_bytes(views):
                 await self._size(path)
-            for batch in _batches(flat(views)):
+            for batch in _split_batches(flat(views)):
                 num = num_bytes(batch)
                 copy_into(memoryview(await self._range(key, path, offset, offset + num)), batch)
                 offset += num
@@ -247,30 +238,27 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             raise
         except Exception:
-            # Some refuse a range that begins behind the end, each in its own way.
+            # Some refuse a range beyond the end, each in its own way.
             size = await self._size(path)
             if size < stop:
-                raise _truncated(key, stop, size) from None
+                raise truncated(key, stop, size) from None
             raise
         if len(data) != stop - start:
-            raise _truncated(key, stop, start + len(data))
+            raise truncated(key, stop, start + len(data))
         return data
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, as they were when the iteration began.
+        """Yields objects in key order, as they were when the iteration began.
 
-        All infos of the folder that the prefix names are in memory.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
+        All infos of the prefix's folder are in memory.
         """
         folder, slash, _ = prefix.rpartition("/")
         try:
             path = self._path(folder) if slash else self._root
         except UsageError:
             return  # no key starts with it
-        with self._mapped("list", prefix):
-            found = await self._found(path)
+        with self._translate_errors("list", prefix):
+            found = await self._find(path)
         infos = [
             ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
             for name, info in found.items()
@@ -279,8 +267,8 @@ class FsspecStorage(Storage):
         for info in sorted(infos, key=lambda info: info.key):
             yield info
 
-    async def _found(self, path: str) -> Mapping[str, Any]:
-        await self._forget()
+    async def _find(self, path: str) -> Mapping[str, Any]:
+        await self._drop_listings()
         try:
             found: Mapping[str, Any] = await self._call("find", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -291,15 +279,12 @@ class FsspecStorage(Storage):
         """Deletes objects, then folders that became empty. All are tried.
 
         Cancellation: some are deleted.
-
-        Raises:
-            AccessDenied, StorageError: an object cannot be deleted.
         """
         paths = {key: self._path(key) for key in keys}
 
         async def delete(key: str) -> None:
-            with self._mapped("delete", key):
-                # Object stores do not say whether there was one, others raise.
+            with self._translate_errors("delete", key):
+                # Object stores do not report a missing object, others raise.
                 with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                     await self._call("rm_file", paths[key])
 
@@ -308,7 +293,7 @@ class FsspecStorage(Storage):
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 
     async def _prune(self, folders: set[str]) -> None:
-        """Removes folders that are empty, never the root."""
+        """Removes empty folders, never the root."""
         root = self._root
         for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # not empty, or no folder
@@ -317,14 +302,10 @@ class FsspecStorage(Storage):
                     folder = folder.rpartition("/")[0]
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders in ``folder``; what lies in them is not looked at.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
-        """
+        """Returns the folders in ``folder``; does not look below them."""
         path = self._path(folder) if folder else self._root
-        await self._forget()
-        with self._mapped("list", folder):
+        await self._drop_listings()
+        with self._translate_errors("list", folder):
             try:
                 found = await self._call("ls", path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -336,32 +317,27 @@ class FsspecStorage(Storage):
             )
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then the folders that are empty.
-
-        Raises:
-            AccessDenied, StorageError: something cannot be listed or deleted.
-        """
+        """Deletes all objects in ``folder``, then the empty folders."""
         keys = await super().delete_folder(folder)
         if not self._is_async:
             await self._prune({self._path(folder)})
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
+        """Returns size and time of one object.
 
         Raises:
             ObjectNotFound: no such object.
-            AccessDenied, StorageError: it failed.
         """
         path = self._path(key)
-        with self._mapped("stat", key):
+        with self._translate_errors("stat", key):
             info = await self._info(path)
         return ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
 
     async def aclose(self) -> None:
-        """Closes connections, as far as the implementation can be told to."""
+        """Closes connections, as far as the implementation can."""
         fs, self._async_fs = self._async_fs, None
-        # fsspec has no verb for it; these are where gcsfs and http, s3fs, and adlfs keep theirs.
+        # fsspec has no verb for it; these are the clients of gcsfs and http, s3fs, and adlfs.
         for name in ("_session", "_s3", "service_client"):
             client = getattr(fs, name, None)
             if client is not None:
@@ -376,7 +352,7 @@ class FsspecStorage(Storage):
         return await self._run(self._call_blocking, verb, args, kwargs)
 
     def _call_blocking(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        # Of synchronous implementations fsspec keeps one instance per thread.
+        # fsspec keeps one instance of a synchronous implementation per thread.
         fs, _ = url_to_fs(self._place, **self._options)
         return getattr(fs, verb)(*args, **kwargs)
 
@@ -390,15 +366,15 @@ class FsspecStorage(Storage):
         fs, _ = url_to_fs(self._place, asynchronous=True, skip_instance_cache=True, **self._options)
         return fs
 
-    async def _forget(self) -> None:
-        """Listings that the implementation has cached."""
+    async def _drop_listings(self) -> None:
+        """Drops listings that the implementation has cached."""
         if self._is_async:
             (await self._async()).invalidate_cache()
         else:
             await self._run(self._call_blocking, "invalidate_cache", (), {})
 
     async def _with_folder(self, path: str, do: Callable[[], Awaitable[T]]) -> T:
-        """What ``do`` returns. Makes the folder of ``path`` where that is what it lacks."""
+        """Returns the result of ``do``; makes the folder of ``path`` if it is missing."""
         for _ in range(_CREATE_TRIES):
             try:
                 return await do()
@@ -407,17 +383,17 @@ class FsspecStorage(Storage):
         return await do()
 
     async def _make_folder(self, folder: str) -> None:
-        # In object stores what comes first is a bucket, and those are not ours to make.
+        # In object stores the first part is a bucket, which is not ours to make.
         first = folder.partition("/")[0]
         if first and not await self._call("exists", first):
             raise FileNotFoundError(f"there is no {first!r}")
         await self._call("makedirs", folder, exist_ok=True)
 
-    async def _opened_stream(self, path: str) -> Any:
+    async def _open_stream(self, path: str) -> Any:
         return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))
 
     def _open_stream_blocking(self, path: str) -> Any:
-        # Its own instance: a connection may be able to do one thing at a time only.
+        # Its own instance: a connection may do only one thing at a time.
         fs, _ = url_to_fs(self._place, skip_instance_cache=not self._is_async, **self._options)
         return fs.open(path, "wb")
 
@@ -434,7 +410,7 @@ class FsspecStorage(Storage):
         return name.removeprefix(self._prefix).lstrip("/")
 
     async def _info(self, path: str) -> Mapping[str, Any]:
-        await self._forget()
+        await self._drop_listings()
         info: Mapping[str, Any] = await self._call("info", path)
         if info["type"] != "file":
             raise FileNotFoundError("it is a folder")
@@ -446,21 +422,21 @@ class FsspecStorage(Storage):
     # --- errors --------------------------------------------------------------------------------
 
     @contextmanager
-    def _mapped(self, op: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
         try:
             yield
         except ActorSnapError:
             raise
-        # An implementation may raise what its libraries do.
+        # An implementation may raise errors of its libraries.
         except Exception as error:
             raise self._error(op, key, error) from error
 
     def _error(self, op: str, key: str, error: Exception) -> StorageError:
-        said = describe(error)
+        text = describe(error)
         for name, value in self._options.items():
             if isinstance(value, str) and value and _SECRET_NAME.search(name):
-                said = said.replace(value, "...")
-        detail = said.replace(self._place, self.url)
+                text = text.replace(value, "...")
+        detail = text.replace(self._place, self.url)
         status = getattr(error, "status", getattr(error, "status_code", None))
         kind: type[StorageError] = StorageError
         retryable = isinstance(error, TimeoutError | ConnectionError)
@@ -507,19 +483,17 @@ class _FsspecWriter(ObjectWriter):
     ) -> None:
         """Sends ``views``, or keeps them for later.
 
-        Cancellation: when the thread is back; the object can only be aborted then.
+        Cancellation: when the thread returns; the object can only be aborted then.
 
         Raises:
             StorageError: it failed, now or before, or the writer was ended.
         """
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        check_write(self, offset, views)
         async with self._turn:
             self._require_open("write_at")
-            with self._breaking("write_at"):
+            with self._break_on_error("write_at"):
                 if offset == 0 and self._stream is None and self.size:
-                    self._stream = await self._storage._opened_stream(self._path)
+                    self._stream = await self._storage._open_stream(self._path)
                 await self._storage._run(self._write_blocking, offset, flat(views))
 
     def _write_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -556,7 +530,7 @@ class _FsspecWriter(ObjectWriter):
         """Ends the stream. Atomicity: the implementation's.
 
         Raises:
-            StorageError: it failed, some bytes were never written, or others are there.
+            StorageError: it failed, some bytes were never written, or the size differs.
         """
         async with self._turn:
             self._require_open("complete")
@@ -564,7 +538,7 @@ class _FsspecWriter(ObjectWriter):
                 raise self._failure(
                     "complete", f"byte {self._position} of {self.size} was never written"
                 )
-            with self._breaking("complete"):
+            with self._break_on_error("complete"):
                 if self._stream is None:
                     await self._storage._put(self.key, b"", "overwrite")
                 else:
@@ -575,7 +549,7 @@ class _FsspecWriter(ObjectWriter):
             self._end()
 
     async def release(self) -> None:
-        """Not possible.
+        """Not supported: an object has one writer.
 
         Raises:
             UsageError: always.
@@ -583,10 +557,10 @@ class _FsspecWriter(ObjectWriter):
         raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
 
     async def abort(self) -> None:
-        """Drops the stream and deletes the object. Without effect after ``complete``."""
+        """Drops the stream and deletes the object. No effect after ``complete``."""
         if self._is_ended:
             return
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             async with self._turn:
                 stream = self._stream
                 self._end()
@@ -613,10 +587,10 @@ class _FsspecWriter(ObjectWriter):
             raise self._failure(op, f"the stream broke before: {self._fault}")
 
     @contextmanager
-    def _breaking(self, op: str) -> Iterator[None]:
-        """A stream that failed cannot be gone on with: it is not known what went down it."""
+    def _break_on_error(self, op: str) -> Iterator[None]:
+        """Marks the stream as broken by a failure: nobody knows which bytes it took."""
         try:
-            with self._storage._mapped(op, self.key):
+            with self._storage._translate_errors(op, self.key):
                 yield
         except StorageError as error:
             self._fault = error.detail
@@ -627,7 +601,7 @@ class _FsspecWriter(ObjectWriter):
 
 
 def _drop(stream: Any) -> None:
-    """Ends a stream so that, if possible, no object comes of it."""
+    """Ends a stream, if possible without creating its object."""
     with suppress(Exception):
         stream.discard()
     if isinstance(stream, AbstractBufferedFile):
@@ -637,8 +611,8 @@ def _drop(stream: Any) -> None:
             stream.close()
 
 
-def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in batches of up to ``_PIECE_BYTES``."""
+def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yields the same bytes in batches of up to ``_PIECE_BYTES``."""
     batch: list[memoryview] = []
     room = _PIECE_BYTES
     for view in views:
@@ -654,7 +628,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Implementations name it as they like, and say it as they like."""
+    """Returns the modification time, for which implementations have many names and types."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(name)
         if isinstance(value, str):
@@ -665,9 +639,3 @@ def _modified_s(info: Mapping[str, Any]) -> float:
         if isinstance(value, int | float):
             return float(value)
     return 0.0
-
-
-def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )

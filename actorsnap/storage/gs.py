@@ -1,4 +1,4 @@
-"""Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix``, ``gcs://`` alike.
+"""Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix`` or ``gcs://``.
 
 Decides how each verb becomes objects of the bucket. Must not know: snapshots, attempts, components
 of objects (``gs_upload``), requests (``gs_client``).
@@ -7,34 +7,31 @@ Rules:
 
 - A key's object is named ``prefix/key``. ``put_if_absent``, and a writer when it makes its object,
   have the precondition ``ifGenerationMatch=0``, which the service checks.
-- A writer's object that comes in one write is one upload, under its name. Else each write is an
-  object, a *component*, and ``complete`` composes them: 32 at a time, more by a tree. They lie
-  in the folder ``<name>.<nonce>.parts``, so below every folder of the key, and are named by their
-  offset: the opener finds those of joined writers by listing, if its own are not all. Who deletes
-  the key's folder, because its owner is dead, deletes them too.
-- To open and to join writers are no requests. What is written after the object was completed or
-  aborted is seen by nobody: a component in that folder.
+- An object of one write is one upload, under its name. Else each write is an object, a *component*,
+  and ``complete`` composes them: 32 at a time, more by a tree. They are in the folder
+  ``<name>.<nonce>.parts``, so below every folder of the key, and are named by their offset: the
+  opener finds those of joined writers by listing, if its own are not all. Deleting the folder of a
+  dead writer's key deletes them, too.
+- Opening and joining writers takes no request. A write after the object was completed or aborted
+  is invisible: a component in that folder.
 - An object of less than ``MIN_WRITE_BYTES`` is always one write.
-- CRC32C: each upload says what the service has to find, and the answer what it has found. That
-  of a composed object must be what those of its components combine to.
-- Components are of the class STANDARD: others charge for objects that are deleted early.
-- A writer with ``older`` objects, and who joins it, lists what was left of them, with sizes and
-  CRC32C, and copies, within the service, each component or object that is just the bytes of one
-  write. So it does not depend on them later. There is no way to copy a range: an older object
-  that was composed, and whose components were deleted, is of no use.
+- Each upload sends the CRC32C that the service must find, and the answer has the one it found. That
+  of a composed object must equal the combination of its components'.
+- Components have the class STANDARD: others charge for objects that are deleted early.
+- A writer with ``older`` objects, and its joined writers, list the leftovers of them, with sizes
+  and CRC32C, and copy, within the service, each component or object with exactly the bytes of one
+  write. So it does not depend on them later. A range cannot be copied: an older object that was
+  composed, and whose components were deleted, is of no use.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.errors import UsageError
-from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -42,48 +39,38 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    check_size,
+    truncated,
 )
-from actorsnap.storage.gs_client import GsClient, GsOptions, truncated
-from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsWriter, Upload, find_sources
-from actorsnap.storage.options import convert_options
+from actorsnap.storage.cloud import add_policies, convert_options, split_url
+from actorsnap.storage.gs_client import GsClient, GsOptions
+from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsUpload, GsWriter, find_sources
 from actorsnap.storage.vectored import flat
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["GsStorage", "open_gs"]
 
 _MAX_OBJECT_BYTES = 5 << 40
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_BUCKET_PATTERN = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 
 
 def open_gs(url: str, context: StorageContext) -> Storage:
-    """Opens a prefix of a bucket, with retries and as many requests at once as the service bears.
-
-    Connects when it is first used. Options: ``GsOptions``.
+    """Opens a prefix of a bucket. Connects on first use. Options: ``GsOptions``.
 
     Raises:
         UsageError: the URL has no bucket or a malformed prefix, or an option is unknown.
     """
     options = convert_options(context.options, GsOptions, scheme="gs")
-    place = url.partition("://")[2].rstrip("/")
-    bucket, _, prefix = place.partition("/")
-    if not _BUCKET.fullmatch(bucket):
-        # Not what stands there: it may be a secret.
-        raise UsageError(
-            "what stands between gs:// and the next slash cannot be a bucket's name; "
-            "credentials go into storage_options or the environment"
-        )
-    if prefix:
-        check_key(prefix)
-    storage = GsStorage(bucket, prefix, options, context)
-    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    policy = RetryPolicy(max_attempts=options.max_attempts)
-    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+    bucket, prefix = split_url(url, _BUCKET_PATTERN)
+    return add_policies(GsStorage(bucket, prefix, options, context), options, context)
 
 
 class GsStorage(Storage):
     """Objects below a prefix of one bucket. The module's docstring has the rules.
 
-    Cancellation: comes at once; what was asked may have been done.
+    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: at once; the
+    request may have had its effect.
     """
 
     def __init__(
@@ -98,11 +85,6 @@ class GsStorage(Storage):
         self._class = options.storage_class
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole object. Atomicity: the service's.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
-        """
         name = self._name(key)
         crc = await self._client.crc32c(views)
         await self._client.upload("put", key, name, views, crc, storage_class=self._class)
@@ -112,7 +94,6 @@ class GsStorage(Storage):
 
         Raises:
             ObjectExists: the key exists.
-            AccessDenied, StorageError: it failed.
         """
         name = self._name(key)
         views = [memoryview(data)]
@@ -122,26 +103,18 @@ class GsStorage(Storage):
         )
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object. That the key exists is seen when the object is made.
-
-        Raises:
-            AccessDenied, StorageError: older ones cannot be listed.
-        """
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        """Opens a new object. An existing one is seen when the object is made."""
+        check_size(size)
         nonce = secrets.token_hex(8)
-        upload = Upload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
-        return await self._opened(upload, is_opener=True)
+        upload = GsUpload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
+        return await self._open_writer(upload, is_opener=True)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object that another party opened.
+        return await self._open_writer(
+            msgspec.msgpack.decode(token, type=GsUpload), is_opener=False
+        )
 
-        Raises:
-            AccessDenied, StorageError: older ones cannot be listed.
-        """
-        return await self._opened(msgspec.msgpack.decode(token, type=Upload), is_opener=False)
-
-    async def _opened(self, upload: Upload, *, is_opener: bool) -> ObjectWriter:
+    async def _open_writer(self, upload: GsUpload, *, is_opener: bool) -> ObjectWriter:
         await anyio.lowlevel.checkpoint()
         names = [self._name(key) for key in upload.older]
         sources = await find_sources(self._client, upload.key, names)
@@ -149,19 +122,17 @@ class GsStorage(Storage):
         return GsWriter(self._client, upload, name, sources=sources, is_opener=is_opener)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``. A whole object is compared with its CRC32C.
+        """Returns the bytes ``[start, stop)``. A whole object is compared with its CRC32C.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-            AccessDenied, StorageError: it failed.
         """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         name = self._name(key)
         data = None if start == stop else await self._client.download("get", key, name, start, stop)
         if data is None:
-            # There is no byte to be had; the service says no more than that.
+            # There is no such byte; the service says no more than that.
             if (await self._client.stat("get", key, name)).size < max(start, stop or 0):
                 raise truncated(key, max(start, stop or 0))
             return b""
@@ -175,10 +146,8 @@ class GsStorage(Storage):
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before the views are full.
-            AccessDenied, StorageError: it failed.
         """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         name = self._name(key)
         targets = flat(views)
         if targets:
@@ -187,11 +156,7 @@ class GsStorage(Storage):
             await self._client.stat("read_into", key, name)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, those of open writers included. Read-after-write.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
-        """
+        """Yields objects in key order, including those of open writers. Read-after-write."""
         skip = len(self._prefix)
         async for found in self._client.pages("list", prefix, self._prefix + prefix):
             for resource in found.resources:
@@ -203,21 +168,15 @@ class GsStorage(Storage):
                     )
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, up to 100 per request. All are tried; the first error is raised at last.
+        """Deletes objects, up to 100 per request. All are tried; the first error is raised at the
+        end.
 
         Cancellation: some are deleted.
-
-        Raises:
-            AccessDenied, StorageError: an object cannot be deleted.
         """
         await self._client.delete("delete", {self._name(key): key for key in keys})
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders in ``folder``; what lies in them is not looked at.
-
-        Raises:
-            AccessDenied, StorageError: it failed.
-        """
+        """Returns the folders in ``folder``; does not look below them."""
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         folders: set[str] = set()
         async for page in self._client.pages("list", folder, start, delimiter="/"):
@@ -225,12 +184,6 @@ class GsStorage(Storage):
         return sorted(folders)
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-            AccessDenied, StorageError: it failed.
-        """
         found = await self._client.stat("stat", key, self._name(key))
         return ObjectInfo(key=key, size=found.size, modified_s=found.modified_s)
 

@@ -1,9 +1,9 @@
 """Access tokens for Google Cloud Storage.
 
-Decides where a token comes from and when a new one is fetched: what gcloud-aio-auth knows (a
-service account's key, an authorized user, a workload identity pool, impersonation, the metadata
-server of a machine or pod, in the order of Google's application default credentials), or one
-that the caller gave. Must not know buckets or requests.
+Decides where a token comes from and when it is renewed: from gcloud-aio-auth (a service account's
+key, an authorized user, a workload identity pool, impersonation, the metadata server of a machine
+or pod, in the order of Google's application default credentials), or from the caller. Must not know
+buckets or requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CredentialsError(Exception):
     """There is no token.
 
     Attributes:
-        detail: Why, and what to do. Has no secret in it.
+        detail: The reason and a remedy, without secrets.
         is_retryable: Whether there may be one later.
     """
 
@@ -42,7 +42,7 @@ class CredentialsError(Exception):
 
 
 class GivenToken:
-    """One token, which nobody can renew."""
+    """One token, which cannot be renewed."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -62,9 +62,9 @@ class Credentials:
 
     Args:
         file: Of credentials; None for the application's default.
-        session: To fetch them by.
-        run_blocking: To read files.
-        limit_s: How long it may take.
+        session: Fetches tokens.
+        run_blocking: Reads files.
+        limit_s: Bound of a fetch.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Credentials:
         self._run = run_blocking
         self._limit_s = limit_s
         self._source: Any = None  # of ``Token``, once it is needed
-        # gcloud-aio lets all who wait share the task that fetches a token, so that the
-        # cancellation of one would come to the others: one at a time.
+        # All waiters share gcloud-aio's task that fetches a token, so that the cancellation of one
+        # would reach the others: one at a time.
         self._turn = anyio.Lock()
 
     async def get(self) -> str:
-        """A token that is valid for some minutes.
+        """Returns a token that is valid for some minutes.
 
         Raises:
             CredentialsError: there is none.
@@ -101,9 +101,9 @@ class Credentials:
                     is_retryable=True,
                 ) from error
             except aiohttp.ClientResponseError as error:
-                said = f"{error.status} {error.message[:300]}"
+                answer = f"{error.status} {error.message[:300]}"
                 raise CredentialsError(
-                    f"no access token was given: {said}. {_REMEDY}",
+                    f"no access token was given: {answer}. {_REMEDY}",
                     is_retryable=error.status >= 500 or error.status == 429,
                 ) from error
             except aiohttp.ClientError as error:
@@ -119,7 +119,7 @@ class Credentials:
             return token
 
     def forget(self, token: str) -> bool:
-        """Notes that ``token`` was refused. Returns whether ``get`` will have another one."""
+        """Drops a refused ``token``. Returns whether ``get`` will return another one."""
         if self._source is None:
             return False
         if self._source.access_token == token:
@@ -127,16 +127,16 @@ class Credentials:
         return True
 
     def close(self) -> None:
-        """Ends a renewal that is under way."""
+        """Ends a running renewal."""
         if self._source is not None and self._source.acquiring is not None:
             self._source.acquiring.cancel()
 
     def _load(self) -> Token:
-        return _Token(service_file=self._file, session=self._session, scopes=SCOPES)
+        return _SingleTryToken(service_file=self._file, session=self._session, scopes=SCOPES)
 
 
-class _Token(Token):  # type: ignore[misc]
-    """Asks for a token once: retries are a policy of the storage, and gcloud-aio's are silent."""
+class _SingleTryToken(Token):  # type: ignore[misc]
+    """Requests a token once: retries are the storage's policy, and gcloud-aio's are silent."""
 
     async def acquire_access_token(self) -> None:
         await inspect.unwrap(Token.acquire_access_token)(self)

@@ -1,12 +1,12 @@
 """Requests to one bucket of Google Cloud Storage, by its JSON API.
 
-Decides which request each call becomes, how it is authorized, and which error of the package an
-answer is. Control calls go by gcloud-aio on the event loop; bytes in bulk by ``wire.py`` on
-worker threads, from and into the caller's memory. Must not know: writers, components, retries.
+Decides which request each call becomes, its authorization, and which error of the package an answer
+is. Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads,
+from and into the caller's memory. Must not know: writers, components, retries.
 
-Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server
-has to find, and the bytes behind it. That is what the header ``x-goog-hash`` is to other kinds
-of upload. Downloads bring that header; it is compared where all of an object was asked for.
+Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server must
+find, then the bytes. For other kinds of upload that is the header ``x-goog-hash``. Downloads bring
+the header; it is compared for a whole object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import ssl
-from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from email import message_from_bytes
@@ -32,7 +31,6 @@ from gcloud.aio.storage import Storage as Calls
 
 from actorsnap.errors import (
     AccessDenied,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -40,14 +38,20 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
-from actorsnap.storage.base import StorageContext
+from actorsnap.storage.base import StorageContext, truncated
+from actorsnap.storage.cloud import (
+    NetworkOptions,
+    check_secret,
+    decode_crc32c,
+    encode_crc32c,
+    parse_retry_after,
+)
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.many import try_each
-from actorsnap.storage.options import NetworkOptions, check_secret
 from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
-__all__ = ["GsClient", "GsOptions", "Page", "Resource", "truncated"]
+__all__ = ["GsClient", "GsOptions", "Page", "Resource"]
 
 T = TypeVar("T")
 
@@ -60,13 +64,14 @@ _MAX_BATCH = 100
 
 
 class GsOptions(NetworkOptions, frozen=True, kw_only=True):
-    """``storage_options`` of ``gs://``, beside those of ``NetworkOptions``.
+    """``storage_options`` of ``gs://``, in addition to those of ``NetworkOptions``.
 
-    Without ``endpoint_url`` it is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or Google.
+    The default of ``endpoint_url`` is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or
+    Google.
 
     Attributes:
-        credentials_file: A service account's key, an authorized user, or the configuration of
-            a workload identity pool. Default: Google's application default credentials.
+        credentials_file: A service account's key, an authorized user, or the configuration of a
+            workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
         user_project: The project that pays for the requests.
         storage_class: Of new objects. Default: the bucket's.
@@ -86,12 +91,12 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         check_secret("token", self.token)
 
     def __repr__(self) -> str:
-        # A token must not get into logs.
+        # Without the token, which must not get into logs.
         return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service says of an object.
+    """An object's metadata.
 
     Attributes:
         name: In the bucket.
@@ -107,26 +112,25 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Some objects of a listing, and the folders beside them."""
+    """Some objects of a listing, and the folders among them."""
 
     resources: Sequence[Resource]
     folders: Sequence[str]
 
 
 class GsClient:
-    """One bucket. For use on one event loop; connects when it is first used.
+    """One bucket. For use on one event loop; connects on first use.
 
-    Each call is one request, but where its docstring says more. ``op`` and ``key`` are for its
-    errors, ``name`` is the object's in the bucket. All raise ``StorageError``, also where their
-    docstrings name no error.
+    Each call is one request, unless its docstring says otherwise. ``op`` and ``key`` are for
+    errors, ``name`` is the object's in the bucket. All calls raise ``StorageError``.
 
-    Cancellation: at once, memory is free then; what was asked may have been done.
+    Cancellation: at once, with the memory free; the request may have had its effect.
 
     Args:
         bucket: Its name.
         url: For errors.
-        options: Where, as whom and how.
-        context: Where files, checksums and bulk transfers run.
+        options: Address, credentials and limits.
+        context: Runs file access, checksums and bulk transfers.
 
     Attributes:
         url: For errors.
@@ -150,10 +154,10 @@ class GsClient:
             sock_read=options.stall_timeout_s,
         )
         self._connecting = anyio.Lock()
-        self._connected: _Connected | None = None
+        self._connected: _Connections | None = None
 
     async def crc32c(self, views: Sequence[memoryview]) -> int:
-        """Of their bytes; no request."""
+        """Returns the CRC32C of the views' bytes; no request."""
         return await self._run(crc32c_of, flat(views))
 
     async def upload(
@@ -175,7 +179,7 @@ class GsClient:
         """
         views = flat(views)
         boundary = secrets.token_hex(16)
-        metadata = {"crc32c": _encoded(crc)}
+        metadata = {"crc32c": encode_crc32c(crc)}
         if storage_class is not None:
             metadata["storageClass"] = storage_class
         head = (
@@ -207,7 +211,7 @@ class GsClient:
         response = await self._transfer(op, key, send)
         stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
-            # The service refuses such; emulators may store them.
+            # The service refuses them; emulators may store them.
             await self.delete(op, {name: key})
             raise self._error(op, key, "other bytes were stored than sent", retryable=True)
         return stored
@@ -226,11 +230,11 @@ class GsClient:
 
         Raises:
             ObjectExists: see ``upload``.
-            ObjectNotFound: a source is not there.
+            ObjectNotFound: a source is missing.
         """
         content = {
             "sourceObjects": [{"name": source} for source in sources],
-            "destination": _metadata(storage_class),
+            "destination": _composite_metadata(storage_class),
         }
         url = f"{self._object_url(op, key, name)}/compose"
         params = {"fields": _FIELDS, **self._write_params()}
@@ -250,12 +254,12 @@ class GsClient:
     ) -> Resource:
         """Creates an object of the bytes of another one.
 
-        Mostly one request, which takes no time: only what changes its place, class or key is
-        really copied, and takes some more.
+        Mostly one quick request. A change of place, class or key is a real copy and takes more of
+        them.
 
         Raises:
             ObjectExists: see ``upload``.
-            ObjectNotFound: the source is not there.
+            ObjectNotFound: the source is missing.
         """
         target = quote(name, safe="")
         url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
@@ -265,16 +269,16 @@ class GsClient:
         if if_absent:
             params |= _IF_ABSENT
         while True:
-            answer = await self._post(op, key, url, params, _metadata(storage_class))
+            answer = await self._post(op, key, url, params, _composite_metadata(storage_class))
             if not answer.get("rewriteToken"):
                 return self._resource(op, key, answer.get("resource", {}))
             params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
-        """Looks at an object.
+        """Returns an object's metadata.
 
         Raises:
-            ObjectNotFound: there is none.
+            ObjectNotFound: no such object.
         """
         body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
         return self._resource(op, key, self._json(op, key, body))
@@ -282,10 +286,10 @@ class GsClient:
     async def download(
         self, op: str, key: str, name: str, start: int, stop: int | None
     ) -> bytes | None:
-        """The bytes ``[start, stop)`` as far as there are any. None: there is no byte ``start``.
+        """Returns the existing bytes of ``[start, stop)``; None if there is no byte ``start``.
 
         Raises:
-            ObjectNotFound: there is no object.
+            ObjectNotFound: no such object.
             StorageError: retryable, if other bytes arrived than are stored.
         """
         bounds = {}
@@ -306,7 +310,7 @@ class GsClient:
         """Fills ``views``, one byte at least, from byte ``offset`` on.
 
         Raises:
-            ObjectNotFound: there is no object.
+            ObjectNotFound: no such object.
             ChecksumMismatch: it ends before the views are full.
         """
         stop = offset + num_bytes(views)
@@ -332,12 +336,13 @@ class GsClient:
     async def pages(
         self, op: str, key: str, prefix: str, *, delimiter: str = ""
     ) -> AsyncIterator[Page]:
-        """The objects whose name starts with ``prefix``, in the order of names; a request a page.
+        """Yields the objects whose name starts with ``prefix``, in the order of names; a request
+        per page.
 
         Args:
             op, key: For errors.
             prefix: Empty for all.
-            delimiter: Names that go on behind it are told as folders, which end in it.
+            delimiter: Longer names with it are reported as folders, which end in it.
         """
         params = {
             "prefix": prefix,
@@ -365,7 +370,7 @@ class GsClient:
             params["pageToken"] = found["nextPageToken"]
 
     async def delete(self, op: str, names: Mapping[str, str]) -> None:
-        """Deletes objects, up to 100 a request; those that are not there are passed over.
+        """Deletes objects, up to 100 per request; missing ones are ignored.
 
         Args:
             op: For errors.
@@ -399,7 +404,7 @@ class GsClient:
                 data=data,
                 timeout=self._timeout,
             )
-            answers = _answers(response.headers["content-type"], await response.read())
+            answers = _parse_batch(response.headers["content-type"], await response.read())
             if any(status == 401 for status, _ in answers.values()):
                 raise aiohttp.ClientResponseError(
                     response.request_info, (), status=401, message="the token was refused"
@@ -408,9 +413,9 @@ class GsClient:
 
         answers = await self._control(op, batch[0][1], call)
         for number, (_, key) in enumerate(batch):
-            status, said = answers.get(number, (500, "no answer came"))
+            status, body = answers.get(number, (500, "no answer came"))
             if not (200 <= status < 300 or status == 404):
-                raise self._refusal(op, key, status, said, {})
+                raise self._error_from_response(op, key, status, body, {})
 
     async def aclose(self) -> None:
         """Closes all connections. Idempotent."""
@@ -440,7 +445,7 @@ class GsClient:
     async def _post(
         self, op: str, key: str, url: str, params: Mapping[str, str], content: object
     ) -> Mapping[str, Any]:
-        """What the service answers to JSON."""
+        """Returns the service's answer to JSON."""
 
         async def call(calls: Calls, headers: dict[str, str]) -> bytes:
             response = await calls.session.post(
@@ -458,7 +463,7 @@ class GsClient:
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of an answer that is small enough for the loop."""
+        """Returns body and headers of a response that is small enough for the loop."""
         url = self._object_url(op, key, name)
 
         async def call(calls: Calls, headers: dict[str, str]) -> tuple[bytes, Mapping[str, str]]:
@@ -475,7 +480,7 @@ class GsClient:
     async def _control(
         self, op: str, key: str, call: Callable[[Calls, dict[str, str]], Awaitable[T]]
     ) -> T:
-        """What ``call`` returns. A token that the service refuses is renewed once."""
+        """Returns the result of ``call``. Renews a refused token once."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -485,15 +490,17 @@ class GsClient:
                 if error.status == 401 and not is_last and connected.credentials.forget(token):
                     continue
                 headers = {n.lower(): value for n, value in (error.headers or {}).items()}
-                raise self._refusal(op, key, error.status, error.message, headers) from error
+                raise self._error_from_response(
+                    op, key, error.status, error.message, headers
+                ) from error
             except (aiohttp.ClientError, OSError) as error:
-                raise self._unreachable(op, key, error) from error
+                raise self._error_without_response(op, key, error) from error
         raise AssertionError
 
     async def _transfer(
         self, op: str, key: str, transfer: Callable[[Wire, Mapping[str, str]], Awaitable[Response]]
     ) -> Response:
-        """The same for bulk transfers."""
+        """``_control`` for bulk transfers."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -508,11 +515,11 @@ class GsClient:
                 return response
             if response.status == 401 and not is_last and connected.credentials.forget(token):
                 continue
-            said = response.body.decode(errors="replace")
-            raise self._refusal(op, key, response.status, said, response.headers)
+            body = response.body.decode(errors="replace")
+            raise self._error_from_response(op, key, response.status, body, response.headers)
         raise AssertionError
 
-    async def _connect(self, op: str, key: str) -> _Connected:
+    async def _connect(self, op: str, key: str) -> _Connections:
         async with self._connecting:
             if self._connected is None:
                 options = self.options
@@ -521,10 +528,10 @@ class GsClient:
                 except OSError as error:  # SSLError is one
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
-                self._connected = _Connected(self._root, options, tls, self._context)
+                self._connected = _Connections(self._root, options, tls, self._context)
             return self._connected
 
-    async def _token(self, op: str, key: str, connected: _Connected) -> str:
+    async def _token(self, op: str, key: str, connected: _Connections) -> str:
         if self._is_anonymous:
             return ""
         try:
@@ -548,7 +555,7 @@ class GsClient:
             return Resource(
                 name=found["name"],
                 size=int(found["size"]),
-                crc32c=_decoded(found["crc32c"]),
+                crc32c=decode_crc32c(found["crc32c"]),
                 modified_s=datetime.fromisoformat(found["updated"]).timestamp(),
             )
         except (LookupError, TypeError, ValueError) as error:
@@ -556,11 +563,11 @@ class GsClient:
                 op, key, f"the service answered something else than an object: {error!r}"
             ) from error
 
-    def _refusal(
-        self, op: str, key: str, status: int, said: str, headers: Mapping[str, str]
+    def _error_from_response(
+        self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
-        """What an HTTP status means."""
-        detail = f"bucket {self._bucket!r}: HTTP {status}: {_message(said)}"
+        """Returns the error for an HTTP status."""
+        detail = f"bucket {self._bucket!r}: HTTP {status}: {_parse_message(body)}"
 
         def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {remedy}" if remedy else detail
@@ -571,16 +578,16 @@ class GsClient:
         if status == 412:
             return error(ObjectExists)
         if status == 404:
-            if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in said:
+            if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in body:
                 return error(
                     StorageError,
                     f"Is there such a bucket? `gcloud storage buckets create gs://{self._bucket}` "
                     "makes it",
                 )
             return error(ObjectNotFound)
-        if status == 429 or status == 503 or "ateLimitExceeded" in said:
-            return error(Throttled, retry_after_s=_seconds(headers.get("retry-after")))
-        if status == 403 and "quotaExceeded" in said:
+        if status == 429 or status == 503 or "ateLimitExceeded" in body:
+            return error(Throttled, retry_after_s=parse_retry_after(headers.get("retry-after")))
+        if status == 403 and "quotaExceeded" in body:
             return error(StorageFull, "The project's quota is used up")
         if status == 401:
             return error(
@@ -594,16 +601,16 @@ class GsClient:
                 "Saving needs the role roles/storage.objectUser on the bucket, reading "
                 "roles/storage.objectViewer",
             )
-        # What arrived was not what the metadata says: damaged on the way.
-        is_damaged = status == 400 and "crc32c" in said.lower()
+        # Damaged on the way: other bytes than the metadata says.
+        is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
-    def _unreachable(self, op: str, key: str, error: Exception) -> StorageError:
+    def _error_without_response(self, op: str, key: str, error: Exception) -> StorageError:
         if isinstance(error, aiohttp.ClientSSLError):
-            said = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
-            return self._error(op, key, said)
-        said = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
-        detail = f"{said}; {_remedy(isinstance(error, TimeoutError))}"
+            detail = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
+            return self._error(op, key, detail)
+        detail = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
+        detail += f"; {_remedy(isinstance(error, TimeoutError))}"
         return self._error(op, key, detail, retryable=not is_unknown_host(error))
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
@@ -614,8 +621,8 @@ class GsClient:
 _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "list"})
 
 
-class _Connected:
-    """What a client has once it is used; made on the event loop."""
+class _Connections:
+    """The connections of a client; made on the event loop."""
 
     def __init__(
         self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
@@ -633,7 +640,7 @@ class _Connected:
             if options.token is None
             else GivenToken(options.token)
         )
-        # "dev": the headers of a request are all that it gets, and those have the token.
+        # "dev": a request gets only these headers, which have the token.
         self.calls = Calls(
             session=self.session, token=self.credentials, api_root=root, api_is_dev=True
         )
@@ -647,14 +654,7 @@ class _Connected:
 
 
 class _NoSuchRange(Exception):
-    """The object ends before the bytes that were asked for."""
-
-
-def truncated(key: str, wanted: int) -> ChecksumMismatch:
-    """The object has less than ``wanted`` bytes."""
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has fewer"
-    )
+    """The object ends before the requested bytes."""
 
 
 def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
@@ -665,22 +665,22 @@ def _authorization(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
-def _metadata(storage_class: str | None) -> dict[str, str]:
-    """Of an object that is made of others."""
+def _composite_metadata(storage_class: str | None) -> dict[str, str]:
+    """Returns the metadata of an object that is made of others."""
     found = {"contentType": "application/octet-stream"}
     return found if storage_class is None else {**found, "storageClass": storage_class}
 
 
-def _answers(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
-    """Status and body of each answer of a batch, by the number of its call."""
+def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
+    """Returns status and body of each answer of a batch, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for part in message.walk():
         number = re.search(r"(\d+)>?$", part.get("content-id", ""))
-        said = str(part.get_payload())
-        status = re.match(r"HTTP/[\d.]+ (\d{3})", said)
+        answer = str(part.get_payload())
+        status = re.match(r"HTTP/[\d.]+ (\d{3})", answer)
         if number and status:
-            found[int(number[1])] = int(status[1]), said
+            found[int(number[1])] = int(status[1]), answer
     return found
 
 
@@ -690,31 +690,19 @@ def _remedy(is_timeout: bool) -> str:
     return "look at the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
 
 
-def _encoded(crc: int) -> str:
-    return b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def _decoded(crc: str) -> int:
-    return int.from_bytes(b64decode(crc), "big")
-
-
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:
-    """CRC32C of the whole object, of which a download may be a part."""
+    """Returns the CRC32C of the whole object, of which a download may be a part."""
     for one in headers.get("x-goog-hash", "").split(","):
         kind, _, value = one.strip().partition("=")
         if kind == "crc32c":
-            return _decoded(value)
+            return decode_crc32c(value)
     return None
 
 
-def _message(said: str) -> str:
-    """What Google's error object says, or the beginning of what came."""
-    start = said.find("{")
+def _parse_message(body: str) -> str:
+    """Returns the message of Google's error object, or the beginning of the body."""
+    start = body.find("{")
     try:
-        return str(json.loads(said[start:])["error"]["message"])[:_DETAIL_CHARS]
+        return str(json.loads(body[start:])["error"]["message"])[:_DETAIL_CHARS]
     except (ValueError, LookupError, TypeError):
-        return said[:_DETAIL_CHARS]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    return float(retry_after) if retry_after is not None and retry_after.isdigit() else None
+        return body[:_DETAIL_CHARS]

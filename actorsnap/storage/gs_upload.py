@@ -1,8 +1,8 @@
 """Writers of objects in Google Cloud Storage: one upload, or components that are composed.
 
-Decides which objects of the bucket a writer's ranges are, what of older ones is the same, and how
-they become one. Must not know: the verbs of a storage, requests (``gs_client``). ``gs`` has the
-rules in words.
+Decides which objects of the bucket store a writer's ranges, which older ones have the same bytes,
+and how they become one. Must not know: the verbs of a storage, requests (``gs_client``). ``gs`` has
+the rules in words.
 """
 
 from __future__ import annotations
@@ -19,31 +19,28 @@ import msgspec
 from actorsnap.errors import ObjectExists, StorageError, UsageError
 from actorsnap.format.checksum import combine
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectWriter
+from actorsnap.storage.base import CLEANUP_S, ObjectWriter, check_write
 from actorsnap.storage.gs_client import GsClient, Resource
 from actorsnap.storage.many import try_each
-from actorsnap.storage.vectored import num_bytes
 
-__all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "Upload", "find_sources"]
+__all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "GsUpload", "find_sources"]
 
 logger = Lines(__name__)
 
 MIN_WRITE_BYTES = 1 << 20
-"""Less is not worth a request, and more of them only make the tree of composing deeper."""
+"""Least bytes of a write: smaller ones only make the tree of composing deeper."""
 
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
-# How long cleanup may take when the caller is cancelled.
-_CLEANUP_S = 30.0
-# So often is tried to delete components; more of them are not worth the object.
+# Tries to delete components; more of them are not worth the object.
 _CLEANUP_TRIES = 3
 
 Sources: TypeAlias = Mapping[tuple[int, int, int], str]
-"""Names of objects that are older ones' bytes, by their offset there, size and CRC32C."""
+"""Names of objects with an older one's bytes, by their offset there, size and CRC32C."""
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What writers of one object share: a token is this, encoded.
+class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state shared by the writers of one object; encoded, it is the token.
 
     Attributes:
         nonce: In the name of the folder of components.
@@ -57,7 +54,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 async def find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sources:
-    """What dead writers have left of the objects ``names``, the newest first.
+    """Returns the leftovers of dead writers of the objects ``names``, the newest first.
 
     A request per object. The service has computed the checksums of all that it stores.
     """
@@ -80,15 +77,15 @@ async def find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sour
 
 
 class GsWriter(ObjectWriter):
-    """One object, or components that will be one. States: open -> composed -> ended.
+    """One object, or components of a future one. States: open -> composed -> ended.
 
     Args:
         name: The object's, in the bucket.
-        sources: What may be copied.
+        sources: Objects to copy from.
     """
 
     def __init__(
-        self, client: GsClient, upload: Upload, name: str, *, sources: Sources, is_opener: bool
+        self, client: GsClient, upload: GsUpload, name: str, *, sources: Sources, is_opener: bool
     ) -> None:
         self.key = upload.key
         self.size = upload.size
@@ -113,8 +110,7 @@ class GsWriter(ObjectWriter):
         Raises:
             AccessDenied, StorageError: it failed, or the writer was ended.
         """
-        num = num_bytes(views)
-        self._check(offset, num)
+        num = self._check(offset, views)
         if not num:
             return
         crc = await self._client.crc32c(views) if crc32c is None else crc32c
@@ -122,9 +118,8 @@ class GsWriter(ObjectWriter):
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies an older object of just these bytes. Cancellation: see ``write_at``."""
-        num = num_bytes(views)
-        self._check(offset, num)
+        """Copies an older object of exactly these bytes. Cancellation: see ``write_at``."""
+        num = self._check(offset, views)
         source = self._sources.get((offset, num, crc32c))
         if source is None:
             return False
@@ -134,7 +129,7 @@ class GsWriter(ObjectWriter):
         except StorageError as error:
             if error.retryable:
                 raise
-            # Mostly it is gone: whoever collects garbage was faster.
+            # Mostly it is gone: a garbage collection was faster.
             logger.info("%s: %s is not resumed: %s", self._client.url, source, error)
             return False
         if (copied.size, copied.crc32c) != (num, crc32c):
@@ -142,19 +137,18 @@ class GsWriter(ObjectWriter):
         self._stored[offset] = copied
         return True
 
-    def _check(self, offset: int, num: int) -> None:
-        if offset < 0 or offset + num > self.size:
-            raise UsageError(
-                f"[{offset}, {offset + num}) is outside of {self.key!r}, {self.size} bytes"
-            )
+    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Returns the number of bytes of a write."""
+        num = check_write(self, offset, views) - offset
         if self._is_ended:
             raise self._error("write_at", "the writer was completed, released or aborted")
         if self._has_components:
-            return
+            return num
         if not self._is_opener:
             raise self._error("write_at", "so small an object is one write, of its opener")
         if num < self.size:
             raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
+        return num
 
     @property
     def _has_components(self) -> bool:
@@ -163,7 +157,7 @@ class GsWriter(ObjectWriter):
     async def _store(
         self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]
     ) -> Resource:
-        """Makes of a range a component, or the object, if it is all of it."""
+        """Stores a range as a component, or as the object if it is the whole one."""
         if self._is_opener and num == self.size:
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
@@ -171,7 +165,7 @@ class GsWriter(ObjectWriter):
         return await make(name=name, storage_class=_COMPONENT_CLASS)
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
-        """Makes the object. None is replaced but what an earlier try may have made.
+        """Creates the object. Replaces only an object of an earlier try.
 
         Raises:
             ObjectExists: there is one.
@@ -188,10 +182,10 @@ class GsWriter(ObjectWriter):
             raise
 
     async def complete(self) -> None:
-        """Makes one object of the components and deletes them.
+        """Composes one object of the components and deletes them.
 
-        Atomicity: the service's; an object of one write is there already. Cancellation: the
-        object may be there; ``abort`` deletes it. May be called again after a failure.
+        Atomicity: the service's; an object of one write exists already. Cancellation: the object
+        may exist; ``abort`` deletes it. May be called again after a failure.
 
         Raises:
             AccessDenied, StorageError: it failed, or some bytes were never written.
@@ -216,9 +210,9 @@ class GsWriter(ObjectWriter):
             await self._create(upload)
             return
         stored: Mapping[int, Resource] = self._stored
-        if self._has_components and _flaw(stored, self.size) is not None:
-            stored = await self._list()  # joined writers have written, too
-        if (at := _flaw(stored, self.size)) is not None:
+        if self._has_components and _find_gap(stored, self.size) is not None:
+            stored = await self._list_components()  # joined writers have written, too
+        if (at := _find_gap(stored, self.size)) is not None:
             raise self._error(
                 "complete", f"byte {at} of {self.size} was never written, or written twice"
             )
@@ -226,7 +220,7 @@ class GsWriter(ObjectWriter):
         if parts[0].name != self._name:
             await self._compose(parts)
 
-    async def _list(self) -> Mapping[int, Resource]:
+    async def _list_components(self) -> Mapping[int, Resource]:
         found = {}
         async for page in self._client.pages("complete", self.key, self._folder):
             for each in page.resources:
@@ -273,21 +267,21 @@ class GsWriter(ObjectWriter):
         return list(groups)
 
     async def release(self) -> None:
-        """Ends a joined writer; what it wrote is durable already."""
+        """Ends a joined writer, whose writes are durable already."""
         if self._is_opener:
             raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
         await anyio.lowlevel.checkpoint()
         self._is_ended = True
 
     async def abort(self) -> None:
-        """Deletes what was written, for the opener. Without effect after an ending."""
+        """Deletes all written objects, for the opener. No effect after an ending."""
         is_ended, self._is_ended = self._is_ended, True
         if is_ended or not self._is_opener:
             return
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
                 if self._has_components:
-                    await self._list()
+                    await self._list_components()
                 await self._delete(
                     "abort", [*self._leftovers, *([self._name] if self._has_begun else [])]
                 )
@@ -303,8 +297,8 @@ class GsWriter(ObjectWriter):
         )
 
 
-def _flaw(stored: Mapping[int, Resource], size: int) -> int | None:
-    """The first of ``size`` bytes that is not stored just once."""
+def _find_gap(stored: Mapping[int, Resource], size: int) -> int | None:
+    """Returns the first of ``size`` bytes that is not stored exactly once, or None."""
     position = 0
     for offset in sorted(stored):
         if offset != position:

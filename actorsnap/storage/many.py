@@ -1,4 +1,4 @@
-"""Several awaits at a time, and never more."""
+"""Concurrent awaits with a limit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 async def for_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """Awaits ``perform`` for each item, begun in their order.
+    """Awaits ``perform`` for each item, started in order, ``at_once`` of them at a time.
 
     Raises:
-        ExceptionGroup: what ``perform`` raised; the others were cancelled.
-        RuntimeError: some have not ended. A task group passes over a ``CancelledError`` also where
-            nobody has cancelled anything.
+        ExceptionGroup: errors of ``perform``; the others were cancelled.
+        RuntimeError: some have not ended. A task group swallows a ``CancelledError`` even if nobody
+            cancelled anything.
     """
     waiting = iter(items)
     num_begun = num_done = 0
@@ -46,10 +46,10 @@ async def for_each(
 async def try_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """``for_each``, of which none stops the others.
+    """``for_each``, where a failure does not stop the others.
 
     Raises:
-        ActorSnapError: the first that ``perform`` raised; all items were tried.
+        ActorSnapError: the first of ``perform``; all items were tried.
     """
     failures: list[ActorSnapError] = []
 

@@ -1,15 +1,14 @@
 """Storage in this process's memory: ``memory://name/some/prefix``.
 
-Decides nothing that outlives the process. Spaces are process-wide and shared by all instances
-with the same name, from any thread and any event loop: a test or a scratch tier may write on
-one loop and read on another. It has no blocking I/O on purpose, so that callers' purely async
-path is used.
+Nothing outlives the process. Spaces are process-wide and shared by all instances with the same
+name, from any thread and any event loop: a test may write on one loop and read on another. There is
+no blocking I/O on purpose, so that the callers' async path is used.
 
-It is stricter than it has to be where that finds mistakes of callers: a ``write_at`` whose bytes
-do not have the CRC32C that it says is refused, and ``complete`` refuses an object of which some
-bytes were never written, or that was written otherwise than the capabilities allow.
+It is stricter than necessary to find mistakes of callers: a ``write_at`` with a wrong CRC32C is
+refused, and ``complete`` refuses an object with missing bytes or with writes that break the
+capabilities.
 
-Must not know: threads' pools, files, snapshots.
+Must not know: thread pools, files, snapshots.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import NoReturn
 from anyio.lowlevel import checkpoint
 
 from actorsnap.errors import (
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -38,6 +36,13 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_no_options,
+    check_offset,
+    check_range,
+    check_size,
+    check_write,
+    range_end,
+    truncated,
 )
 from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
@@ -56,7 +61,7 @@ class _Upload:
 
     Attributes:
         full: The key in the space.
-        older: Objects to reuse.
+        older: Contents of objects to reuse.
     """
 
     key: str
@@ -66,7 +71,7 @@ class _Upload:
     ranges: set[tuple[int, int]] = field(default_factory=set)
 
     def num_written(self) -> int:
-        """Bytes before the first one that was not written."""
+        """Returns the number of bytes before the first one that is missing."""
         position = 0
         for start, stop in sorted(self.ranges):
             if start > position:
@@ -94,7 +99,7 @@ def _space(name: str) -> _Space:
 
 
 def forget_space(name: str) -> None:
-    """Frees all objects of ``memory://name``. Instances opened before keep what they see."""
+    """Frees all objects of ``memory://name``. Open instances keep seeing them."""
     with _spaces_lock:
         _spaces.pop(name, None)
 
@@ -105,9 +110,7 @@ def open_memory(url: str, context: StorageContext) -> MemoryStorage:
     Raises:
         UsageError: the URL has no name or a malformed prefix, or options were given.
     """
-    if context.options:
-        names = ", ".join(sorted(map(str, context.options)))
-        raise UsageError(f"memory:// storage takes no storage_options, but got: {names}")
+    check_no_options(context, "memory://")
     place = url.removeprefix("memory://").rstrip("/")
     if not place:
         raise UsageError("memory:// needs a name: memory://name or memory://name/prefix")
@@ -118,14 +121,14 @@ def open_memory(url: str, context: StorageContext) -> MemoryStorage:
 class MemoryStorage(Storage):
     """Objects in a dict, under a prefix of a named space.
 
-    All effects are atomic under a lock and come after the only checkpoint of a call: a
-    cancelled call has done nothing.
+    All effects are atomic under a lock and come after the only checkpoint of a call: a cancelled
+    call has done nothing. Errors are those of ``Storage``.
 
     Args:
         name: Of the space.
-        prefix: Where in it.
-        capabilities: What to claim, and to hold callers to, so that tests can try the rules of
-            other backends. Without blocking I/O.
+        prefix: Of keys in the space.
+        capabilities: To claim and to enforce, so that tests can try the rules of other backends.
+            Without blocking I/O.
     """
 
     def __init__(
@@ -137,7 +140,6 @@ class MemoryStorage(Storage):
         self._prefix = f"{prefix}/" if prefix else ""
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole object. Atomicity: replaced under the lock."""
         full = self._prefix + check_key(key)
         await checkpoint()
         data = b"".join(flat(views))
@@ -145,11 +147,6 @@ class MemoryStorage(Storage):
             self._space.objects[full] = _Object(data, time.time())
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: looked up and inserted under the lock.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
         full = self._prefix + check_key(key)
         await checkpoint()
         value = _Object(bytes(data), time.time())
@@ -158,14 +155,9 @@ class MemoryStorage(Storage):
                 self._raise_exists("put_if_absent", key)
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object. What of ``older`` ones is not complete ends here.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
+        """Opens a new object. Completes unfinished ``older`` ones: their writers end."""
         full = self._prefix + check_key(key)
-        if size < 0:
-            raise UsageError(f"an object cannot have {size} bytes")
+        check_size(size)
         await checkpoint()
         token = secrets.token_bytes(16)
         upload = _Upload(key, full, bytearray(size))
@@ -181,7 +173,7 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, full, upload, token, is_opener=True)
 
     def _complete_older(self, full: str) -> None:
-        """Makes an object of what writers of it have written from the first byte on; they end."""
+        """Makes an object of its unfinished writers' leading bytes, and ends them."""
         for token, upload in list(self._space.uploads.items()):
             if upload.full == full:
                 del self._space.uploads[token]
@@ -189,10 +181,11 @@ class MemoryStorage(Storage):
                 self._space.objects.setdefault(full, _Object(data, time.time()))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object opened in this process.
+        """Returns a writer to an object opened in this process.
 
         Raises:
             ObjectNotFound: the token's object was completed or aborted, or never opened.
+            UsageError: not ``has_joined_writers``.
         """
         if not self.capabilities.has_joined_writers:
             raise UsageError(f"{self.url} has one writer per object")
@@ -206,37 +199,20 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, self._prefix + upload.key, upload, token, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-        """
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         data = (await self._find("get", key)).data
-        end = len(data) if stop is None else stop
-        if max(start, end) > len(data):
-            raise _truncated(key, max(start, end), len(data))
-        return bytes(memoryview(data)[start:end])
+        return bytes(memoryview(data)[start : range_end(key, start, stop, len(data))])
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        """
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         data = (await self._find("read_into", key)).data
         wanted = num_bytes(views)
         if wanted and offset + wanted > len(data):
-            raise _truncated(key, offset + wanted, len(data))
+            raise truncated(key, offset + wanted, len(data))
         copy_into(memoryview(data)[offset : offset + wanted], views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, as they were when the iteration began."""
+        """Yields objects in key order, as they were when the iteration began."""
         await checkpoint()
         skip = len(self._prefix)
         with self._space.lock:
@@ -249,7 +225,6 @@ class MemoryStorage(Storage):
             yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, all at once. Missing keys are passed over."""
         full = [self._prefix + check_key(key) for key in keys]
         await checkpoint()
         with self._space.lock:
@@ -257,7 +232,7 @@ class MemoryStorage(Storage):
                 self._space.objects.pop(key, None)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders of objects and of those that are not complete."""
+        """Returns the folders of objects and of those that are not complete."""
         await checkpoint()
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         with self._space.lock:
@@ -279,11 +254,6 @@ class MemoryStorage(Storage):
         return [key.removeprefix(self._prefix) for key in keys]
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         value = await self._find("stat", key)
         return ObjectInfo(key=key, size=len(value.data), modified_s=value.modified_s)
 
@@ -327,9 +297,7 @@ class _MemoryWriter(ObjectWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        stop = offset + num_bytes(views)
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        stop = check_write(self, offset, views)
         await checkpoint()
         is_checked = crc32c is not None and self._capabilities.checks_crc32c
         if is_checked and crc32c_of(flat(views)) != crc32c:
@@ -381,7 +349,7 @@ class _MemoryWriter(ObjectWriter):
             del self._space.uploads[self.token]
 
     def _fault(self) -> str:
-        """What is wrong with how the object was written; empty if nothing is."""
+        """Describes the first error in the writes of the object; empty if there is none."""
         least_bytes = self._capabilities.least_write_bytes(self.size)
         position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):
@@ -411,9 +379,3 @@ class _MemoryWriter(ObjectWriter):
                 backend=self._url,
                 detail="the writer was completed, released or aborted",
             )
-
-
-def _truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )

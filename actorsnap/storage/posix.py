@@ -1,8 +1,8 @@
-"""What a durable folder of files is made of: system calls that survive crashes and races.
+"""System calls of a durable folder of files, which survive crashes and races.
 
-Decides how folders are made, fsynced and pruned, how a file appears exclusively, when a
-descriptor may be closed, and which error of the package an error of the system becomes. It
-must not know the storage seam. All functions block; ``fs.py`` runs them on worker threads.
+Decides how folders are made, fsynced and pruned, how a file appears exclusively, when a descriptor
+may be closed, and which error of the package a system error becomes. It must not know the storage
+seam. All functions block; ``fs.py`` runs them on worker threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 
 from actorsnap.errors import (
     AccessDenied,
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -34,18 +33,17 @@ __all__ = [
     "Descriptor",
     "Folders",
     "close_all",
-    "opened_for_reading",
+    "open_for_reading",
     "publish_exclusively",
-    "simplified",
-    "storage_error",
+    "simplify_path",
+    "translate_os_error",
     "temporary_path",
-    "truncated",
     "unlink_object",
     "walk",
     "working_folder",
 ]
 
-# Creating a file loses against a concurrent prune of its folder at most this often.
+# How often creating a file may lose against a concurrent prune of its folder.
 CREATE_TRIES = 100
 _NAME_MAX = 255
 _LINK_UNSUPPORTED = {
@@ -73,10 +71,10 @@ class Closed(Exception):
 
 
 class Descriptor:
-    """A file descriptor that closes when asked to and no thread uses it any more.
+    """A file descriptor that closes when it is asked to and no thread uses it any more.
 
-    A number that is closed while a write is on its way may be reused for another file, and
-    the write would land there. Closes itself when collected.
+    The number of a descriptor that is closed during a write may be reused for another file, which
+    the write would then hit. Closes itself when collected.
     """
 
     def __init__(self) -> None:
@@ -104,7 +102,7 @@ class Descriptor:
                 os.close(fd)
 
     def close(self) -> None:
-        """Closes, or lets the last user close. Raises what ``close`` reports; idempotent."""
+        """Closes, or lets the last user close. Raises the errors of ``close``; idempotent."""
         with self._lock:
             self._is_closing = True
             fd = self._take()
@@ -126,11 +124,11 @@ class Descriptor:
 
 
 class Folders:
-    """Makes and removes folders, and knows which of them still need an fsync.
+    """Makes and removes folders, and knows which of them need an fsync.
 
-    ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. A
-    folder is struck off only if its version did not change during the fsync, and only after
-    it: else a concurrent ``sync`` could return before the entry is durable.
+    ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. A folder
+    is removed from it only after an fsync during which its version did not change: else a
+    concurrent ``sync`` could return before the entry is durable.
     """
 
     def __init__(self, root: str, *, durable: bool) -> None:
@@ -143,9 +141,9 @@ class Folders:
         self._versions = itertools.count()
 
     def note(self, folder: str) -> None:
-        """Marks the way from the root's parent to ``folder``, on its first use.
+        """Marks the folders from the root's parent to ``folder``, on its first use.
 
-        Also where the folders exist: who made them may have crashed before the fsync.
+        Including existing ones: their creator may have crashed before the fsync.
         """
         if not self._durable:
             return
@@ -158,7 +156,7 @@ class Folders:
                 folder = os.path.dirname(folder)
 
     def make(self, folder: str) -> None:
-        """Creates ``folder`` and what is missing above it.
+        """Creates ``folder`` and missing parents.
 
         Raises:
             NotADirectoryError: one of them is a file.
@@ -185,7 +183,7 @@ class Folders:
         raise FileNotFoundError(errno.ENOENT, "folders vanish while they are made", folder)
 
     def sync(self, folder: str) -> None:
-        """Makes the entries of ``folder``, and all that lead to it, durable."""
+        """Makes the entries of ``folder`` and of its parents durable."""
         if not self._durable:
             return
         is_first = True
@@ -197,7 +195,7 @@ class Folders:
                 try:
                     fsync_folder(folder)
                 except PermissionError:
-                    # A parent that others made and we cannot read is theirs to make durable.
+                    # A parent that others made and this process cannot read is theirs to sync.
                     if is_first or is_ours:
                         raise
                 with self._lock:
@@ -210,7 +208,7 @@ class Folders:
             folder = parent
 
     def sync_entries(self, folder: str) -> None:
-        """Makes what was removed from ``folder`` stay so."""
+        """Makes removals from ``folder`` durable."""
         if self._durable:
             fsync_folder(folder)
 
@@ -236,14 +234,14 @@ class Folders:
 
 
 def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo]:
-    """The regular files below ``folder`` in key order; links are passed over."""
+    """Yields the regular files below ``folder`` in key order; ignores links."""
     found: list[tuple[str, os.DirEntry[str]]] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(name_prefix):
-                    # With its slash, a folder sorts where its keys do. Nothing here follows
-                    # links, so below, a link is neither a folder nor a regular file.
+                    # With its slash, a folder sorts like its keys. Nothing here follows links, so a
+                    # link is neither a folder nor a regular file.
                     is_folder = entry.is_dir(follow_symlinks=False)
                     found.append((f"{entry.name}/" if is_folder else entry.name, entry))
     except FileNotFoundError:
@@ -265,8 +263,8 @@ def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo
 
 
 @contextmanager
-def opened_for_reading(path: str) -> Iterator[int]:
-    # O_NONBLOCK: opening a pipe that lies there must not hang; it does nothing to files.
+def open_for_reading(path: str) -> Iterator[int]:
+    # O_NONBLOCK: opening a pipe must not hang; no effect on files.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -280,19 +278,19 @@ def unlink_object(path: str) -> None:
     try:
         os.unlink(path)
     except (IsADirectoryError, PermissionError):
-        # A folder is no object; Linux and macOS say so differently.
+        # A folder is not an object; Linux and macOS report it differently.
         if stat.S_ISDIR(os.lstat(path).st_mode):
             return
         raise
 
 
 def working_folder(path: str) -> str:
-    """The working folder, which ``path`` is relative to.
+    """Returns the working folder; ``path`` is for the error.
 
     Raises:
         UsageError: it was deleted.
     """
-    # getcwd only looks into the kernel's memory; abspath counts as blocking for any path.
+    # getcwd only reads the kernel's memory; abspath counts as blocking for any path.
     try:
         return os.getcwd()
     except FileNotFoundError as error:
@@ -302,9 +300,10 @@ def working_folder(path: str) -> str:
         ) from error
 
 
-def simplified(path: str) -> str:
-    """An absolute path without what means nothing. ``..`` stays: behind a symbolic link, only
-    the kernel knows where it leads."""
+def simplify_path(path: str) -> str:
+    """Removes empty and ``.`` parts of an absolute path. ``..`` stays: after a symbolic link only
+    the kernel can resolve it.
+    """
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
@@ -312,7 +311,7 @@ def temporary_path(path: str) -> str:
     folder, name = os.path.split(path)
     ending = f".{secrets.token_hex(8)}.tmp"
     stem = os.fsencode(name if name.startswith(".") else f".{name}")[: _NAME_MAX - len(ending)]
-    # A character may have been cut in the middle: drop the rest of it.
+    # Drops the rest of a character that was cut in the middle.
     return os.path.join(folder, stem.decode(errors="ignore") + ending)
 
 
@@ -377,16 +376,10 @@ def close_all(descriptors: Sequence[Descriptor]) -> None:
         descriptor.close_quietly()
 
 
-def truncated(key: str, wanted: int, size: int) -> ChecksumMismatch:
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {size}"
-    )
-
-
-def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
-    """The one place where the system's errors become the package's."""
+def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
+    """Returns the package's error for an error of the system."""
     number = error.errno or 0
-    said = error.strerror or str(error)
+    reason = error.strerror or str(error)
 
     def make(kind: type[StorageError], detail: str) -> StorageError:
         return kind(
@@ -398,40 +391,43 @@ def storage_error(error: OSError, *, op: str, key: str, root: str) -> StorageErr
     if number == errno.EEXIST:
         return make(ObjectExists, "the object exists already")
     if number == errno.ENOTDIR:
-        obstacle = no_folder(root)
+        obstacle = _describe_obstacle(root)
         if os.path.lexists(root) and obstacle:
             return make(StorageError, f"{obstacle}; name a folder")
         if op in _READING or op == "delete":
             return make(ObjectNotFound, "no such object")
-        return make(StorageError, obstacle or parent_file(key, root))
+        return make(StorageError, obstacle or _describe_parent(key, root))
     if number == errno.EISDIR:
         return make(StorageError, "a folder has this name: other keys begin with it")
     if number == errno.EROFS:
-        return make(AccessDenied, f"{said}; remount it for writing or store elsewhere")
+        return make(AccessDenied, f"{reason}; remount it for writing or store elsewhere")
     if number in (errno.EACCES, errno.EPERM):
         return make(
             AccessDenied,
-            f"{said}; check owner and mode of the folder, this process has uid {os.geteuid()}",
+            f"{reason}; check owner and mode of the folder, this process has uid {os.geteuid()}",
         )
     if number == errno.ENOSPC:
-        return make(StorageFull, f"{said}: {free(root)}. Delete old snapshots or store elsewhere")
+        return make(
+            StorageFull,
+            f"{reason}: {_describe_free_space(root)}. Delete old snapshots or store elsewhere",
+        )
     if number == errno.EDQUOT:
         return make(
             StorageFull,
-            f"{said}: a quota of bytes or of files is used up, `quota -s` shows yours. Delete old "
-            "snapshots or store elsewhere",
+            f"{reason}: a quota of bytes or of files is used up, `quota -s` shows yours. Delete "
+            "old snapshots or store elsewhere",
         )
     if number == errno.ENAMETOOLONG:
-        what = "path" if is_too_long(root) else "key"
+        what = "path" if _is_too_long(root) else "key"
         return make(
             StorageError, f"the {what} is too long: at most {_NAME_MAX} bytes between two slashes"
         )
     if number in (errno.EMFILE, errno.ENFILE):
-        return make(StorageError, f"{said}; raise the limit of open files (ulimit -n)")
-    return make(StorageError, said)
+        return make(StorageError, f"{reason}; raise the limit of open files (ulimit -n)")
+    return make(StorageError, reason)
 
 
-def parent_file(key: str, root: str) -> str:
+def _describe_parent(key: str, root: str) -> str:
     parts = key.split("/")[:-1]
     for end in range(1, len(parts) + 1):
         parent = "/".join(parts[:end])
@@ -440,8 +436,8 @@ def parent_file(key: str, root: str) -> str:
     return f"a parent of {key!r} is no folder"
 
 
-def no_folder(path: str) -> str:
-    """What of ``path`` is there, but no folder, in words; empty if nothing is in the way."""
+def _describe_obstacle(path: str) -> str:
+    """Describes the file or dangling link in the place of a folder; empty if there is none."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if os.path.isdir(path):
@@ -450,7 +446,7 @@ def no_folder(path: str) -> str:
     return f"{path} is {'a symbolic link to nothing' if is_dangling else 'a file'}"
 
 
-def is_too_long(path: str) -> bool:
+def _is_too_long(path: str) -> bool:
     try:
         os.lstat(path)
     except OSError as error:
@@ -458,8 +454,8 @@ def is_too_long(path: str) -> bool:
     return False
 
 
-def free(root: str) -> str:
-    """What is left where ``root`` lies, in words; the root itself may not exist yet."""
+def _describe_free_space(root: str) -> str:
+    """Describes the free space of the file system of ``root``, which may not exist yet."""
     folder = root
     while folder != os.path.dirname(folder) and not os.path.isdir(folder):
         folder = os.path.dirname(folder)

@@ -1,14 +1,12 @@
 """From a URL to a storage.
 
-Decides which backend a URL names, and loads it only then. Built-in backends and third
-parties' register in the same form, ``scheme = "module:factory"`` with a ``StorageFactory``:
-built-ins in the table below, so that a source tree works without being installed, others by
-the entry-point group ``actorsnap.storage`` or, in tests and scripts, by ``register``. What
-nobody knows is left to fsspec, where that is installed.
+Finds the backend for a URL and loads it only then. All backends register as
+``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in the table below, so that a
+source tree works without being installed, others in the entry-point group ``actorsnap.storage`` or,
+in tests and scripts, by ``register``. Unknown schemes go to fsspec if it is installed.
 
-Entry points are read only when a scheme is asked for that nothing else knows, so a broken
-third-party package cannot break those who do not use it. The module must not know what a
-backend does with its URL.
+Entry points are read only for a scheme that nothing else has, so a broken third-party package
+cannot break those who do not use it. The module must not know how a backend reads its URL.
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ _lock = threading.Lock()
 
 
 def register(scheme: str, factory: StorageFactory) -> None:
-    """Makes ``scheme://`` URLs open with ``factory`` in this process.
-
-    Repeating a registration with the same factory has no effect.
+    """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent.
 
     Raises:
         UsageError: the scheme is malformed, built in, or taken by another factory.
@@ -82,17 +78,17 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """All schemes that ``open_storage`` can find, sorted. Loads no backend."""
+    """Returns all schemes that ``open_storage`` can find, sorted. Loads no backend."""
     found = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
         return tuple(sorted({*_BUILT_IN, *_registered, *found}))
 
 
 def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storage:
-    """Opens the storage that a URL or a local path names. Does no I/O but imports.
+    """Opens the storage of a URL or a local path. No I/O except imports.
 
-    A string without ``scheme://`` and every ``os.PathLike`` is a path of the local file
-    system. URLs are taken as they are: ``%20`` is no space.
+    A string without ``scheme://`` and every ``os.PathLike`` is a path of the local file system.
+    URLs are taken verbatim: ``%20`` is not a space.
 
     Raises:
         UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
@@ -102,7 +98,7 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
 
 
 def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Storage]:
-    """``open_storage`` in two steps: what reads files and imports is done when this returns.
+    """``open_storage`` in two steps: all files are read and modules imported when this returns.
 
     Raises:
         UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded.
@@ -114,29 +110,29 @@ def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Stora
     else:
         text = f"{scheme}://{rest}"
     factory = _factory(scheme)
-    return lambda context: _checked(scheme, factory(text, context))
+    return lambda context: _check_storage(scheme, factory(text, context))
 
 
 def is_ready(url: str | os.PathLike[str]) -> bool:
-    """Whether ``open_storage`` would read no file, so that an event loop may call it."""
+    """Returns whether ``open_storage`` would read no file: an event loop may call it."""
     scheme = _split(url, check_url(url))[0] or "fs"
     with _lock:
         if scheme in _registered:
             return True
     module, _, name = _BUILT_IN.get(scheme, "").partition(":")
-    # A module that another thread is still importing has it not yet.
+    # The factory is missing while another thread imports the module.
     return hasattr(sys.modules.get(module), name)
 
 
 def is_shared(url: str) -> bool:
-    """Whether another process that opens the URL finds the same objects there."""
+    """Returns whether another process that opens the URL finds the same objects."""
     scheme = _split(url, url)[0]
     with _lock:
         return scheme != "memory" and scheme not in _registered
 
 
 def _split(url: object, text: str) -> tuple[str | None, str]:
-    """The scheme, or None for a path, and what follows."""
+    """Returns the scheme, None for a path, and the rest."""
     match = _SCHEME.match(text)
     if match is None or not isinstance(url, str):
         return None, text
@@ -144,7 +140,7 @@ def _split(url: object, text: str) -> tuple[str | None, str]:
 
 
 def absolute(url: str) -> str:
-    """The URL that names the same place when the process has changed its working folder.
+    """Returns the URL of the same place for any working folder.
 
     Raises:
         UsageError: the working folder was deleted.
@@ -156,7 +152,7 @@ def absolute(url: str) -> str:
 
 
 def folder_and_name(url: str) -> tuple[str, str] | None:
-    """The URL of the folder that a place lies in, and its name there; None if there is none."""
+    """Returns the URL of a place's folder, and its name there; None if there is no folder."""
     scheme, rest = _split(url, url)
     folder, _, name = rest.rstrip("/").rpartition("/")
     if scheme is None:
@@ -167,8 +163,9 @@ def folder_and_name(url: str) -> tuple[str, str] | None:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as messages may show it: without a password, and without the query of what is left
-    to fsspec, which may be a signature."""
+    """Returns the URL for messages: without a password and, for fsspec, without the query, which
+    may be a signature.
+    """
     match = _SCHEME.match(url)
     if match is None:
         return url
@@ -179,8 +176,11 @@ def without_secrets(url: str) -> str:
 
 
 def canonical(url: str) -> str:
-    """Returns ``url`` in the form in which equal places have equal URLs: absolute, without secrets,
-    without empty parts of the path. For comparisons and messages only."""
+    """Returns the same text for equal places: absolute, without secrets and empty parts of the
+    path.
+
+    For comparisons and messages only.
+    """
     text = printable(without_secrets(absolute(url)))
     match = _SCHEME.match(text)
     scheme, path = ("fs", text) if match is None else (match[1].lower(), text[match.end() :])
@@ -194,10 +194,10 @@ def canonical(url: str) -> str:
 
 
 def check_url(url: object) -> str:
-    """A URL or path as a string.
+    """Returns a URL or path as a string.
 
     Raises:
-        UsageError: it is neither, is empty, a URL that lacks a slash, or begins with ``~``.
+        UsageError: it is neither, is empty, lacks a slash, or begins with ``~``.
     """
     if isinstance(url, str):
         text = url
@@ -233,7 +233,7 @@ def _factory(scheme: str) -> StorageFactory:
         for point in metadata.entry_points(group=ENTRY_POINT_GROUP)
         if point.name.lower() == scheme
     ]
-    # The same distribution may be seen twice on sys.path; only different factories conflict.
+    # A distribution may be on sys.path twice; only different factories conflict.
     values = sorted({point.value for point in points})
     if not values:
         return _fsspec_factory(scheme)
@@ -247,10 +247,10 @@ def _factory(scheme: str) -> StorageFactory:
 
 
 def _fsspec_factory(scheme: str) -> StorageFactory:
-    """fsspec's, for a scheme that nobody else has."""
+    """Returns fsspec's factory for a scheme without a backend."""
     if find_spec("fsspec") is not None:
         module = import_module("actorsnap.storage.fsspec")
-        if module.knows(scheme):
+        if module.has_implementation(scheme):
             factory: StorageFactory = module.open_fsspec
             return factory
     raise UsageError(
@@ -268,7 +268,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
         loaded: object = import_module(module.strip())
         for name in attribute.strip().split("."):
             loaded = getattr(loaded, name)
-    # A third party's import may raise anything at all; whatever it is, its owner is named.
+    # A third party's import may raise anything; its owner is named.
     except Exception as error:
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):
@@ -277,7 +277,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
     return factory
 
 
-def _checked(scheme: str, storage: object) -> Storage:
+def _check_storage(scheme: str, storage: object) -> Storage:
     if not isinstance(storage, Storage):
         raise UsageError(
             f"the factory for the storage scheme {scheme!r} returned {type(storage).__name__}, "

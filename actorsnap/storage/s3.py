@@ -1,29 +1,29 @@
-"""Storage in a bucket of S3 or of a server that speaks its protocol: ``s3://bucket/prefix``.
+"""Storage in a bucket of S3 or of a compatible server: ``s3://bucket/prefix``.
 
-Decides which requests make each verb. Must not know: snapshots, retries, concurrency (wrappers,
-which ``open_s3`` puts around it), parts of objects (``s3_upload``), what a request looks like and
-what servers cannot do (``s3_bucket``), sockets and signatures (``s3_client``, ``wire``).
+Decides which requests make each verb. Must not know: snapshots, retries, concurrency (policies,
+which ``open_s3`` adds), parts of objects (``s3_upload``), the form of requests and the limits of
+servers (``s3_bucket``), sockets and signatures (``s3_client``, ``wire``).
 
 - Objects of up to 1 MiB are one put, when they are complete; a joined writer cannot write them.
-- Others are multipart uploads. A write's first part is number ``offset // unit + 1``, where the
+- Others are multipart uploads. A write's first part has number ``offset // unit + 1``, where the
   unit follows from the object's size; and a write has as many parts as lead to the number of the
-  next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers want,
-  and writers on other ranks need to know no more than the upload's id. A write is a unit or longer,
-  so that no part is less than half of one. ``complete`` names the parts by the ETags that the
-  server has answered: it refuses those that it has not, or has otherwise. Then, and where several
-  have written, the parts are listed first and have to cover the object.
-- Every body has its CRC32C with it. A server that compares it repeats it in the answer. Where one
-  does not, payloads are signed: what arrives otherwise is refused for its SHA-256. Whether it is
-  is tried once per client; where it is not, the MD5 goes along, which every server compares.
+  next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers
+  require, and writers on other ranks need only the upload's id. A write is a unit or longer, so no
+  part is less than half of one. ``complete`` names the parts by the ETags in the server's answers:
+  it refuses parts that it lacks, or has otherwise. Then, and after several writers, the parts are
+  listed first and must cover the object.
+- Every body has its CRC32C. A server that compares it repeats it in the answer. For other servers
+  payloads are signed: bytes with another SHA-256 are refused. Whether they are is tried once per
+  client; if not, the MD5 goes along, which every server compares.
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
-  per client, with an object of its own. Where it does not, ``put_if_absent`` looks, puts and reads
-  back: of two writers at the same moment the last wins, and both can see which.
-- A writer with ``older`` objects copies what it can of them, within the server. An upload that a
-  dead writer left is completed for that with the parts that it has from the first byte on; whoever
-  still writes to it fails. A copy counts if its CRC32C, or where the server tells none its ETag, an
-  MD5, is that of the bytes at hand. Who has joined a writer copies nothing.
-- ``list_folders``, ``delete`` and ``delete_folder`` know unfinished uploads, too: what a dead
-  attempt left is found and removed like its objects.
+  per client, with an object of its own. If not, ``put_if_absent`` looks, puts and reads back: of
+  two concurrent writers the last wins, and both can see which.
+- A writer with ``older`` objects copies from them within the server. An upload that a dead writer
+  left is first completed with its leading parts; a living writer to it fails. A copy counts if its
+  CRC32C, or its ETag, an MD5, where the server sends none, is that of the bytes at hand. A joined
+  writer copies nothing.
+- ``list_folders``, ``delete`` and ``delete_folder`` include unfinished uploads: leftovers of a dead
+  attempt are found and removed like its objects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ import msgspec
 
 from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, UsageError
 from actorsnap.lines import Lines
-from actorsnap.storage.adaptive import AdaptiveStorage
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -47,13 +46,21 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
+    check_offset,
+    check_range,
+    range_end,
 )
-from actorsnap.storage.options import convert_options
-from actorsnap.storage.s3_bucket import S3Bucket, info_of, truncated
+from actorsnap.storage.cloud import add_policies, convert_options
+from actorsnap.storage.s3_bucket import S3Bucket, info_of
 from actorsnap.storage.s3_client import S3Options
-from actorsnap.storage.s3_upload import PartWriter, SmallWriter, Source, Upload, leading
+from actorsnap.storage.s3_upload import (
+    OlderObject,
+    PartWriter,
+    S3Upload,
+    SmallWriter,
+    leading_parts,
+)
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 
 __all__ = ["S3Storage", "open_s3"]
 
@@ -68,20 +75,17 @@ def open_s3(url: str, context: StorageContext) -> Storage:
     """Opens ``s3://bucket/prefix``. No I/O.
 
     Raises:
-        UsageError: the URL names no bucket, or an option is unknown or wrong.
+        UsageError: the URL has no valid bucket, or an option is unknown or wrong.
     """
     options = convert_options(context.options, S3Options, scheme="s3")
-    storage = S3Storage(url, context, options)
-    policy = RetryPolicy(max_attempts=options.max_attempts, first_delay_s=0.25, max_delay_s=10.0)
-    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
-    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+    return add_policies(S3Storage(url, context, options), options, context)
 
 
 class S3Storage(Storage):
     """One bucket, below a prefix. The module's docstring has the rules.
 
-    Atomicity and durability of all verbs are the server's: an object is there, whole and
-    durable, when the request that makes it is answered, and never seen before.
+    Atomicity and durability of all verbs are the server's: an object appears, whole and durable,
+    when the request that makes it is answered.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -96,11 +100,10 @@ class S3Storage(Storage):
         )
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole object. Atomicity: the server's."""
         await self.bucket.put("put", check_key(key), views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: the server's, where ``has_conditional_put``.
+        """Creates a whole object. Atomicity: the server's, if ``has_conditional_put``.
 
         Raises:
             ObjectExists: the key exists.
@@ -122,27 +125,27 @@ class S3Storage(Storage):
         )
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object. One that exists stays until ``complete`` replaces it."""
+        """Opens a new object. An existing one stays until ``complete`` replaces it."""
         check_key(key)
         if not 0 <= size <= _MAX_OBJECT_BYTES:
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
-            return SmallWriter(self.bucket, Upload(key=key, size=size), is_opener=True)
-        sources: list[Source] = []
+            return SmallWriter(self.bucket, S3Upload(key=key, size=size), is_opener=True)
+        sources: list[OlderObject] = []
         for name in older:
             older_bytes = await self._older_bytes(check_key(name))
-            # Mostly a resumed save has taken over what there was, unless it died in the midst.
+            # Mostly a resumed save has taken over all of it, unless it died in the middle.
             if older_bytes > max([source.size for source in sources], default=0):
-                sources.append(Source(key=name, size=older_bytes))
+                sources.append(OlderObject(key=name, size=older_bytes))
         if sources and not await self.bucket.copies_parts(key, sources[0].key):
             sources = []
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
         upload_id = await self.bucket.begin_upload(key)
-        upload = Upload(key=key, size=size, id=upload_id, unit=unit)
+        upload = S3Upload(key=key, size=size, id=upload_id, unit=unit)
         return PartWriter(self.bucket, upload, is_opener=True, sources=sources)
 
     async def _older_bytes(self, key: str) -> int:
-        """The size of an older object, which is made of its upload where there is one; or 0."""
+        """Returns the size of an older object, completed from its upload if needed; or 0."""
         bucket = self.bucket
         try:
             with suppress(ObjectNotFound):
@@ -151,7 +154,7 @@ class S3Storage(Storage):
             async for found, upload_id in bucket.uploads(key):
                 if found == key:
                     parts = await bucket.parts("writer", key, upload_id)
-                    num_stored = sum(part["Size"] for part in leading(parts))
+                    num_stored = sum(part["Size"] for part in leading_parts(parts))
                     longest = max(longest, (num_stored, upload_id, parts), key=lambda each: each[0])
             older_bytes, upload_id, parts = longest
             if older_bytes:
@@ -167,65 +170,60 @@ class S3Storage(Storage):
         self, key: str, upload_id: str, parts: Sequence[dict[str, Any]]
     ) -> None:
         """Makes an object that begins with the leading parts of an upload."""
-        whole = leading(parts)
+        whole = leading_parts(parts)
         try:
             await self.bucket.complete_upload("writer", key, upload_id, whole)
         except StorageError as error:
             if error.retryable or len(whole) == len(parts):
                 raise
-            # Some servers want all parts named that they have, others none behind a gap. What
-            # comes behind it lies elsewhere then, and copies of that fail their checksums.
+            # Some servers want all their parts named, others none after a gap. Parts after it move,
+            # and copies of them fail their checksums.
             await self.bucket.complete_upload("writer", key, upload_id, parts)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """A writer to an object that another party opened. No request: writing tells."""
-        upload = msgspec.msgpack.decode(token, type=Upload)
+        """Returns a writer to an object that another party opened. No request."""
+        upload = msgspec.msgpack.decode(token, type=S3Upload)
         await anyio.lowlevel.checkpoint()
         made = PartWriter if upload.id else SmallWriter
         return made(self.bucket, upload, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes ``[start, stop)``. One request for a whole object of up to 1 MiB.
+        """Returns the bytes ``[start, stop)``. One request for a whole object of up to 1 MiB.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before ``stop``.
         """
         check_key(key)
-        if start < 0 or (stop is not None and stop < start):
-            raise UsageError(f"not a range of bytes: [{start}, {stop})")
+        check_range(start, stop)
         if stop is None and not start:
             body, stop = await self.bucket.get("get", key)
             if len(body) == stop:
                 return body
         elif stop is None or stop == start:
-            size = (await self.bucket.stat("get", key)).size
-            stop = size if stop is None else stop
-            if max(start, stop) > size:
-                raise truncated(key, max(start, stop), size)
+            stop = range_end(key, start, stop, (await self.bucket.stat("get", key)).size)
         data = bytearray(stop - start)
         if data:
             await self.bucket.receive("get", key, start, [memoryview(data)])
         return bytes(data)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on: from the socket, without a copy.
+        """Fills ``views`` from byte ``offset`` on, straight from the socket.
 
         Raises:
             ObjectNotFound: no such object.
             ChecksumMismatch: the object ends before the views are full.
-        Cancellation: at once; nothing writes to the views any more.
+        Cancellation: at once; nothing writes to the views after that.
         """
         check_key(key)
-        if offset < 0:
-            raise UsageError(f"not an offset: {offset}")
+        check_offset(offset)
         if num_bytes(views):
             await self.bucket.receive("read_into", key, offset, views)
         else:
             await self.bucket.stat("read_into", key)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Objects in key order, a page of 1000 per request."""
+        """Yields objects in key order, a page of 1000 per request."""
         async for page in self.bucket.pages("list", prefix):
             for each in page.get("Contents", ()):
                 yield info_of(self.bucket.relative(each["Key"]), each)
@@ -255,7 +253,7 @@ class S3Storage(Storage):
         return aborted
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """The folders of objects and of unfinished uploads."""
+        """Returns the folders of objects and of unfinished uploads."""
         start = f"{check_key(folder)}/" if folder else ""
         found: set[str] = set()
         async for page in self.bucket.pages("list_folders", start, Delimiter="/"):
@@ -268,7 +266,7 @@ class S3Storage(Storage):
         return sorted(found)
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder`` and aborts all uploads to it; returns their keys."""
+        """Deletes all objects in ``folder`` and aborts its uploads; returns their keys."""
         start = f"{check_key(folder)}/"
         keys = [*await self._abort_uploads(start)]
         keys.extend([info.key async for info in self.list(start)])
@@ -276,13 +274,8 @@ class S3Storage(Storage):
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         return await self.bucket.stat("stat", check_key(key))
 
     async def aclose(self) -> None:
-        """Gives the shared client back. Idempotent."""
+        """Releases the shared client. Idempotent."""
         await self.bucket.aclose()

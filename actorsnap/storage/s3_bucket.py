@@ -1,15 +1,14 @@
-"""Requests to one bucket of S3: what they look like, and what a server turns out to know.
+"""Requests to one bucket of S3: their form, and the abilities of the server.
 
-Decides the checks that go along with a body, and finds out which of them the server makes. Must
-not know: the verbs of a storage (``s3``), which parts an object has (``s3_upload``), sockets and
-signatures (``s3_client``).
+Decides the checks that go along with a body, and finds out which of them the server makes. Must not
+know: the verbs of a storage (``s3``), an object's parts (``s3_upload``), sockets and signatures
+(``s3_client``).
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -21,45 +20,40 @@ import anyio
 from botocore.exceptions import BotoCoreError, ClientError
 
 from actorsnap.errors import (
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
     Throttled,
-    UsageError,
 )
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectInfo, StorageContext, check_key
+from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, truncated
+from actorsnap.storage.cloud import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
     S3Client,
     S3Options,
-    crc32c_text,
-    explained,
     shared_client,
+    translate_error,
 )
 from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["S3Bucket", "Sent", "code", "etag", "info_of", "truncated"]
+__all__ = ["S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 
 logger = Lines(__name__)
 
-_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+")
-"""The name of a bucket, some of which are older than Amazon's rules; or of an access point."""
+_BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
+"""The name of a bucket, some older than Amazon's rules, or of an access point."""
 
 _MAX_DELETED = 1000
 """Keys in one request."""
 
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
-_CLEANUP_S = 30.0
-"""Ending an upload takes no longer, also if the caller is cancelled; what is left is garbage."""
-
 
 class Sent(NamedTuple):
-    """What is known of a body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
+    """A body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
 
     crc32c: str
     etag: str
@@ -67,35 +61,26 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which the keys that are given here have not.
+    """One bucket, below a prefix, which is not part of the keys given here.
 
-    All requests raise what ``s3_client.explained`` makes of a failure.
+    All requests raise the errors of ``s3_client.translate_error``.
 
     Raises:
-        UsageError: the URL names no bucket, or what cannot be one.
+        UsageError: the URL has no valid bucket.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
-        name, _, prefix = url.removeprefix("s3://").partition("/")
-        prefix = prefix.rstrip("/")
-        if not name:
-            raise UsageError(f"{url!r} names no bucket: s3://bucket/prefix")
-        if not _BUCKET.fullmatch(name):
-            # Not what stands there: it may be key:secret@bucket.
-            raise UsageError(
-                "what stands between s3:// and the next slash cannot be a bucket's name; "
-                "credentials go into storage_options or the environment"
-            )
+        name, prefix = split_url(url, _BUCKET_PATTERN)
         self.url = f"s3://{name}/{prefix}".rstrip("/")
-        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._prefix = f"{prefix}/" if prefix else ""
         self._name = name
         self._context = context
         self._options = options
         self._shared: S3Client | None = None
         self._payer = {"RequestPayer": "requester"} if options.request_payer else {}
-        self._read_headers = _headers(self._payer)
-        self._properties = _properties(options)
-        self._written = _headers({**self._payer, **self._properties})
+        self._read_headers = _to_headers(self._payer)
+        self._object_properties = _object_properties(options)
+        self._written = _to_headers({**self._payer, **self._object_properties})
 
     @property
     def client(self) -> S3Client:
@@ -107,38 +92,38 @@ class S3Bucket:
         return self._shared
 
     async def aclose(self) -> None:
-        """Gives the shared client back. Idempotent."""
+        """Releases the shared client. Idempotent."""
         client, self._shared = self._shared, None
         if client is not None:
             await client.release()
 
     def full(self, key: str) -> str:
-        """The key in the bucket."""
+        """Returns the key in the bucket."""
         return self._prefix + key
 
     @contextmanager
-    def _explained(self, op: str, key: str) -> Iterator[None]:
-        """Raises what a failure means as an error of this package."""
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
+        """Raises failures as errors of this package."""
         try:
             yield
         except (ClientError, BotoCoreError, WireError) as error:
-            raise explained(
+            raise translate_error(
                 error, self.client, op=op, key=key, url=self.url, bucket=self._name
             ) from error
 
     async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
-        """A control call, about the object ``key`` where that is not empty."""
+        """Makes a control call, about the object ``key`` unless that is empty."""
         if key:
             params["Key"] = self.full(key)
-        with self._explained(op, key):
+        with self._translate_errors(op, key):
             return await self.client.call(operation, Bucket=self._name, **self._payer, **params)
 
     def relative(self, full: str) -> str:
-        """The key of what has this one in the bucket."""
+        """Returns the key without the prefix."""
         return full.removeprefix(self._prefix)
 
     async def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """Objects below ``prefix``, up to 1000 a page."""
+        """Yields objects below ``prefix``, up to 1000 a page."""
         prefix = self.full(prefix)
         after: dict[str, str] = {}
         while True:
@@ -149,7 +134,7 @@ class S3Bucket:
             after = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
-        """Key and id of each unfinished upload below ``prefix``."""
+        """Yields key and id of each unfinished upload below ``prefix``."""
         prefix = self.full(prefix)
         after: dict[str, str] = {}
         while True:
@@ -158,8 +143,8 @@ class S3Bucket:
             except StorageError as error:
                 if error.retryable:
                     raise
-                # Not every server and every policy allows it; then they are the bucket's rules
-                # to collect (AbortIncompleteMultipartUpload).
+                # Not every server and policy allows it; then the bucket's rules collect them
+                # (AbortIncompleteMultipartUpload).
                 logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
                 return
             for each in page.get("Uploads", ()):
@@ -172,7 +157,7 @@ class S3Bucket:
             }
 
     async def stat(self, op: str, key: str) -> ObjectInfo:
-        """Size and time of an object.
+        """Returns size and time of an object.
 
         Raises:
             ObjectNotFound: no such object.
@@ -190,14 +175,14 @@ class S3Bucket:
         stop = offset + num_bytes(views)
         headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
         try:
-            with self._explained(op, key):
+            with self._translate_errors(op, key):
                 response = await self.client.receive(self._name, self.full(key), headers, views)
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
                 raise truncated(key, stop, offset + cause.num_bytes) from error
-            if code(error) in ("InvalidRange", "416"):
-                raise truncated(key, stop, None) from error
+            if error_code(error) in ("InvalidRange", "416"):
+                raise truncated(key, stop) from error
             raise
         if offset and not response.headers.get("content-range", "").startswith(f"bytes {offset}-"):
             raise StorageError(
@@ -205,8 +190,8 @@ class S3Bucket:
             )
 
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
-        """The first bytes of an object, all of a small one, and its size."""
-        with self._explained(op, key):
+        """Returns the first bytes of an object, all of a small one, and its size."""
+        with self._translate_errors(op, key):
             response = await self.client.receive(
                 self._name, self.full(key), self._read_headers, None
             )
@@ -215,13 +200,13 @@ class S3Bucket:
     async def put(
         self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """A whole object in one request."""
+        """Puts a whole object in one request."""
         await self._send(op, key, {}, self._written, views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        """A whole object that is not there yet; only where ``has_conditional_put``."""
+        """Puts a new object; only if ``has_conditional_put``."""
         headers = {**self._written, "If-None-Match": "*"}
-        # With all checks at once: a second try would find what the first has created.
+        # With all checks at once: a retry would find the object that the first try created.
         await self._send(op, key, {}, headers, views, is_signed=True)
 
     async def _send(
@@ -238,7 +223,7 @@ class S3Bucket:
         """Sends an object or a part, with its CRC32C."""
         if crc32c is None:
             (crc32c,) = await self.checksums([views])
-        expected = crc32c_text(crc32c)
+        expected = encode_crc32c(crc32c)
         headers = {
             **headers,
             "x-amz-checksum-crc32c": expected,
@@ -271,23 +256,21 @@ class S3Bucket:
         headers: Mapping[str, str],
         views: Sequence[memoryview],
     ) -> Sent:
-        """One request; what the server says of it, which may be no CRC32C."""
-        with self._explained(op, key):
+        """Sends one request; returns the server's answer, maybe without a CRC32C."""
+        with self._translate_errors(op, key):
             response = await self.client.send(
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
             )
-        said = response.headers
-        return Sent(
-            said.get("x-amz-checksum-crc32c", ""), said.get("etag", "").strip('"'), num_bytes(views)
-        )
+        crc32c = response.headers.get("x-amz-checksum-crc32c", "")
+        return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
-        """The error for bytes that are not the ones that have this CRC32C; to be tried again."""
+        """Returns the retryable error for bytes with another CRC32C."""
         detail = f"bucket {self._name!r}: {what} has another CRC32C"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
     async def has_conditional_put(self, op: str) -> bool:
-        """Whether ``If-None-Match`` works; tried with an object in the scratch folder."""
+        """Returns whether ``If-None-Match`` works; tries it in the scratch folder."""
         client = self.client
         async with client.probing:
             if client.has_conditional_put is None:
@@ -308,12 +291,12 @@ class S3Bucket:
             except ObjectExists:
                 return True
             except StorageError as error:
-                if code(error) != "NotImplemented":
+                if error_code(error) != "NotImplemented":
                     raise
             return False
 
     async def _checks_sha256(self, op: str) -> bool:
-        """Whether a body that is not what is signed is refused; tried with one."""
+        """Returns whether a body that differs from the signed one is refused; tries it."""
         client = self.client
         async with client.probing:
             if client.checks_sha256 is None:
@@ -324,14 +307,14 @@ class S3Bucket:
                         await self._send_as(nothing, op, key, {}, self._written, views)
                         client.checks_sha256 = False
                     except StorageError as error:
-                        if error.retryable and code(error) not in _MISMATCHES:
+                        if error.retryable and error_code(error) not in _MISMATCHES:
                             raise
                         client.checks_sha256 = True
             return client.checks_sha256
 
     @asynccontextmanager
     async def _probe_key(self) -> AsyncIterator[str]:
-        """The key of an object in the scratch folder, which is deleted in the end."""
+        """The key of an object in the scratch folder, deleted at the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
@@ -341,7 +324,7 @@ class S3Bucket:
                 await self.delete([key])
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
-        """The CRC32C of each."""
+        """Returns the CRC32C of each body."""
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -361,14 +344,14 @@ class S3Bucket:
     async def _check_deleted(self, failed: Mapping[str, Any]) -> None:
         key = self.relative(str(failed.get("Key", "")))
         with suppress(ObjectNotFound):
-            # Some servers call it a failure that there is nothing to delete.
+            # Some servers report a missing object as a failure.
             await self.stat("delete", key)
             failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
-            with self._explained("delete", key):
+            with self._translate_errors("delete", key):
                 raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
-        """Begins an upload, the first one alone to learn what the server checks; returns its id."""
+        """Begins an upload and returns its id. The first one alone learns the server's checks."""
         client = self.client
         if not client.knows_checks():
             async with client.beginning:
@@ -376,20 +359,19 @@ class S3Bucket:
                     upload_id = await self._create_upload(key)
                     if client.knows_checks():
                         return upload_id
-                    # Not beside uploads: some servers delete their folder with the object that
-                    # is tried.
+                    # Not during uploads: some servers delete their folder with the tried object.
                     await self.abort_upload(key, upload_id)
                     await self._checks_sha256("writer")
         return await self._create_upload(key)
 
     async def _create_upload(self, key: str) -> str:
-        """Begins an upload, and learns whether the server knows the checksums of parts."""
+        """Begins an upload, and learns whether the server checks parts' checksums."""
         answer = await self.call(
             "writer",
             key,
             "create_multipart_upload",
             ChecksumAlgorithm="CRC32C",
-            **self._properties,
+            **self._object_properties,
         )
         if self.client.checks_crc32c is None:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
@@ -403,7 +385,7 @@ class S3Bucket:
         return await self._send("write_at", key, query, self._read_headers, views, crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
-        """What the server has of an upload, by rising number."""
+        """Returns the server's list of an upload's parts, by rising number."""
         found = []
         after: dict[str, int] = {}
         while True:
@@ -416,7 +398,7 @@ class S3Bucket:
     async def complete_upload(
         self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Makes an object of these parts, which the completion names by their ETags."""
+        """Makes an object of these parts, named by their ETags."""
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
@@ -432,7 +414,7 @@ class S3Bucket:
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
+        with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
                 await self.call(
                     "abort",
@@ -444,9 +426,9 @@ class S3Bucket:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
     async def copies_parts(self, key: str, source: str) -> bool:
-        """Whether the server copies from ``source``; tried with an upload to ``key``.
+        """Returns whether the server copies from ``source``; tries it with an upload to ``key``.
 
-        Some take the request for an empty part instead, and let nobody write that again.
+        Some take the request for an empty part instead, and do not allow it to be written again.
         """
         client = self.client
         async with client.probing:
@@ -473,7 +455,7 @@ class S3Bucket:
         views: Sequence[memoryview],
         crc32c: int,
     ) -> Sent | None:
-        """Copies a part from the same place in ``source``; None if that has not these bytes."""
+        """Copies a part from the same place in ``source``; returns None if that has other bytes."""
         stop = offset + num_bytes(views)
         try:
             copied = await self._copy("reuse", key, upload_id, number, source, offset, stop)
@@ -482,7 +464,7 @@ class S3Bucket:
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        sent = Sent(crc32c_text(crc32c), etag(copied), num_bytes(views))
+        sent = Sent(encode_crc32c(crc32c), etag_of(copied), num_bytes(views))
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
         found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
@@ -498,7 +480,7 @@ class S3Bucket:
         start: int,
         stop: int,
     ) -> Mapping[str, Any]:
-        """Copies a part; what the server says of it, which is nothing where it did not."""
+        """Copies a part; returns the server's result, empty if it did not copy."""
         answer = await self.call(
             op,
             key,
@@ -513,7 +495,7 @@ class S3Bucket:
 
 
 def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[bytes]]:
-    """The CRC32C, and the digests of these names."""
+    """Returns the CRC32C, and the digests of these names."""
     digests = [hashlib.new(name, usedforsecurity=False) for name in names]
     for view in views:
         for digest in digests:
@@ -521,8 +503,8 @@ def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[
     return crc32c_of(views), [digest.digest() for digest in digests]
 
 
-def etag(part: Mapping[str, Any]) -> str:
-    """Some servers quote it everywhere, some in some answers only."""
+def etag_of(part: Mapping[str, Any]) -> str:
+    """Returns an ETag without quotes, which servers add in some answers only."""
     return str(part.get("ETag", "")).strip('"')
 
 
@@ -533,15 +515,15 @@ _HEADERS = {
     "StorageClass": "x-amz-storage-class",
     "Tagging": "x-amz-tagging",
 }
-"""How bulk requests say what control calls say by parameters."""
+"""Headers of bulk requests, by the parameter of control calls."""
 
 
-def _headers(params: Mapping[str, str]) -> dict[str, str]:
+def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
     return {_HEADERS[name]: value for name, value in params.items()}
 
 
-def _properties(options: S3Options) -> dict[str, str]:
-    """What new objects get, as parameters of control calls."""
+def _object_properties(options: S3Options) -> dict[str, str]:
+    """Returns the properties of new objects, as parameters of control calls."""
     params = {
         "ServerSideEncryption": options.sse,
         "SSEKMSKeyId": options.kms_key_id,
@@ -556,20 +538,12 @@ def _modified_s(answer: Mapping[str, Any]) -> float:
     return 0.0 if modified is None else modified.timestamp()
 
 
-def code(error: StorageError) -> str | None:
-    """What the server called it."""
+def error_code(error: StorageError) -> str | None:
+    """Returns the server's code for the error."""
     cause = error.__cause__
     return cause.response["Error"].get("Code") if isinstance(cause, ClientError) else None
 
 
 def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
-    """What a page of a list says of an object."""
+    """Returns the info in an entry of a listing."""
     return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))
-
-
-def truncated(key: str, wanted: int, size: int | None) -> ChecksumMismatch:
-    """The error for an object that is shorter than somebody needs."""
-    found = "fewer" if size is None else size
-    return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
-    )

@@ -1,10 +1,10 @@
-"""The one client of an S3 endpoint: options, credentials, signatures, requests, errors.
+"""The client of an S3 endpoint: options, credentials, signatures, requests, errors.
 
-aiobotocore resolves the endpoint, finds and refreshes credentials, builds and parses control
-calls. All bytes go over a ``Wire``, also those of control calls, so that deadlines, cancellation,
-proxies and TLS are the same for both, and nothing needs a thread that the interpreter no longer
-starts at exit. Bulk requests are signed here with botocore's signer, because aiobotocore takes
-no memoryviews.
+aiobotocore resolves the endpoint, finds and refreshes credentials, builds and parses control calls.
+All bytes go over a ``Wire``, including those of control calls, so that deadlines, cancellation,
+proxies and TLS are the same for both, and nothing needs a thread that the interpreter refuses to
+start at exit. Bulk requests are signed here with botocore's signer, because aiobotocore takes no
+memoryviews.
 
 Clients are shared by all storages of an event loop with equal options. This module must not know
 keys' meaning, writers or retries: a call is one request.
@@ -13,7 +13,6 @@ keys' meaning, writers or retries: a call is one request.
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import io
 import logging
@@ -58,15 +57,14 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.options import NetworkOptions, check_secret
+from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "crc32c_text",
-    "explained",
+    "translate_error",
     "is_missing",
     "shared_client",
 ]
@@ -76,7 +74,7 @@ MIB = 1 << 20
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 
 _MAX_ANSWER_BYTES = 64 * MIB
-"""To a control call: a page of a list may have 1000 keys of 1 KiB, each quoted."""
+"""Limit on the response of a control call: a page of a list may have 1000 quoted keys of 1 KiB."""
 
 
 _SECRET = re.compile(
@@ -87,7 +85,7 @@ _SECRET = re.compile(
 
 
 class _Redacted(logging.Filter):
-    """Hides credentials in what botocore logs at DEBUG: requests, and answers that hold keys."""
+    """Hides credentials in botocore's DEBUG logs of requests and responses."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = _SECRET.sub(r"\1...", record.getMessage()), ()
@@ -100,9 +98,9 @@ for _name in ("auth", "endpoint", "parsers"):
 
 
 class S3Options(NetworkOptions, frozen=True, kw_only=True):
-    """``storage_options`` of ``s3://``, beside those of ``NetworkOptions``.
+    """``storage_options`` of ``s3://``, in addition to those of ``NetworkOptions``.
 
-    What is None is found as botocore finds it: environment, configuration files, instance.
+    botocore finds a value that is None: environment, configuration files, instance.
 
     Attributes:
         region: Of the bucket.
@@ -113,10 +111,10 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         kms_key_id: The key of ``sse="aws:kms"``.
         storage_class: Of new objects.
         tags: Of new objects.
-        request_payer: Agree to pay for requests to a bucket of others.
+        request_payer: Agree to pay for requests to someone else's bucket.
         proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
-        part_bytes: Least size of what is written at once; 10 MiB or more. Most parts are as long
-            as a chunk (``Options.chunk_bytes``), and none is less than half of this.
+        part_bytes: Least size of a write; 10 MiB or more. Most parts are as long as a chunk
+            (``Options.chunk_bytes``), and none is less than half of this.
         has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
     """
 
@@ -149,16 +147,16 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
             raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
 
     def __repr__(self) -> str:
-        # Proxies may have a password, a KMS key id an account.
+        # Without proxies, which may have a password, and KMS keys, which have an account.
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
 class _Bucket(msgspec.Struct, frozen=True):
-    """Where requests for the objects of a bucket go, and how they are signed.
+    """The address and signature of requests for the objects of a bucket.
 
     Attributes:
         base_url: Ends with a slash; the object's key follows.
-        region: That signatures name; None where nothing is signed.
+        region: In signatures; None if nothing is signed.
     """
 
     base_url: str
@@ -171,7 +169,7 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 
 
 def shared_client(options: S3Options, run_waiting: RunBlocking) -> S3Client:
-    """The client of the running event loop for these options. To be released once per call."""
+    """Returns the event loop's client for these options. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     client = clients.setdefault(
         msgspec.msgpack.encode(options), S3Client(options, run_waiting=run_waiting)
@@ -184,14 +182,14 @@ class S3Client:
     """An endpoint with its credentials. Get it by ``shared_client``.
 
     Attributes:
-        num_users: Storages that have it; with the last one its connections are closed.
+        num_users: Storages that use it; after the last release its connections are closed.
         checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
-            answered. Where it does not, payloads are signed.
+            answered. If not, payloads are signed.
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         copies_parts: Whether it copies from objects into uploads; None until it was tried.
-        probing: Held while such things are found out.
-        beginning: Held by the first upload, until it is known what the server checks.
+        probing: Held by a trial of these.
+        beginning: Held by the first upload, until the server's checks are known.
     """
 
     def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
@@ -208,30 +206,30 @@ class S3Client:
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
-        # Reading the trusted authorities takes longer than a round trip: once is enough.
+        # Reading the trusted authorities takes longer than a round trip: done once.
         self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
 
     def knows_checks(self) -> bool:
-        """Whether it is known how what is sent has to be secured."""
+        """Returns whether the server's checks are known."""
         return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
-        """Gives the client back. The last user closes the connections; credentials are kept."""
+        """Ends one use. The last user closes the connections; credentials are kept."""
         self.num_users -= 1
         if not self.num_users and self._wire is not None:
             wire, self._wire = self._wire, None
             await wire.aclose()
 
     def renew(self) -> None:
-        """Looks for credentials anew with the next call: the server says that these expired."""
+        """Makes the next call look for credentials again: the server reported expired ones."""
         self._client = None
 
     async def call(self, operation: str, **params: Any) -> dict[str, Any]:
-        """One control call, as aiobotocore's client has it: ``call("head_object", Bucket=...)``.
+        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
         """
         await self._open()
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
@@ -251,14 +249,14 @@ class S3Client:
         """Sends ``views`` as the body of a request.
 
         Args:
-            payload: The body's SHA-256 in hex digits, where the signature is to cover it.
+            payload: The body's SHA-256 in hex digits, if the signature is to cover it.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
-        Cancellation: at once; the server may have done what was asked.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
+        Cancellation: at once; the server may have acted on the request.
         """
         request = await self._request(method, bucket, key, query, headers, payload)
-        response = await self._opened_wire().send(request, views)
+        response = await self._require_wire().send(request, views)
         _raise_for_status(response, method)
         return response
 
@@ -269,14 +267,14 @@ class S3Client:
         headers: Mapping[str, str],
         views: Sequence[memoryview] | None,
     ) -> Response:
-        """Fills ``views`` with an object's bytes; of None, keeps up to 1 MiB as the body.
+        """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
         Raises:
-            ClientError, BotoCoreError, WireError: see ``explained``.
-        Cancellation: at once; nothing writes to the views any more.
+            ClientError, BotoCoreError, WireError: see ``translate_error``.
+        Cancellation: at once; nothing writes to the views after that.
         """
         request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
-        wire = self._opened_wire()
+        wire = self._require_wire()
         response = await (wire.send(request) if views is None else wire.receive(request, views))
         _raise_for_status(response, "GET")
         return response
@@ -312,7 +310,7 @@ class S3Client:
     async def _bucket(self, name: str) -> _Bucket:
         found = self._buckets.get(name)
         if found is None:
-            # A presigned URL tells all that botocore knows: address, region, whether to sign.
+            # A presigned URL has all that botocore knows: address, region, whether to sign.
             url = urlsplit(
                 await self._client.generate_presigned_url(
                     "get_object", Params={"Bucket": name, "Key": "k"}
@@ -330,19 +328,19 @@ class S3Client:
         return found
 
     async def _open(self) -> None:
-        """Makes what is missing; on a worker thread, for botocore reads files."""
+        """Opens missing parts; on a worker thread, because botocore reads files."""
         if self._client is not None and self._wire is not None:
             return
         async with self._opening:
             if self._client is None:
-                self._session, self._client = await self._run_waiting(_opened, self.options)
+                self._session, self._client = await self._run_waiting(_open_client, self.options)
                 self._client.meta.events.register("before-send.s3", self._send_control)
             if self._wire is None:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
                 self._wire = await self._run_waiting(self._new_wire, self._session, endpoint_url)
 
-    def _opened_wire(self) -> Wire:
+    def _require_wire(self) -> Wire:
         assert self._wire is not None
         return self._wire
 
@@ -364,19 +362,19 @@ class S3Client:
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
             ssl_context=self._ssl_context,
-            proxy=_proxy(proxies.get(scheme)),
+            proxy=_check_proxy(proxies.get(scheme)),
         )
 
     async def _send_control(
         self, request: AWSPreparedRequest, event_name: str, **_: Any
     ) -> AioAWSResponse:
-        """What botocore asks before it sends anything itself, which it then does not."""
+        """Sends a control call: botocore uses a hook's response instead of sending itself."""
         is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
-        headers = {name: _text(value) for name, value in request.headers.items()}
+        headers = {name: _to_text(value) for name, value in request.headers.items()}
         for unwanted in ("Content-Length", "Expect"):
             headers.pop(unwanted, None)
-        response = await self._opened_wire().send(
+        response = await self._require_wire().send(
             Request(
                 method=request.method,
                 url=request.url,
@@ -384,13 +382,13 @@ class S3Client:
                 deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
                 kept_bytes=_MAX_ANSWER_BYTES,
             ),
-            [memoryview(_body(request.body))],
+            [memoryview(_to_bytes(request.body))],
         )
-        return AioAWSResponse(request.url, response.status, response.headers, _Read(response.body))
+        return AioAWSResponse(request.url, response.status, response.headers, _Body(response.body))
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs with a payload's hash that is known already."""
+    """Signs with a given hash of the payload."""
 
     def __init__(self, credentials: Any, region: str, payload: str) -> None:
         super().__init__(credentials, "s3", region)
@@ -400,38 +398,38 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
         return self._payload
 
 
-class _Read:
-    """A body, as ``AioAWSResponse`` reads it."""
+class _Body:
+    """A body as ``AioAWSResponse`` reads it."""
 
     def __init__(self, body: bytes) -> None:
-        self._body = body
+        self._data = body
 
     async def read(self) -> bytes:
-        return self._body
+        return self._data
 
 
 @functools.cache
-def _loader() -> Loader:
-    """What reads the models of services, 0.1 s at a time, for all clients once."""
+def _shared_loader() -> Loader:
+    """The loader of service models, which takes 0.1 s per model, for all clients."""
     return create_loader()
 
 
-def _opened(options: S3Options) -> tuple[AioSession, Any]:
-    """A session and its client; on a worker thread, with a loop of its own for that long.
+def _open_client(options: S3Options) -> tuple[AioSession, Any]:
+    """Opens a session and its client; on a worker thread, with a temporary event loop.
 
-    Nothing of them stays bound to that loop: no connection is ever opened by the client.
+    Nothing stays bound to that loop: the client never opens a connection.
     """
 
     async def open_client() -> tuple[AioSession, Any]:
         session = AioSession(profile=options.profile)
-        session.register_component("data_loader", _loader())
+        session.register_component("data_loader", _shared_loader())
         if options.access_key_id is not None:
             session.set_credentials(
                 options.access_key_id, options.secret_access_key, options.session_token
             )
         config = AioConfig(
             signature_version=UNSIGNED if options.anonymous else "s3v4",
-            # Retries are a policy of the storage, and these would be hidden.
+            # Retries are a policy of the storage; these would be hidden.
             retries={"total_max_attempts": 1},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -445,11 +443,11 @@ def _opened(options: S3Options) -> tuple[AioSession, Any]:
     return asyncio.run(open_client())
 
 
-def _proxy(given: str | None) -> str | None:
-    """The URL of a proxy; in the environment it may stand without a scheme.
+def _check_proxy(given: str | None) -> str | None:
+    """Returns the URL of a proxy, which the environment may give without a scheme.
 
     Raises:
-        UsageError: it is none. Does not show it: it may have a password.
+        UsageError: it is malformed. It is not shown: it may have a password.
     """
     if not given:
         return None
@@ -464,11 +462,11 @@ def _proxy(given: str | None) -> str | None:
     return proxy
 
 
-def _text(value: str | bytes) -> str:
+def _to_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _body(body: object) -> bytes | bytearray:
+def _to_bytes(body: object) -> bytes | bytearray:
     if body is None:
         return b""
     if isinstance(body, str):
@@ -478,11 +476,6 @@ def _body(body: object) -> bytes | bytearray:
         return read
     assert isinstance(body, bytes | bytearray)
     return body
-
-
-def crc32c_text(value: int) -> str:
-    """A CRC32C as S3 writes it."""
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def _raise_for_status(response: Response, operation: str) -> None:
@@ -516,7 +509,7 @@ _PASSING = {
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
-"""What the same request may be spared the next time."""
+"""Failures that a retry may avoid."""
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _WRONG_KEYS = {"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
@@ -536,28 +529,28 @@ _NEEDED = (
 
 
 def is_missing(error: ClientError) -> bool:
-    """Whether the object is not there. An answer to HEAD has no more than the status."""
+    """Returns whether the object does not exist. A response to HEAD has the status only."""
     return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
 
 
-def explained(
+def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
-    """What a call's failure means, and what to do.
+    """Returns the ``StorageError`` for a failed call, with advice.
 
     ``error`` is a ``ClientError``, ``BotoCoreError`` or ``WireError``.
     """
     if isinstance(error, ClientError):
-        kind, detail, fields = _answered(error, client)
+        kind, detail, fields = _error_from_response(error, client)
     else:
-        kind, detail, fields = _unanswered(error)
+        kind, detail, fields = _error_without_response(error)
     return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
 
 
 _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 
-def _unanswered(error: Exception) -> _Meaning:
+def _error_without_response(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
         remedy = (
             "raise the timeouts in storage_options if the server is that slow"
@@ -572,7 +565,7 @@ def _unanswered(error: Exception) -> _Meaning:
             {},
         )
     assert isinstance(error, BotoCoreError)
-    # No more of its message than the kind: some quote what a credential helper has printed.
+    # Without its message: some quote the output of a credential helper.
     return (
         AccessDenied,
         f"no credentials were found ({type(error).__name__}): set AWS_ACCESS_KEY_ID and "
@@ -581,57 +574,52 @@ def _unanswered(error: Exception) -> _Meaning:
     )
 
 
-def _answered(error: ClientError, client: S3Client) -> _Meaning:
+def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     about = error.response.get("ResponseMetadata", {})
     status = int(about.get("HTTPStatusCode", 0))
     headers: Mapping[str, str] = about.get("HTTPHeaders", {})
     failure = error.response.get("Error", {})
     code = str(failure.get("Code") or status)
-    said = f"{code} ({status})"
-    wait_s = _seconds(headers.get("retry-after"))
+    answer = f"{code} ({status})"
+    wait_s = parse_retry_after(headers.get("retry-after"))
     if is_missing(error):
-        return ObjectNotFound, f"{said}: no such object", {}
+        return ObjectNotFound, f"{answer}: no such object", {}
     if code == "NoSuchBucket":
-        return StorageError, f"{said}: create it, or correct its name or endpoint_url", {}
+        return StorageError, f"{answer}: create it, or correct its name or endpoint_url", {}
     if status == 412:
-        return ObjectExists, f"{said}: the object exists already", {}
+        return ObjectExists, f"{answer}: the object exists already", {}
     if code in _THROTTLED or status in (429, 503):
-        return Throttled, f"{said}: the server asks to slow down", {"retry_after_s": wait_s}
+        return Throttled, f"{answer}: the server asks to slow down", {"retry_after_s": wait_s}
     if code == "RequestTimeTooSkewed":
-        detail = f"{said}: the clock of this machine is wrong{_skew(headers)}; set it (NTP)"
+        detail = (
+            f"{answer}: the clock of this machine is wrong{_describe_skew(headers)}; set it (NTP)"
+        )
         return StorageError, detail, {"retryable": True}
     if code in _EXPIRED:
         client.renew()
         is_fixed = client.options.access_key_id is not None
         remedy = "pass a new session_token" if is_fixed else "log in anew"
-        detail = f"{said}: the credentials have expired: {remedy}"
+        detail = f"{answer}: the credentials have expired: {remedy}"
         return AccessDenied, detail, {"retryable": not is_fixed}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
         remedy = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
-        return StorageError, f"{said}: it lies in another region: set {remedy}", {}
+        return StorageError, f"{answer}: it lies in another region: set {remedy}", {}
     if code in _FULL or status == 507:
-        return StorageFull, f"{said}: no room or no quota is left", {}
+        return StorageFull, f"{answer}: no room or no quota is left", {}
     if code in _WRONG_KEYS:
-        detail = f"{said}: the access key or its secret is wrong for this endpoint"
+        detail = f"{answer}: the access key or its secret is wrong for this endpoint"
         return AccessDenied, detail, {}
     if status in (401, 403):
-        return AccessDenied, f"{said}: the credentials do not allow it; {_NEEDED}", {}
+        return AccessDenied, f"{answer}: the credentials do not allow it; {_NEEDED}", {}
     message = failure.get("Message") or "the server does not say why"
-    detail = f"{said}: {message[:300]}; look at storage_options, and at what the server supports"
+    detail = f"{answer}: {message[:300]}; look at storage_options, and at what the server supports"
     is_passing = code in _PASSING or (status >= 500 and status != 501)
     return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
 
 
-def _seconds(text: str | None) -> float | None:
-    try:
-        return None if text is None else max(0.0, float(text))
-    except ValueError:
-        return None  # a date: who sends one has no idea how long, either
-
-
-def _skew(headers: Mapping[str, str]) -> str:
-    """How far the clock is off, from the date of the answer."""
+def _describe_skew(headers: Mapping[str, str]) -> str:
+    """Describes how far this machine's clock is off, from the response's date."""
     try:
         there = parsedate_to_datetime(headers["date"])
     except (KeyError, ValueError):

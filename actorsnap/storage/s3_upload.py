@@ -1,7 +1,7 @@
 """Writers of objects in S3: one put, or a multipart upload.
 
-Decides which parts an object has, and whether the server has them all. Must not know: the verbs of
-a storage, headers, checks that servers make (``s3_bucket``). ``s3`` has the rules in words.
+Decides an object's parts, and whether the server has all of them. Must not know: the verbs of a
+storage, headers, the server's checks (``s3_bucket``). ``s3`` has the rules in words.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import combine, crc32c_of
 from actorsnap.lines import Lines
-from actorsnap.storage.base import ObjectWriter
-from actorsnap.storage.s3_bucket import S3Bucket, Sent, code, etag
-from actorsnap.storage.s3_client import crc32c_text
-from actorsnap.storage.vectored import between, num_bytes
+from actorsnap.storage.base import ObjectWriter, check_write
+from actorsnap.storage.cloud import encode_crc32c
+from actorsnap.storage.s3_bucket import S3Bucket, Sent, error_code, etag_of
+from actorsnap.storage.vectored import num_bytes, slice_views
 
-__all__ = ["PartWriter", "SmallWriter", "Source", "Upload", "leading"]
+__all__ = ["PartWriter", "SmallWriter", "OlderObject", "S3Upload", "leading_parts"]
 
 logger = Lines(__name__)
 
 
-class Source(NamedTuple):
-    """An object whose bytes may be the first ones of another."""
+class OlderObject(NamedTuple):
+    """An object whose bytes may be the leading ones of another."""
 
     key: str
     size: int
 
 
-class Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What writers of one object share: a token is this, encoded.
+class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state shared by the writers of one object; encoded, it is the token.
 
     Attributes:
         id: Of the multipart upload; empty for an object that is one put.
-        unit: No write is shorter, but the last one.
+        unit: Least size of a write, the last one excepted.
     """
 
     key: str
@@ -56,9 +56,9 @@ class _Part(NamedTuple):
 
 
 class _Writer(ObjectWriter):
-    """What both kinds of writers have in common."""
+    """The common part of both kinds of writers."""
 
-    def __init__(self, bucket: S3Bucket, upload: Upload, *, is_opener: bool) -> None:
+    def __init__(self, bucket: S3Bucket, upload: S3Upload, *, is_opener: bool) -> None:
         self.key = upload.key
         self.size = upload.size
         self.token = msgspec.msgpack.encode(upload)
@@ -68,24 +68,24 @@ class _Writer(ObjectWriter):
         self._has_ended = False
 
     async def release(self) -> None:
-        """Ends a joined writer: all parts are durable already."""
+        """Ends a joined writer: its parts are durable already."""
         if self._is_opener:
             raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
         self._has_ended = True
         await anyio.lowlevel.checkpoint()
 
-    def _check(self, offset: int, stop: int) -> None:
+    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Returns the end of a write."""
         if self._has_ended:
-            raise self._failed("write_at", "the writer was completed, released or aborted")
-        if offset < 0 or stop > self.size:
-            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+            raise self._error("write_at", "the writer was completed, released or aborted")
+        return check_write(self, offset, views)
 
-    def _failed(self, op: str, detail: str) -> StorageError:
+    def _error(self, op: str, detail: str) -> StorageError:
         return StorageError(op=op, key=self.key, backend=self._bucket.url, detail=detail)
 
 
 class SmallWriter(_Writer):
-    """An object that is one put. Its bytes are copied: they are put when it is complete."""
+    """An object that is one put. Keeps a copy of the bytes until it is complete."""
 
     _data: bytes | None = None
     _crc32c: int | None = None
@@ -93,10 +93,9 @@ class SmallWriter(_Writer):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        stop = offset + num_bytes(views)
-        self._check(offset, stop)
+        stop = self._check(offset, views)
         if not self._is_opener:
-            raise self._failed("write_at", f"who opens {self.size} bytes writes them, all at once")
+            raise self._error("write_at", f"who opens {self.size} bytes writes them, all at once")
         if stop - offset < self.size:
             raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
         await anyio.lowlevel.checkpoint()
@@ -104,7 +103,7 @@ class SmallWriter(_Writer):
 
     async def complete(self) -> None:
         if self._data is None and self.size:
-            raise self._failed("complete", f"0 of {self.size} bytes were written")
+            raise self._error("complete", f"0 of {self.size} bytes were written")
         views = [memoryview(self._data or b"")]
         await self._bucket.put("complete", self.key, views, self._crc32c)
         self._has_ended = True
@@ -120,10 +119,10 @@ class PartWriter(_Writer):
     def __init__(
         self,
         bucket: S3Bucket,
-        upload: Upload,
+        upload: S3Upload,
         *,
         is_opener: bool,
-        sources: Sequence[Source] = (),
+        sources: Sequence[OlderObject] = (),
     ) -> None:
         super().__init__(bucket, upload, is_opener=is_opener)
         self._sources = sources
@@ -133,19 +132,19 @@ class PartWriter(_Writer):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Sends one part, or several. Cancellation: at once; they may be there or not."""
-        for part in await self._cut(offset, views, crc32c):
+        """Sends one part, or several. Cancellation: at once; they may be stored or not."""
+        for part in await self._split_write(offset, views, crc32c):
             self._sent[part.number] = await self._bucket.send_part(
                 self.key, self._upload.id, part.number, part.views, part.crc32c
             )
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies the parts. Cancellation: at once; they may be there or not."""
+        """Copies the parts. Cancellation: at once; they may be stored or not."""
         stop = offset + num_bytes(views)
         sources = [source.key for source in self._sources if stop <= source.size]
         if not sources:
             return False
-        parts = await self._cut(offset, views, crc32c)
+        parts = await self._split_write(offset, views, crc32c)
         for source in sources:
             if await self._copy(source, parts):
                 return True
@@ -172,55 +171,54 @@ class PartWriter(_Writer):
         try:
             parts, answer = await self._complete()
         except StorageError as error:
-            # Some servers call an upload that is gone an object that is not there.
-            is_gone = isinstance(error, ObjectNotFound) or code(error) == "NoSuchUpload"
+            # Some servers report a finished upload as a missing object.
+            is_gone = isinstance(error, ObjectNotFound) or error_code(error) == "NoSuchUpload"
             if not (self._may_be_complete and is_gone):
                 raise
             if (await self._bucket.stat("complete", self.key)).size != self.size:
                 raise
         else:
             reported = answer.get("ChecksumCRC32C")
-            # Some servers list parts without the checksums that they have of them.
+            # Some servers list parts without their checksums.
             is_known = all("ChecksumCRC32C" in part for part in parts)
-            if reported is not None and is_known and reported not in _whole(parts):
-                raise self._failed("complete", "the whole object has another CRC32C than its parts")
+            if reported is not None and is_known and reported not in _whole_checksums(parts):
+                raise self._error("complete", "the whole object has another CRC32C than its parts")
         self._has_ended = True
 
     async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-        """The parts of the object, and the answer to its completion."""
+        """Returns the object's parts, and the server's answer to the completion."""
         parts = self._own_parts()
         if parts:
             self._may_be_complete = True
             try:
-                return parts, await self._complete_of(parts)
+                return parts, await self._request_completion(parts)
             except StorageError as error:
-                if code(error) != "InvalidPart":
+                if error_code(error) != "InvalidPart":
                     raise
-                # It has not what it answered to have, or its answer was changed on the way.
+                # It lacks a part that it acknowledged, or its answer was damaged on the way.
                 logger.debug("%s: %s; what has it?", self._bucket.url, error)
-        parts = await self._parts()
+        parts = await self._list_parts()
         self._may_be_complete = True
-        return parts, await self._complete_of(parts)
+        return parts, await self._request_completion(parts)
 
-    async def _complete_of(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    async def _request_completion(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
 
     async def abort(self) -> None:
-        """Ends the upload. Requests under way may leave parts, which are garbage."""
+        """Ends the upload. Running requests may leave parts, which are garbage."""
         if self._is_opener and not self._has_ended:
             await self._bucket.abort_upload(self.key, self._upload.id)
         self._has_ended = True
 
-    async def _cut(
+    async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
     ) -> Sequence[_Part]:
-        """The parts of a write, about equally long.
+        """Returns the parts of a write, of about equal length.
 
         Raises:
-            StorageError: its bytes have another CRC32C; to be tried again.
+            StorageError: its bytes have another CRC32C; retryable.
         """
-        stop = offset + num_bytes(views)
-        self._check(offset, stop)
+        stop = self._check(offset, views)
         if stop == offset:
             return ()
         unit = self._upload.unit
@@ -234,7 +232,7 @@ class PartWriter(_Writer):
             checksums: Sequence[int] = [crc32c]
         else:
             cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
-            bodies = [between(views, *cut) for cut in pairwise(cuts)]
+            bodies = [slice_views(views, *cut) for cut in pairwise(cuts)]
             checksums = await self._checksums(bodies, crc32c)
         parts = []
         for number, (body, checksum) in enumerate(
@@ -247,7 +245,7 @@ class PartWriter(_Writer):
     async def _checksums(
         self, bodies: Sequence[Sequence[memoryview]], crc32c: int | None
     ) -> Sequence[int]:
-        """The CRC32C of each part of a write, which as a whole is to have this one."""
+        """Returns the CRC32C of each part of a write, after a check of the whole's."""
         checksums = await self._bucket.checksums(bodies)
         whole = 0
         for body, checksum in zip(bodies, checksums, strict=True):
@@ -257,7 +255,7 @@ class PartWriter(_Writer):
         return checksums
 
     def _own_parts(self) -> Sequence[dict[str, Any]]:
-        """All parts, as the server would list them, if they are all of this writer; else none."""
+        """Returns all parts like the server's list if this writer wrote them all; else none."""
         own = sorted(self._sent.items())
         parts = [
             {
@@ -269,23 +267,23 @@ class PartWriter(_Writer):
             for number, sent in own
             if sent.etag
         ]
-        is_whole = sum(part["Size"] for part in leading(parts)) == self.size
+        is_whole = sum(part["Size"] for part in leading_parts(parts)) == self.size
         return parts if is_whole else ()
 
-    async def _parts(self) -> Sequence[dict[str, Any]]:
-        """What the server has, of all writers.
+    async def _list_parts(self) -> Sequence[dict[str, Any]]:
+        """Returns the server's parts, of all writers.
 
         Raises:
-            StorageError: that is not the whole object, or not what was sent.
+            StorageError: they are not the whole object, or not what was sent.
         """
         parts = await self._bucket.parts("complete", self.key, self._upload.id)
-        whole = leading(parts)
+        whole = leading_parts(parts)
         num_stored = sum(part["Size"] for part in whole)
         if len(whole) < len(parts):
             number = len(whole) + 1
-            raise self._failed("complete", f"part {number}, from byte {num_stored} on, is lost")
+            raise self._error("complete", f"part {number}, from byte {num_stored} on, is lost")
         if num_stored != self.size:
-            raise self._failed("complete", f"{num_stored} of {self.size} bytes were written")
+            raise self._error("complete", f"{num_stored} of {self.size} bytes were written")
         for part in parts:
             self._check_part(part)
         return parts
@@ -296,22 +294,22 @@ class PartWriter(_Writer):
         if sent is None:
             return
         if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
-            raise self._failed("complete", f"part {number} has another CRC32C than was sent")
-        if self._sources and etag(part) != sent.etag:
-            # A copy whose answer was given up may come late, upon what was sent instead.
-            raise self._failed("complete", f"part {number} is not the one that was sent")
+            raise self._error("complete", f"part {number} has another CRC32C than was sent")
+        if self._sources and etag_of(part) != sent.etag:
+            # A copy whose answer was lost may arrive late and replace a sent part.
+            raise self._error("complete", f"part {number} is not the one that was sent")
 
 
-def leading(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The parts that lie one behind the other, from the first byte on."""
+def leading_parts(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Returns the parts without a gap, from the first byte on."""
     stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
     return parts[:stop]
 
 
-def _whole(parts: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The CRC32C of an object of these parts, in both ways that S3 has to say it."""
+def _whole_checksums(parts: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Returns the CRC32C of an object of these parts, in both forms of S3."""
     values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
     whole = 0
     for part, value in zip(parts, values, strict=True):
         whole = combine(whole, int.from_bytes(value, "big"), part["Size"])
-    return {crc32c_text(whole), f"{crc32c_text(crc32c_of(values))}-{len(parts)}"}
+    return {encode_crc32c(whole), f"{encode_crc32c(crc32c_of(values))}-{len(parts)}"}

@@ -1,8 +1,8 @@
 """Byte views, and vectored positional I/O on descriptors.
 
-Decides how a sequence of views becomes system calls: flat bytes, at most ``IOV_MAX`` views a
-call, again after a short transfer. It must not know keys, errors of the package, or an event
-loop; all functions block and are for worker threads.
+Turns sequences of views into system calls: flat bytes, at most ``IOV_MAX`` views a call, repeated
+after a short transfer. All functions block and are for worker threads. It must not know keys,
+errors of the package, or an event loop.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-__all__ = ["IOV_MAX", "between", "copy_into", "flat", "num_bytes", "pread_into", "pwrite_from"]
+__all__ = ["IOV_MAX", "copy_into", "flat", "num_bytes", "pread_into", "pwrite_from", "slice_views"]
 
-# The kernel's limit on views per call. 1024 on every Linux and macOS; POSIX asks for 16 only.
+# The kernel's limit on views per call: 1024 on Linux and macOS.
 IOV_MAX = 1024
 
 
 def flat(views: Sequence[memoryview]) -> list[memoryview]:
-    """The same bytes as one-dimensional views of unsigned bytes, without empty ones.
+    """Returns the same bytes as one-dimensional views of unsigned bytes, without empty ones.
 
     Raises:
         TypeError: a view is not C-contiguous.
     """
-    # An empty view cannot be cast, and a call of empty views only cannot be told from the
-    # end of the file: both reasons to drop them.
+    # Empty views cannot be cast, and a call of empty views looks like the end of the file.
     return [
         view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
         for view in views
@@ -33,12 +32,12 @@ def flat(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def num_bytes(views: Sequence[memoryview]) -> int:
-    """Bytes of all views together."""
+    """Returns the bytes of all views together."""
     return sum(view.nbytes for view in views)
 
 
-def between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """The bytes ``[start, stop)`` of all views together."""
+def slice_views(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Returns the bytes ``[start, stop)`` of all views together."""
     found = []
     for view in flat(views):
         if start < view.nbytes and stop > 0:
@@ -48,7 +47,7 @@ def between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryvi
 
 
 def copy_into(data: memoryview, views: Sequence[memoryview]) -> int:
-    """Fills ``views`` from ``data``, back to back, and returns the number of bytes copied."""
+    """Fills ``views`` from ``data``, back to back; returns the number of bytes copied."""
     position = 0
     for view in flat(views):
         part = data[position : position + view.nbytes]
@@ -64,7 +63,7 @@ def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
         The number of bytes read; less than the views hold only at the file's end.
 
     Raises:
-        OSError: as ``preadv`` says. EINTR does not come up: Python repeats the call.
+        OSError: of ``preadv``. EINTR does not occur: Python repeats the call.
     """
     return _transfer(os.preadv, fd, offset, views)
 
@@ -73,7 +72,7 @@ def pwrite_from(fd: int, offset: int, views: Sequence[memoryview]) -> None:
     """Writes all bytes of ``views``, back to back, at byte ``offset``.
 
     Raises:
-        OSError: as ``pwritev`` says; what was written before stays.
+        OSError: of ``pwritev``; bytes written before stay.
     """
     wanted = num_bytes(views)
     written = _transfer(os.pwritev, fd, offset, views)

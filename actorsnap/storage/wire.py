@@ -2,12 +2,12 @@
 
 Each exchange (one request, one response) runs on a worker thread and blocks there, in calls that
 release the GIL; the event loop only waits. ``docs/decisions/0009`` says why, with measurements.
-Signing, retries, limits and what a status means are the callers': this module knows no object
+Signing, retries, limits and the meaning of a status are the callers': this module knows no object
 store.
 
-A thread in a system call cannot be cancelled, so that its socket is shut down instead: the call
-returns at once, and with it the thread. That is how cancellation and deadlines work here. One
-thing is out of their reach, a name lookup that hangs; it ends when the resolver gives up.
+A thread in a system call cannot be cancelled. Instead its socket is shut down: the call returns at
+once. Cancellation and deadlines work like this. A name lookup that hangs is out of reach; it ends
+when the resolver gives up.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 
 _SMALL_BYTES = 64 * 1024
-"""Smaller neighbours are joined to so much: copying them costs less than a system call each."""
+"""Size up to which small neighbours are joined: copying costs less than a system call each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked.
+    """A request without its body.
 
     Attributes:
-        url: With scheme and host; path and query are sent as they stand.
-        headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they hold
-            signatures, and so may the URL.
-        deadline_s: The whole exchange may take so long, connecting included.
-        kept_bytes: Of an answer that goes into no views so much is kept.
+        url: With scheme and host; path and query are sent as they are.
+        headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they and the
+            URL may hold signatures.
+        deadline_s: For the whole exchange, including connecting.
+        kept_bytes: Bytes kept of a response's body that goes into no views.
     """
 
     method: str
@@ -53,11 +53,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What was answered.
+    """A complete response.
 
     Attributes:
         headers: By lower-case name; values of repeated ones are joined by commas.
-        body: Empty where it went into the caller's views.
+        body: Empty if it went into the caller's views.
     """
 
     status: int
@@ -66,10 +66,10 @@ class Response:
 
 
 class WireError(Exception):
-    """No whole answer came.
+    """No complete response came.
 
     Attributes:
-        detail: What happened; names the host, never the path, query or headers.
+        detail: The reason; names the host, never the path, query or headers.
         is_retryable: Whether the same exchange may succeed later.
         is_timeout: A deadline is over, or the server was silent for too long.
     """
@@ -82,10 +82,10 @@ class WireError(Exception):
 
 
 class WrongLength(WireError):
-    """The body that was announced is shorter or longer than the views.
+    """The announced body is shorter or longer than the views.
 
     Attributes:
-        num_bytes: Its length; None if the server did not say.
+        num_bytes: Its length; None if the server did not send it.
     """
 
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
@@ -94,7 +94,7 @@ class WrongLength(WireError):
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Whether a request failed because no such host exists; asking again later is of no use.
+    """Returns whether a request failed because the host does not exist: a retry is of no use.
 
     Clients keep the resolver's error as ``os_error`` or as the cause.
     """
@@ -108,12 +108,12 @@ class Wire:
     """Connections that are kept alive. For use on one event loop.
 
     Args:
-        run_blocking: Where exchanges run.
+        run_blocking: Runs exchanges.
         connect_s: Bound for connecting to one address, and for the TLS handshake.
-        stall_s: So long may nothing move in either direction.
-        max_idle: So many connections are kept per server.
+        stall_s: Longest time without a byte in either direction.
+        max_idle: Connections kept per server.
         ssl_context: For ``https``; the system's trusted authorities if None.
-        proxy: URL of an HTTP proxy, with user and password if it wants them.
+        proxy: URL of an HTTP proxy, with user and password if needed.
     """
 
     def __init__(
@@ -136,30 +136,30 @@ class Wire:
         self._is_closed = False
 
     async def send(self, request: Request, views: Sequence[memoryview] = ()) -> Response:
-        """Sends ``views``, back to back, as the body. Keeps ``kept_bytes`` of the answer's.
+        """Sends ``views``, back to back, as the body. Keeps ``kept_bytes`` of the response's.
 
         The views are read before this returns and not kept.
 
         Raises:
-            WireError: no whole answer came; the server may have done what was asked.
-        Cancellation: at once; the server may have done what was asked.
+            WireError: no complete response came; the server may have acted on the request.
+        Cancellation: at once; the server may have acted on the request.
         """
         return await self._exchange(request, views, None)
 
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
-        """Fills ``views``, back to back, with the body of a 200 or 206 of just their length.
+        """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
 
         Of any other status ``kept_bytes`` of the body are kept, as by ``send``.
 
         Raises:
-            WrongLength: the body is to have another length. The views are untouched.
-            WireError: no whole answer came. The views' content is then unspecified.
-        Cancellation: at once; nothing writes to the views any more when this returns.
+            WrongLength: the body has another length. The views are untouched.
+            WireError: no complete response came. The views' content is then unspecified.
+        Cancellation: at once; nothing writes to the views after this returns.
         """
         return await self._exchange(request, (), views)
 
     async def aclose(self) -> None:
-        """Closes all connections that are idle; others as soon as their exchange ends."""
+        """Closes idle connections; others as soon as their exchange ends."""
         self._is_closed = True
         for connections in self._idle.values():
             for connection in connections:
@@ -186,7 +186,7 @@ class Wire:
                     result = error
                 connection.has_ended = True
                 guard.cancel_scope.cancel()
-            # A cut because of a cancellation is one, not a failure of the server.
+            # A cut by a cancellation is a cancellation, not a failure of the server.
             await anyio.lowlevel.checkpoint_if_cancelled()
         finally:
             self._give_back(connection)
@@ -226,14 +226,14 @@ class Wire:
 
 
 class _Connection(http.client.HTTPConnection):
-    """One connection to one server, made when it is first needed and again when it was lost.
+    """One connection to one server, opened on first use and again after it was lost.
 
-    All but ``cut_after``, ``cut`` and ``close`` runs on worker threads, one at a time.
+    All methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
         place: Scheme, host and port.
-        is_reusable: The last exchange has ended as it should, and another may follow.
-        has_ended: No exchange is under way: nothing to cut.
+        is_reusable: The last exchange was complete, and another may follow.
+        has_ended: No exchange is running: nothing to cut.
     """
 
     def __init__(
@@ -268,11 +268,11 @@ class _Connection(http.client.HTTPConnection):
                 self._proxy_headers = headers
             else:
                 self.set_tunnel(self._server, port, headers)
-        # http.client calls this to connect; so the socket can be cut while it does.
-        self._create_connection = self._connected
+        # http.client calls this to connect; so the socket can be cut meanwhile.
+        self._create_connection = self._open_socket
 
     async def cut_after(self, deadline_s: float) -> None:
-        """Waits, and shuts the socket down then, or when this is cancelled before the end."""
+        """Shuts the socket down after ``deadline_s``, or when it is cancelled before the end."""
         try:
             await anyio.sleep(deadline_s)
             self._is_late = True
@@ -281,7 +281,7 @@ class _Connection(http.client.HTTPConnection):
                 self.cut()
 
     def cut(self) -> None:
-        """Makes whatever a thread does with the socket fail at once."""
+        """Makes all use of the socket by a thread fail at once."""
         self._is_cut = True
         _shut_down(self.sock)
 
@@ -298,15 +298,15 @@ class _Connection(http.client.HTTPConnection):
         """
         self.is_reusable = False
         try:
-            self._ready()
+            self._ensure_connected()
             return self._exchange(request, outgoing, incoming)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._explained(error, request.deadline_s) from error
+            raise self._translate_error(error, request.deadline_s) from error
 
     def connect(self) -> None:
         super().connect()
         if self._ssl_context is not None:
-            # The handshake begins when the socket is known here, and so can be cut.
+            # The handshake begins when the socket is stored here, and so can be cut.
             self.sock = self._ssl_context.wrap_socket(
                 self.sock, server_hostname=self._server, do_handshake_on_connect=False
             )
@@ -314,15 +314,15 @@ class _Connection(http.client.HTTPConnection):
             self.sock.do_handshake()
         self.sock.settimeout(self._stall_s)
 
-    def _ready(self) -> None:
-        """Connected; anew if the server has hung up meanwhile."""
+    def _ensure_connected(self) -> None:
+        """Connects, also if the server has hung up meanwhile."""
         self._check_cut()
         if self.sock is not None and _is_stale(self.sock):
             self.close()
         if self.sock is None:
             self.connect()
 
-    def _connected(
+    def _open_socket(
         self, address: tuple[str, int], timeout: float, source_address: None
     ) -> socket.socket:
         host, port = address
@@ -340,7 +340,7 @@ class _Connection(http.client.HTTPConnection):
                 failure = error
             else:
                 return self.sock
-        raise _NoConnection(f"cannot connect to {host}:{port}: {_said(failure)}") from failure
+        raise _NoConnection(f"cannot connect to {host}:{port}: {_describe(failure)}") from failure
 
     def _check_cut(self) -> None:
         if self._is_cut:
@@ -352,7 +352,7 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        # Closed in any case: a response keeps its socket open beyond its connection.
+        # Closed in any case: a response keeps its socket open longer than its connection.
         with self._send(request, outgoing) as response:
             headers: dict[str, str] = {}
             for name, value in response.getheaders():
@@ -374,12 +374,12 @@ class _Connection(http.client.HTTPConnection):
             request.url if self._names_whole_url else f"{url.path or '/'}?{url.query}".rstrip("?")
         )
         self.putrequest(request.method, path, skip_host=True, skip_accept_encoding=True)
-        self.putheader("Host", _host(url))
+        self.putheader("Host", _host_header(url))
         for name, value in {**request.headers, **self._proxy_headers}.items():
             try:
                 self.putheader(name, value)
             except ValueError:
-                # Unseen, also as a cause: it may be a token that was read with its line end.
+                # Not shown, not even as a cause: it may be a token that was read with its line end.
                 detail = f"the header {name!r} has characters that cannot be sent to {self.place}"
                 raise WireError(detail, is_retryable=False) from None
         num_bytes = sum(view.nbytes for view in outgoing)
@@ -387,7 +387,7 @@ class _Connection(http.client.HTTPConnection):
             self.putheader("Content-Length", str(num_bytes))
         try:
             self.endheaders()
-            for view in _joined(outgoing):
+            for view in _join_small(outgoing):
                 self.sock.sendall(view)
         except (BrokenPipeError, ConnectionResetError):
             # A server that refuses a body answers before it hangs up.
@@ -397,7 +397,7 @@ class _Connection(http.client.HTTPConnection):
             return response
         return self.getresponse()
 
-    def _explained(self, error: Exception, deadline_s: float) -> WireError:
+    def _translate_error(self, error: Exception, deadline_s: float) -> WireError:
         place = self.place
         if self._is_late:
             return WireError(f"{place} took over {deadline_s:g} s", is_timeout=True)
@@ -417,7 +417,7 @@ class _Connection(http.client.HTTPConnection):
             )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return WireError(f"TLS with {place} failed: {error.reason}", is_retryable=False)
-        return WireError(f"the connection to {place} broke: {_said(error)}")
+        return WireError(f"the connection to {place} broke: {_describe(error)}")
 
 
 class _HungUp(ConnectionError):
@@ -446,8 +446,8 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
     response.read()  # takes note of the end
 
 
-def _joined(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
-    """The same bytes, with small neighbours copied together."""
+def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
+    """Yields the same bytes, with small neighbours copied together."""
     small = bytearray()
     for view in views:
         if len(small) + view.nbytes <= _SMALL_BYTES:
@@ -461,15 +461,15 @@ def _joined(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
         yield small
 
 
-def _host(url: SplitResult) -> str:
-    """What signatures say, too: the port only where it is not the scheme's own."""
+def _host_header(url: SplitResult) -> str:
+    """Returns the host as signatures have it: the port only if it is not the scheme's own."""
     if url.port == {"http": 80, "https": 443}[url.scheme]:
         return url.netloc.rpartition(":")[0]
     return url.netloc
 
 
 def _is_stale(sock: socket.socket) -> bool:
-    """Whether the server has hung up, or says something that nobody asked for."""
+    """Returns whether the server has hung up, or sent something unexpected."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -479,13 +479,13 @@ def _shut_down(sock: socket.socket | None) -> None:
     if sock is None:
         return
     try:
-        # Not SSLSocket.shutdown: that one would drop TLS, and a thread go on in plain text.
+        # Not SSLSocket.shutdown, which would drop TLS and let a thread continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
         pass  # not connected yet, or no more
 
 
-def _said(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

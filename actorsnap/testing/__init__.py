@@ -15,18 +15,12 @@ import anyio
 import anyio.to_thread
 
 from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
-from actorsnap.testing.network import SimulatedNetwork
-from actorsnap.testing.proxy import FaultProxy
-from actorsnap.testing.world import SimulatedSave
 
 if TYPE_CHECKING:
     from actorsnap.testing.conformance import StorageConformance
 
 __all__ = [
-    "FaultProxy",
     "FaultyStorage",
-    "SimulatedNetwork",
-    "SimulatedSave",
     "StorageConformance",
     "ThrottledStorage",
     "bounded",

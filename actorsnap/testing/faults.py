@@ -18,13 +18,13 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
+from typing import ParamSpec, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -32,9 +32,12 @@ import anyio.lowlevel
 from actorsnap.errors import StorageError, UsageError
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 
 __all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Verb(StrEnum):
@@ -180,61 +183,30 @@ class FaultyStorage(Wrapper):
         """Returns when an operation has stalled."""
         await self._stalled.wait()
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        async with self._operation(Verb.PUT, key):
-            await self.inner.put(key, views)
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op == "aclose":
+            return await call(*args, **kwargs)
+        # A fault after the effect of `writer` drops it without aborting it, like a lost answer.
+        async with self._operation(Verb(op), key):
+            return await call(*args, **kwargs)
 
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        async with self._operation(Verb.PUT_IF_ABSENT, key):
-            await self.inner.put_if_absent(key, data)
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._blocking_operation(Verb(op), key):
+            return call(*args, **kwargs)
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        # A fault after the effect drops the writer without aborting it, like a lost answer.
-        async with self._operation(Verb.WRITER, key):
-            inner = await self.inner.writer(key, size, older=older)
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
         return _FaultyWriter(self, inner)
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        async with self._operation(Verb.JOIN_WRITER, ""):
-            inner = await self.inner.join_writer(token)
-        return _FaultyWriter(self, inner)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        async with self._operation(Verb.GET, key):
-            return await self.inner.get(key, start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        async with self._operation(Verb.READ_INTO, key):
-            await self.inner.read_into(key, offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        with self._blocking_operation(Verb.READ_INTO, key):
-            self.inner.read_into_blocking(key, offset, batches)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         # Fails before its first item, or after its last one.
         async with self._operation(Verb.LIST, prefix):
-            found = [info async for info in self.inner.list(prefix)]
-        for info in found:
+            infos = [info async for info in self.inner.list(prefix)]
+        for info in infos:
             yield info
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        async with self._operation(Verb.DELETE, keys[0] if keys else ""):
-            await self.inner.delete(keys)
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        async with self._operation(Verb.LIST_FOLDERS, folder):
-            return await self.inner.list_folders(folder)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        async with self._operation(Verb.DELETE_FOLDER, folder):
-            return await self.inner.delete_folder(folder)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        async with self._operation(Verb.STAT, key):
-            return await self.inner.stat(key)
 
     @asynccontextmanager
     async def _operation(self, verb: Verb, key: str) -> AsyncIterator[_Faults]:
@@ -303,36 +275,20 @@ class _Faults:
 
 
 class _FaultyWriter(WriterWrapper):
-    def __init__(self, storage: FaultyStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    """Tears a ``write_at``; the storage's hooks have all other faults."""
+
+    storage: FaultyStorage
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        async with self._storage._operation(Verb.WRITE_AT, self.key) as faults:
-            torn = self._storage._torn(faults, views)
+        async with self.storage._operation(Verb.WRITE_AT, self.key) as faults:
+            torn = self.storage._torn(faults, views)
             await self.inner.write_at(offset, torn, crc32c if torn is views else None)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        with self._storage._blocking_operation(Verb.WRITE_AT, self.key) as faults:
-            self.inner.write_at_blocking(offset, self._storage._torn(faults, views))
-
-    async def complete(self) -> None:
-        async with self._storage._operation(Verb.COMPLETE, self.key):
-            await self.inner.complete()
-
-    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        async with self._storage._operation(Verb.REUSE, self.key):
-            return await self.inner.reuse(offset, views, crc32c)
-
-    async def release(self) -> None:
-        async with self._storage._operation(Verb.RELEASE, self.key):
-            await self.inner.release()
-
-    async def abort(self) -> None:
-        async with self._storage._operation(Verb.ABORT, self.key):
-            await self.inner.abort()
+        with self.storage._blocking_operation(Verb.WRITE_AT, self.key) as faults:
+            self.inner.write_at_blocking(offset, self.storage._torn(faults, views))
 
 
 class ThrottledStorage(Wrapper):
@@ -365,11 +321,8 @@ class ThrottledStorage(Wrapper):
         await self._pay(len(data))
         await self.inner.put_if_absent(key, data)
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _ThrottledWriter(self, await self.inner.writer(key, size, older=older))
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        return _ThrottledWriter(self, await self.inner.join_writer(token))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _ThrottledWriter(self, inner)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         data = await self.inner.get(key, start, stop)
@@ -380,11 +333,6 @@ class ThrottledStorage(Wrapper):
         await self._pay(num_bytes(views))
         await self.inner.read_into(key, offset, views)
 
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        raise NotImplementedError("a throttled storage has no blocking I/O")
-
     async def _pay(self, count: int) -> None:
         now_s = self._clock()
         # Booked before the wait: concurrent callers queue up behind each other.
@@ -393,18 +341,13 @@ class ThrottledStorage(Wrapper):
 
 
 class _ThrottledWriter(WriterWrapper):
-    def __init__(self, storage: ThrottledStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    storage: ThrottledStorage
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self._storage._pay(num_bytes(views))
-        await self.inner.write_at(offset, views, crc32c)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError("a throttled storage has no blocking I/O")
+        await self.storage._pay(num_bytes(views))
+        await super().write_at(offset, views, crc32c)
 
 
 def _verbs(names: Collection[Verb | str]) -> frozenset[Verb]:

@@ -18,7 +18,7 @@ from actorsnap.planning.index import Index
 from actorsnap.state.memory import MemorySink
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.testing import run_blocking_in_thread
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ from actorsnap.errors import UsageError
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Aborted, Arrived, Failed, Failure, Stage
 from actorsnap.protocol.roll import RollMachine
-from actorsnap.testing import SimulatedNetwork
 from actorsnap.transport.base import Lost
+from tests.support.network import SimulatedNetwork
 
 TIMEOUT_S = 3600.0
 LABEL = Label(CallKind.TAKE, "/ckpt", 7)

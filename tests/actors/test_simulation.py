@@ -39,9 +39,11 @@ from actorsnap.format.manifest import (
 from actorsnap.state.stateful import StateDict
 from actorsnap.storage.base import Storage
 from actorsnap.storage.memory import MemoryStorage, forget_space
-from actorsnap.testing import FaultyStorage, SimulatedNetwork, SimulatedSave
+from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb, When
 from tests.actors.parts import part_of
+from tests.support.network import SimulatedNetwork
+from tests.support.world import SimulatedSave
 
 T = TypeVar("T")
 

@@ -35,10 +35,12 @@ from actorsnap.state.stateful import StateDict
 from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
 from actorsnap.storage.memory import MemoryStorage, open_memory
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper
-from actorsnap.testing import FaultyStorage, SimulatedNetwork, SimulatedSave
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper
+from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb
 from tests.actors.parts import part_of
+from tests.support.network import SimulatedNetwork
+from tests.support.world import SimulatedSave
 
 T = TypeVar("T")
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -305,23 +307,18 @@ class Recording(Wrapper):
         super().__init__(inner)
         self.writes: list[tuple[str, int, int, bool]] = []
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _RecordingWriter(self, await self.inner.writer(key, size, older=older))
-
-    async def join_writer(self, token: bytes) -> ObjectWriter:
-        return _RecordingWriter(self, await self.inner.join_writer(token))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _RecordingWriter(self, inner)
 
 
 class _RecordingWriter(WriterWrapper):
-    def __init__(self, storage: Recording, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    storage: Recording
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
         is_right = crc32c == crc32c_of(views)
-        self._storage.writes.append((self.key, offset, num_bytes(views), is_right))
+        self.storage.writes.append((self.key, offset, num_bytes(views), is_right))
         await self.inner.write_at(offset, views, crc32c)
 
 

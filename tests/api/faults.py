@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import ObjectInfo, Storage, StorageContext
 from actorsnap.storage.registry import open_storage, register
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 
 __all__ = ["Barrier", "BarrierStorage", "faulty", "faulty_url"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 WAIT_S = 60.0
 """Bound of every wait for another thread; reached only by a failing test."""
@@ -153,83 +157,20 @@ class BarrierStorage(Wrapper):
         if not has_blocking_io:
             self.capabilities = without_blocking_io(inner.capabilities)
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        async with self._passed("put", key):
-            await self.inner.put(key, views)
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op != "aclose":
+            await self._barrier.enter(op, key)
+        return await call(*args, **kwargs)
 
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        async with self._passed("put_if_absent", key):
-            await self.inner.put_if_absent(key, data)
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        async with self._passed("writer", key):
-            return _BarrierWriter(await self.inner.writer(key, size, older=older), self._barrier)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        async with self._passed("get", key):
-            return await self.inner.get(key, start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        async with self._passed("read_into", key):
-            await self.inner.read_into(key, offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        self._barrier.enter_blocking("read_into", key)
-        self.inner.read_into_blocking(key, offset, batches)
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self._barrier.enter_blocking(op, key)
+        return call(*args, **kwargs)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with self._passed("list", prefix):
-            pass
+        await self._barrier.enter("list", prefix)  # once, not for each step
         async for info in self.inner.list(prefix):
             yield info
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        async with self._passed("delete", keys[0] if keys else ""):
-            await self.inner.delete(keys)
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        async with self._passed("list_folders", folder):
-            return await self.inner.list_folders(folder)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        async with self._passed("delete_folder", folder):
-            return await self.inner.delete_folder(folder)
-
-    async def stat(self, key: str) -> ObjectInfo:
-        async with self._passed("stat", key):
-            return await self.inner.stat(key)
-
-    @asynccontextmanager
-    async def _passed(self, verb: str, key: str) -> AsyncIterator[None]:
-        await self._barrier.enter(verb, key)
-        yield
-
-
-class _BarrierWriter(WriterWrapper):
-    def __init__(self, inner: ObjectWriter, barrier: Barrier) -> None:
-        super().__init__(inner)
-        self._barrier = barrier
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        await self._barrier.enter("write_at", self.key)
-        await self.inner.write_at(offset, views, crc32c)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        self._barrier.enter_blocking("write_at", self.key)
-        self.inner.write_at_blocking(offset, views)
-
-    async def complete(self) -> None:
-        await self._barrier.enter("complete", self.key)
-        await self.inner.complete()
-
-    async def release(self) -> None:
-        await self._barrier.enter("release", self.key)
-        await self.inner.release()
-
-    async def abort(self) -> None:
-        await self._barrier.enter("abort", self.key)
-        await self.inner.abort()

@@ -17,7 +17,7 @@ from actorsnap.storage.fs import open_fs
 from actorsnap.storage.memory import open_memory
 from actorsnap.storage.registry import register
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 
 __all__ = ["Gate", "GatedStorage", "GatedWriter", "gated"]
 
@@ -66,23 +66,21 @@ class GatedStorage(Wrapper):
     def __init__(self, inner: Storage, gate: Gate) -> None:
         super().__init__(inner)
         self.capabilities = without_blocking_io(inner.capabilities)
-        self._gate = gate
+        self.gate = gate
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return GatedWriter(await self.inner.writer(key, size, older=older), self._gate)
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return GatedWriter(self, inner)
 
 
 class GatedWriter(WriterWrapper):
     """The writer of a ``GatedStorage``."""
 
-    def __init__(self, inner: ObjectWriter, gate: Gate) -> None:
-        super().__init__(inner)
-        self.gate = gate
+    storage: GatedStorage
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self.gate.pass_through(num_bytes(views))
+        await self.storage.gate.pass_through(num_bytes(views))
         await self.inner.write_at(offset, views, crc32c)
 
 

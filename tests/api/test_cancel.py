@@ -28,7 +28,7 @@ from actorsnap import (
 from actorsnap.actors import commit
 from actorsnap.runtime import host, place, saving
 from actorsnap.storage.base import Storage
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, leftovers, number_at, number_of, state
 from tests.api.zygote import Zygote

@@ -28,7 +28,7 @@ from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Row
 from actorsnap.planning.packing import Chunk
 from actorsnap.state.memory import gather
-from actorsnap.storage.wrappers import WriterWrapper
+from actorsnap.storage.wrapper import WriterWrapper
 from actorsnap.sync import PendingSnapshot, Snapshot
 from tests.api.facades import Facade, each_facade
 from tests.api.same import assert_same
@@ -288,7 +288,7 @@ def staging_taken_out() -> Iterator[None]:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
             writer = await self._writer_of(staged.chunk.object)
-            await writer.inner.gate.pass_through(nbytes)  # below the outermost wrapper
+            await writer.inner.storage.gate.pass_through(nbytes)  # below the outermost wrapper
             late.pop(id(staged.lease.view))()
         await store(self, staged, row)
 

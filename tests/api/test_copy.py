@@ -32,7 +32,7 @@ from actorsnap.runtime.host import Host, run_async
 from actorsnap.runtime.place import Source
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.registry import open_storage
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 from actorsnap.testing import FaultyStorage, run_blocking_in_thread
 from tests.api.damage import files, flip_bit
 from tests.api.facades import Facade, each_facade
@@ -258,20 +258,18 @@ class _Flipping(Wrapper):
         if not self.writes and self.flips():
             views[0][len(views[0]) // 2] ^= 4
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _FlippingWriter(self, await self.inner.writer(key, size, older=older))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _FlippingWriter(self, inner)
 
 
 class _FlippingWriter(WriterWrapper):
-    def __init__(self, storage: _Flipping, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    storage: _Flipping
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
         assert crc32c is not None
-        if self._storage.writes and self._storage.flips():
+        if self.storage.writes and self.storage.flips():
             data = bytearray(b"".join(views))
             data[len(data) // 2] ^= 4
             views = [memoryview(data)]

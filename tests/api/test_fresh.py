@@ -18,9 +18,10 @@ from actorsnap.format.manifest import ManifestRecord, decode_rank_manifest
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
-from actorsnap.testing import SimulatedSave, run_blocking_in_thread
+from actorsnap.testing import run_blocking_in_thread
 from tests.api.facades import Facade, each_facade
 from tests.state.saved import ATTEMPT
+from tests.support.world import SimulatedSave
 
 pytestmark = pytest.mark.blocking
 

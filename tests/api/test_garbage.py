@@ -24,7 +24,7 @@ from actorsnap.runtime.host import Host, run_sync, shutdown
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.process import host_id
 from actorsnap.storage import posix
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.damage import resign, rewrite_commit
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url

@@ -16,7 +16,7 @@ import torch
 from actorsnap import Options, SnapshotAborted, StateDict, sync
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import ObjectWriter, Storage
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from tests.api.faults import faulty, faulty_url
 from tests.api.test_process import run_script
 
@@ -37,8 +37,8 @@ class HangingStorage(Wrapper):
         self.hangs = threading.Event()
         assert self.capabilities.has_blocking_io
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return HangingWriter(self, await self.inner.writer(key, size, older=older))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return HangingWriter(self, inner)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         if self.verb == "put_if_absent":
@@ -47,12 +47,10 @@ class HangingStorage(Wrapper):
 
 
 class HangingWriter(WriterWrapper):
-    def __init__(self, storage: HangingStorage, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    storage: HangingStorage
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        storage = self._storage
+        storage = self.storage
         if storage.verb == "write_at":
             before = [bytes(view) for view in views]
             storage.hangs.set()

@@ -26,11 +26,12 @@ from actorsnap.state.optim import prime_optimizer
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
-from actorsnap.testing import SimulatedSave, run_blocking_in_thread
+from actorsnap.testing import run_blocking_in_thread
 from tests.api.facades import Facade, each_facade
 from tests.api.same import assert_same
 from tests.state.saved import ATTEMPT, Part, Saved
 from tests.state.test_shards import fake_rank, index
+from tests.support.world import SimulatedSave
 
 MIB = 1 << 20
 

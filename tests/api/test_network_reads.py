@@ -17,7 +17,7 @@ from actorsnap.actors import reader
 from actorsnap.storage.base import Storage
 from actorsnap.storage.memory import forget_space
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 

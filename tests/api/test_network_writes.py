@@ -13,7 +13,7 @@ from actorsnap import Options, StateDict
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
 from actorsnap.storage.memory import forget_space
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 
@@ -51,19 +51,20 @@ class OneAtLast(Wrapper):
                 await self.has_written.wait()
         elif self._num_asked == NUM_OBJECTS:
             self._all_asked.set()
-        return _Telling(await self.inner.writer(key, size, older=older), self.has_written)
+        return await super().writer(key, size, older=older)
+
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _Telling(self, inner)
 
 
 class _Telling(WriterWrapper):
-    def __init__(self, inner: ObjectWriter, has_written: anyio.Event) -> None:
-        super().__init__(inner)
-        self._has_written = has_written
+    storage: OneAtLast
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
         await self.inner.write_at(offset, views, crc32c)
-        self._has_written.set()
+        self.storage.has_written.set()
 
 
 def test_objects_are_opened_together_and_written_as_soon_as_they_are(url: str) -> None:

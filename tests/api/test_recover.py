@@ -48,13 +48,14 @@ from actorsnap.runtime.upkeep import DataCheck
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
-from actorsnap.testing import FaultyStorage, SimulatedSave, run_blocking_in_thread
+from actorsnap.testing import FaultyStorage, run_blocking_in_thread
 from actorsnap.testing.faults import Verb
 from tests.api.damage import flip_bit, rewrite_commit
 from tests.api.facades import Facade, each_facade
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, state
 from tests.state.saved import ATTEMPT, Part, Saved
+from tests.support.world import SimulatedSave
 
 MIB = 1 << 20
 FAST = Options(fsync=False)

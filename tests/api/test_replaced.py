@@ -11,7 +11,7 @@ import pytest
 
 from actorsnap import Options, Snapshot, SnapshotReplaced
 from actorsnap.storage.base import Storage
-from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import number_of, state
 

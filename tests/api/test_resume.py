@@ -18,7 +18,7 @@ from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.storage.registry import find_opener
 from actorsnap.storage.vectored import num_bytes
-from actorsnap.storage.wrappers import Wrapper, WriterWrapper
+from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import leftovers
@@ -65,27 +65,25 @@ class Counting(Wrapper):
         super().__init__(inner)
         self.num_bytes = 0
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _CountingWriter(self, await self.inner.writer(key, size, older=older))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _CountingWriter(self, inner)
 
 
 class _CountingWriter(WriterWrapper):
-    def __init__(self, storage: Counting, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
+    storage: Counting
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
         await self.inner.write_at(offset, views, crc32c)
-        self._storage.num_bytes += num_bytes(views)
+        self.storage.num_bytes += num_bytes(views)
 
 
 class Unaborted(Wrapper):
     """A dead process aborts nothing."""
 
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        return _UnabortedWriter(await self.inner.writer(key, size, older=older))
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        return _UnabortedWriter(self, inner)
 
 
 class _UnabortedWriter(WriterWrapper):

@@ -12,8 +12,9 @@ import pytest
 
 from actorsnap import ActorSnapError, Options, Snapshot, SnapshotAborted, StorageError, Throttled
 from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage, Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, state

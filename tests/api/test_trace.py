@@ -29,8 +29,8 @@ from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.observing import observe
 from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register
-from actorsnap.storage.wrappers import RetryPolicy, RetryStorage
 from actorsnap.testing.faults import FaultyStorage, Verb
 from tests.api.facades import FACADES, Facade, each_facade
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url

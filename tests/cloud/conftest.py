@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorsnap.testing.proxy import FaultProxy
 from tests.cloud.places import Store, assert_no_secret
 from tests.servers.ceph import CephServer
+from tests.support.proxy import FaultProxy
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,11 @@ import pytest
 from actorsnap import ChecksumMismatch, Options, SnapshotAborted
 from actorsnap.errors import StorageError
 from actorsnap.sync import Snapshot
-from actorsnap.testing.proxy import (
+from tests.cloud.places import Store, is_state, keys_of, refused, requests_of, state, uploads_of
+from tests.servers.base import S3Server
+from tests.servers.ceph import CephServer
+from tests.servers.rclone import RcloneServer
+from tests.support.proxy import (
     Answer,
     Drop,
     Fault,
@@ -22,10 +26,6 @@ from actorsnap.testing.proxy import (
     Truncate,
     Way,
 )
-from tests.cloud.places import Store, is_state, keys_of, refused, requests_of, state, uploads_of
-from tests.servers.base import S3Server
-from tests.servers.ceph import CephServer
-from tests.servers.rclone import RcloneServer
 
 MIB = 1 << 20
 

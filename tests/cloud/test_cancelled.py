@@ -12,10 +12,10 @@ import pytest
 
 from actorsnap import Snapshot
 from actorsnap.runtime.host import shutdown
-from actorsnap.testing.proxy import Fault, FaultProxy, LoseAnswer, Rule, Stall, Way
 from tests.api.places import assert_idle
 from tests.cloud.places import Store, is_state, keys_of, requests_of, state, uploads_of
 from tests.conftest import LeakCheck
+from tests.support.proxy import Fault, FaultProxy, LoseAnswer, Rule, Stall, Way
 
 SOON_S = 20.0
 MIB = 1 << 20

@@ -14,12 +14,12 @@ import pytest
 from actorsnap import NotASnapshot, Options, SnapshotAborted
 from actorsnap.errors import AccessDenied, StorageError
 from actorsnap.sync import Snapshot
-from actorsnap.testing.proxy import Answer, FaultProxy
 from tests.cloud.places import is_state, keys_of, refused, state, uploads_of
 from tests.servers.base import GcsServer, S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
 from tests.storage.peers import serving
+from tests.support.proxy import Answer, FaultProxy
 
 SMALL = 1000
 SOON_S = 20.0

@@ -12,13 +12,13 @@ import torch
 from actorsnap import StateDict
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.memory import forget_space
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
-from actorsnap.testing.proxy import FaultProxy
 from tests.api.faults import faulty, faulty_url
 from tests.cloud.places import state
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
+from tests.support.proxy import FaultProxy
 
 NUM_FLOATS = 64 << 18
 """Of four parts."""

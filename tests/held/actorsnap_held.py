@@ -17,7 +17,7 @@ from actorsnap import StorageFull
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.fs import open_fs
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 
 
 class HeldStorage(Wrapper):

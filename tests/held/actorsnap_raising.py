@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
-from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -29,7 +29,7 @@ from actorsnap.errors import StorageError
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime.broadcast import Broadcaster
 from actorsnap.storage.base import Storage
-from actorsnap.storage.wrappers import Wrapper, without_blocking_io
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, full

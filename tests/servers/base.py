@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Self
 import botocore.session
 from botocore.config import Config
 
-from actorsnap.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 __all__ = [
     "HOST",

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from actorsnap.testing.proxy import TlsFiles
+from tests.support.proxy import TlsFiles
 
 __all__ = ["make_tls_files"]
 

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import pytest
 
-from actorsnap.testing.proxy import TlsFiles
 from tests.servers.base import S3Server, Server
 from tests.servers.ceph import CephServer
 from tests.servers.certificates import make_tls_files
 from tests.servers.fake_gcs import FakeGcsServer
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
+from tests.support.proxy import TlsFiles
 
 ServerT = TypeVar("ServerT", bound=Server)
 

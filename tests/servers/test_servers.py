@@ -13,10 +13,10 @@ import psutil
 import pytest
 from botocore.exceptions import ClientError
 
-from actorsnap.testing.proxy import FaultProxy, TlsFiles
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
+from tests.support.proxy import FaultProxy, TlsFiles
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -101,7 +101,7 @@ def test_servers_die_with_a_test_process_that_is_killed(
     script = (
         "import pathlib, time\n"
         "from tests.servers.fake_gcs import FakeGcsServer\n"
-        "from actorsnap.testing.proxy import FaultProxy\n"
+        "from tests.support.proxy import FaultProxy\n"
         f"server = FakeGcsServer(pathlib.Path({str(tmp_path)!r}))\n"
         "server.start()\n"
         "proxy = FaultProxy(server.endpoint).__enter__()\n"

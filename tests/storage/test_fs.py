@@ -896,7 +896,7 @@ def test_permission_denied(tmp_path: Path) -> None:
 
 
 def test_a_full_error_is_picklable() -> None:
-    error = posix.storage_error(
+    error = posix.translate_os_error(
         OSError(errno.ENOSPC, "No space left on device"), op="put", key="k", root="/none/at/all"
     )
     assert pickle.loads(pickle.dumps(error)).fields == error.fields
@@ -922,7 +922,7 @@ def test_errors_of_the_system(
     number: int, kind: type[StorageError], retryable: bool, words: str, tmp_path: Path
 ) -> None:
     given = OSError(number, os.strerror(number))
-    error = posix.storage_error(given, op="put", key="k", root=str(tmp_path / "a" / "b"))
+    error = posix.translate_os_error(given, op="put", key="k", root=str(tmp_path / "a" / "b"))
     assert type(error) is kind
     assert (error.op, error.key, error.backend) == ("put", "k", str(tmp_path / "a" / "b"))
     assert error.retryable is retryable

@@ -39,7 +39,8 @@ from actorsnap.storage.gs_client import GsClient, GsOptions
 from actorsnap.storage.wire import is_unknown_host
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
-from actorsnap.testing.proxy import (
+from tests.servers.fake_gcs import FakeGcsServer
+from tests.support.proxy import (
     Answer,
     Fault,
     FaultProxy,
@@ -51,7 +52,6 @@ from actorsnap.testing.proxy import (
     Truncate,
     Way,
 )
-from tests.servers.fake_gcs import FakeGcsServer
 
 MIB = 1 << 20
 SECRET = "ya29.a-token-that-no-log-may-show"

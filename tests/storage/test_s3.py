@@ -32,18 +32,18 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.runtime.host import shutdown
 from actorsnap.storage import Storage, StorageContext, open_storage
-from actorsnap.storage.options import convert_options
+from actorsnap.storage.cloud import convert_options
 from actorsnap.storage.s3 import S3Storage
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
-from actorsnap.testing.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 from tests.conftest import LeakCheck
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
 from tests.storage.peers import Peer, repeat, serving
+from tests.support.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 
 _MIB = 1 << 20
 _SECRETS = ("AKIDOFATEST", "a-secret-of-this-test", "a-token-of-this-test")

@@ -8,7 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -28,7 +28,6 @@ from actorsnap.storage import (
     AdaptiveStorage,
     LimitedStorage,
     ObjectInfo,
-    ObjectWriter,
     PrefixStorage,
     RetryPolicy,
     RetryStorage,
@@ -38,7 +37,7 @@ from actorsnap.storage import (
     open_storage,
 )
 from actorsnap.storage.memory import MemoryStorage, forget_space
-from actorsnap.storage.wrappers import WriterWrapper, _closing
+from actorsnap.storage.wrapper import close_after
 from actorsnap.testing import (
     FaultyStorage,
     StorageConformance,
@@ -49,6 +48,7 @@ from actorsnap.testing.conformance import MakeStorage, keys_in
 from actorsnap.testing.faults import Verb
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _numbers = itertools.count()
 
@@ -146,6 +146,9 @@ class TestRetryOfFailures(WrappedConformance):
         return lambda: RetryStorage(Flaky(MemoryStorage(name)), policy=policy, sleep=Sleeps())
 
 
+FLAKY = {"put", "put_if_absent", "writer", "write_at", "get", "read_into", "delete", "stat"}
+
+
 class Flaky(Wrapper):
     """Fails four of ten operations by a fixed seed, half of them after their effect."""
 
@@ -153,47 +156,18 @@ class Flaky(Wrapper):
         super().__init__(inner)
         self._random = random.Random(0)
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self._flaky(lambda: self.inner.put(key, views))
-
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        await self._flaky(lambda: self.inner.put_if_absent(key, data))
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        inner = await self._flaky(lambda: self.inner.writer(key, size, older=older))
-        return FlakyWriter(self, inner)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await self._flaky(lambda: self.inner.get(key, start, stop))
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self._flaky(lambda: self.inner.read_into(key, offset, views))
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._flaky(lambda: self.inner.delete(keys))
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._flaky(lambda: self.inner.stat(key))
-
-    async def _flaky(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op not in FLAKY:
+            return await call(*args, **kwargs)
         number = self._random.random()
         if number < 0.2:
             raise Throttled(op="any", key="any", backend="test")
-        result = await call()
+        result = await call(*args, **kwargs)
         if number < 0.4:
             raise Throttled(op="any", key="any", backend="test")
         return result
-
-
-class FlakyWriter(WriterWrapper):
-    def __init__(self, storage: Flaky, inner: ObjectWriter) -> None:
-        super().__init__(inner)
-        self._storage = storage
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        await self._storage._flaky(lambda: self.inner.write_at(offset, views, crc32c))
 
 
 # --- prefix ----------------------------------------------------------------------------------
@@ -490,8 +464,8 @@ class FailingList(Wrapper):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         self.num_lists += 1
         left = 2 * self.num_lists
-        async with _closing(self.inner.list(prefix)) as found:
-            async for info in found:
+        async with close_after(self.inner.list(prefix)) as infos:
+            async for info in infos:
                 if not left:
                     raise BUSY
                 left -= 1

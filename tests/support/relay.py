@@ -1,7 +1,7 @@
 """The process of a ``FaultProxy``: passes HTTP/1.1 on, but for the faults it is told.
 
-Runs by path with the standard library alone, which takes 50 ms; as a module of the package it
-would import torch first. A process of its own, so that a client under test shares no
+Runs by path with the standard library alone, which takes 50 ms: it must import nothing of
+actorsnap, which imports torch. A process of its own, so that a client under test shares no
 interpreter with it. One thread per connection: each is plain blocking code, and sockets
 release the lock.
 

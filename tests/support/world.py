@@ -1,6 +1,6 @@
 """A simulated world: many ranks of one save in one process, on any anyio backend.
 
-Real actors and machines; only the network (``testing.network``) and the ranks' processes are
+Real actors and machines; only the network (``network``) and the ranks' processes are
 simulated. Under trio's virtual clock an hour of waiting takes no time, and a seed repeats a
 run. ``tests/actors/test_simulation.py`` shows what can be done with it.
 """
@@ -33,7 +33,7 @@ from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import Capabilities, RunBlocking, Storage
 from actorsnap.testing.faults import FaultyStorage, Verb
-from actorsnap.testing.network import SimulatedNetwork
+from tests.support.network import SimulatedNetwork
 
 __all__ = ["PATIENCE_S", "SimulatedSave"]
 

@@ -9,7 +9,7 @@ fault says so in a ``with``, which fails if the fault did not happen::
             await actorsnap.Snapshot.take(url, state, storage_options=options)
 
 It works in front of S3, Google Cloud Storage and whatever else speaks HTTP/1.1 in plain text;
-to the client it speaks TLS if asked to. ``actorsnap/testing/relay.py`` is the process that
+to the client it speaks TLS if asked to. ``tests/support/relay.py`` is the process that
 does all this. This module starts, asks and ends it, and must not know how.
 """
 
@@ -24,8 +24,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
-from actorsnap.testing import relay
-from actorsnap.testing.relay import (
+from tests.support import relay
+from tests.support.relay import (
     Answer,
     Cut,
     Delay,

@@ -1,9 +1,9 @@
-"""The outermost wrapper of a storage: its callers get errors of actorsnap, and nothing else.
+"""The outermost wrapper of a storage: it raises errors of actorsnap only.
 
-A backend, a client below it or a package of somebody else may raise anything. Raised as it is, a
-``CancelledError`` would pass for a cancellation, which task groups swallow, a ``SystemExit`` would
-end the event loop, and a ``KeyboardInterrupt`` would look like Ctrl-C. Here each becomes a
-``StorageError`` with the original as its cause. This module must not know backends.
+A backend or a library below it may raise anything. Raised as it is, a ``CancelledError`` would pass
+for a cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
+``KeyboardInterrupt`` would look like Ctrl-C. Each becomes a ``StorageError`` with the original as
+its cause. This module must not know backends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actorsnap.errors import (
     describe,
 )
 from actorsnap.storage.base import Storage
-from actorsnap.storage.wrappers import Wrapper
+from actorsnap.storage.wrapper import Wrapper
 
 __all__ = ["TranslatedStorage", "ends_this_task", "translate_opening"]
 
@@ -38,12 +38,13 @@ _KINDS: dict[int | None, type[StorageError]] = {
     errno.EPERM: AccessDenied,
     errno.EROFS: AccessDenied,
 }
-"""Errors by ``OSError.errno``. ENOENT and EEXIST are not among them: saves act on what exists, so
-only an ``ObjectNotFound`` or ``ObjectExists`` of the backend itself may tell them."""
+"""Errors by ``OSError.errno``. Without ENOENT and EEXIST: saves act on the existence of objects, so
+only a backend's own ``ObjectNotFound`` or ``ObjectExists`` counts.
+"""
 
 
 class TranslatedStorage(Wrapper):
-    """Passes every verb on to ``inner``; raises ``ActorSnapError`` and cancellations only."""
+    """Raises ``ActorSnapError`` and cancellations only."""
 
     async def around(
         self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
@@ -53,7 +54,7 @@ class TranslatedStorage(Wrapper):
         except BaseException as error:
             if isinstance(error, ActorSnapError) or ends_this_task(error):
                 raise
-            fault = _translated(error, op=op, key=key, backend=self.url)
+            fault = _translate(error, op=op, key=key, backend=self.url)
             raise fault from fault.__cause__ or error
 
     def around_blocking(
@@ -64,7 +65,7 @@ class TranslatedStorage(Wrapper):
         except ActorSnapError:
             raise
         except BaseException as error:
-            fault = _translated(error, op=op, key=key, backend=self.url)
+            fault = _translate(error, op=op, key=key, backend=self.url)
             raise fault from fault.__cause__ or error
 
 
@@ -72,7 +73,7 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
     """Opens a storage; ``url`` is for messages.
 
     Raises:
-        ActorSnapError: what a factory raises, or a ``StorageError`` instead of it.
+        ActorSnapError: the factory's, or a ``StorageError`` in place of another exception.
         KeyboardInterrupt: in the main thread, where it may be the user's.
     """
     try:
@@ -83,14 +84,14 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and is_main:
             raise
-        fault = _translated(error, op="open", key="", backend=url)
+        fault = _translate(error, op="open", key="", backend=url)
         raise fault from fault.__cause__ or error
 
 
 def ends_this_task(error: BaseException) -> bool:
-    """Whether an exception in a coroutine is its own end: it was cancelled, or is being closed.
+    """Returns whether an exception ends its coroutine: the task was cancelled or is being closed.
 
-    Another ``CancelledError`` is a failure: aiohttp raises one in a request whose session is
+    Any other ``CancelledError`` is a failure: aiohttp raises one in a request whose session is
     closed, and so does a future that its owner cancels.
     """
     if isinstance(error, Exception):
@@ -113,8 +114,8 @@ def _runs_in_a_task() -> bool:
     return True
 
 
-def _translated(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
-    """What a backend's exception is raised as."""
+def _translate(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
+    """Returns the error of actorsnap for a backend's exception."""
     leaf = error
     while isinstance(leaf, BaseExceptionGroup):
         ours = leaf.subgroup(ActorSnapError)

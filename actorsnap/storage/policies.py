@@ -1,0 +1,424 @@
+"""Policies around a storage: a limit, an adaptive limit, retries, a prefix.
+
+Each is a wrapper with one rule for all verbs. They must not know backends or snapshots. Put the
+limit inside of the retries: an operation that waits for its next try takes no turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import anyio
+
+from actorsnap.errors import (
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    Throttled,
+    UsageError,
+)
+from actorsnap.lines import Lines
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, check_key
+from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
+
+__all__ = [
+    "AdaptiveStatistics",
+    "AdaptiveStorage",
+    "LimitedStorage",
+    "PrefixStorage",
+    "RetryPolicy",
+    "RetryStorage",
+]
+
+logger = Lines(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_CLEANUP = frozenset({"abort", "aclose"})
+"""Verbs that no policy delays: they free what other verbs wait for."""
+
+
+class LimitedStorage(Wrapper):
+    """At most ``max_operations`` verbs at a time; more wait, first come first served.
+
+    Each ``write_at`` and each step of ``list`` is an operation; an idle writer is none. Blocking
+    I/O is off: a worker thread cannot wait on the loop. For use on one event loop.
+
+    Cancellation: a waiting call ends without effect; a running one as the inner says.
+    """
+
+    def __init__(self, inner: Storage, *, max_operations: int) -> None:
+        if max_operations < 1:
+            raise UsageError(f"max_operations must be 1 or more, not {max_operations}")
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        # Not a CapacityLimiter, whose borrowers are tasks: a task that iterates `list` may call
+        # other verbs of the same storage in between.
+        self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
+
+    def statistics(self) -> anyio.SemaphoreStatistics:
+        """Returns how many calls wait."""
+        return self._turns.statistics()
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
+        async with self._turns:
+            return await call(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveStatistics:
+    """The state of an ``AdaptiveStorage``.
+
+    Attributes:
+        level: Operations allowed at a time now.
+        num_running, num_waiting: Operations.
+        num_throttled: Operations that the storage has refused so far.
+        num_decreases: How often the level fell for that.
+    """
+
+    level: int
+    num_running: int
+    num_waiting: int
+    num_throttled: int
+    num_decreases: int
+
+
+class AdaptiveStorage(Wrapper):
+    """A ``LimitedStorage`` that learns the limit from the storage's answers.
+
+    Additive increase, multiplicative decrease, as in TCP. An operation that succeeds while all
+    turns are taken adds a fraction to the level, about one turn per round of operations. One that
+    is throttled halves it, but only if it began after the level last fell: earlier ones answer the
+    old level. So the level falls once per round trip at most, never below one, and recovers.
+
+    Args:
+        inner: The storage.
+        max_operations: The highest level.
+        first_operations: The level at first, if that is not above the highest.
+    """
+
+    def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
+        if min(max_operations, first_operations) < 1:
+            raise UsageError(
+                "max_operations and first_operations must be 1 or more, "
+                f"not {max_operations} and {first_operations}"
+            )
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._max_level = max_operations
+        self._level = float(min(first_operations, max_operations))
+        self._limiter = anyio.CapacityLimiter(int(self._level))
+        self._num_throttled = 0
+        self._num_decreases = 0
+
+    def statistics(self) -> AdaptiveStatistics:
+        """Returns the current level and counts."""
+        limiter = self._limiter.statistics()
+        return AdaptiveStatistics(
+            level=int(self._level),
+            num_running=limiter.borrowed_tokens,
+            num_waiting=limiter.tasks_waiting,
+            num_throttled=self._num_throttled,
+            num_decreases=self._num_decreases,
+        )
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
+        # On behalf of the operation: a task that iterates `list` may call other verbs in between.
+        operation = object()
+        await self._limiter.acquire_on_behalf_of(operation)
+        num_decreases = self._num_decreases
+        try:
+            result = await call(*args, **kwargs)
+            if self._limiter.available_tokens <= 0:
+                self._set_level(min(self._level + 1 / self._level, self._max_level))
+            return result
+        except Throttled:
+            self._num_throttled += 1
+            if num_decreases == self._num_decreases:
+                self._num_decreases += 1
+                self._set_level(max(1.0, self._level / 2))
+                logger.info("%s throttles: %d operations at a time", self.url, self._level)
+            raise
+        finally:
+            self._limiter.release_on_behalf_of(operation)
+
+    def _set_level(self, level: float) -> None:
+        self._level = level
+        self._limiter.total_tokens = int(level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to try again: exponential backoff with a cap, and jitter.
+
+    The defaults outlast a service that is away for a minute.
+
+    Attributes:
+        max_attempts: Tries, the first included.
+        first_delay_s: Upper bound of the first wait; it doubles with each failure.
+        max_delay_s: Upper bound of every wait that the storage did not ask for.
+        max_total_s: Time after the first failure in which tries begin.
+    """
+
+    max_attempts: int = 20
+    first_delay_s: float = 0.25
+    max_delay_s: float = 10.0
+    max_total_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise UsageError(f"max_attempts must be 1 or more, not {self.max_attempts}")
+        if not 0 <= self.first_delay_s <= self.max_delay_s:
+            raise UsageError(
+                "0 <= first_delay_s <= max_delay_s must hold, "
+                f"not {self.first_delay_s} and {self.max_delay_s}"
+            )
+        if not self.max_total_s >= 0:
+            raise UsageError(f"max_total_s must be 0 or more, not {self.max_total_s}")
+
+    def delay_s(
+        self,
+        num_failures: int,
+        fraction: float,
+        *,
+        elapsed_s: float = 0.0,
+        retry_after_s: float | None = None,
+    ) -> float | None:
+        """Returns the wait after ``num_failures`` failures, 1 or more; None to give up.
+
+        Args:
+            num_failures: Failures in a row.
+            fraction: The jitter, in [0, 1): a position in the upper half of the backoff. Ranks
+                that failed together must spread, but not hurry.
+            elapsed_s: Since the first failure.
+            retry_after_s: The least wait that the storage asked for.
+        """
+        # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
+        backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
+        delay_s = max(backoff * (0.5 + 0.5 * fraction), retry_after_s or 0.0)
+        if num_failures >= self.max_attempts or elapsed_s + delay_s > self.max_total_s:
+            return None
+        return delay_s
+
+
+class RetryStorage(Wrapper):
+    """Repeats a verb that failed with a ``retryable`` ``StorageError``.
+
+    All verbs can be repeated as they are, except for four:
+
+    - ``put_if_absent``: a failed try may have created the object. If a later try finds it, equal
+      content counts as success. Writers of equal data cannot tell who won; a commit object has
+      the attempt in it.
+    - ``list``: continues after the last key that it yielded.
+    - ``delete_folder``: returns the keys that the last try deleted.
+    - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
+      the object is garbage of this attempt.
+
+    Blocking I/O is off: waits belong to the loop.
+
+    Args:
+        inner: The storage.
+        policy: When to try again.
+        on_retry: See ``StorageContext``.
+        uniform, sleep, clock: Chance and time.
+    Cancellation: ends a wait at once.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        policy: RetryPolicy,
+        on_retry: Callable[[StorageError, float], None] | None = None,
+        uniform: Callable[[], float] = random.random,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._policy = policy
+        self._on_retry = on_retry
+        self._uniform = uniform
+        self._sleep = sleep
+        self._clock = clock
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _CLEANUP:
+            return await call(*args, **kwargs)
+        failures = _Failures()
+        while True:
+            try:
+                return await call(*args, **kwargs)
+            except StorageError as error:
+                await self._wait(error, failures)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        failures = _Failures()
+        while True:
+            try:
+                return await self.inner.put_if_absent(key, data)
+            except ObjectExists:
+                if not failures.count or not await self._holds(key, data):
+                    raise
+                return None
+            except StorageError as error:
+                await self._wait(error, failures)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        last = ""
+        failures = _Failures()
+        while True:
+            try:
+                async with close_after(self.inner.list(prefix)) as infos:
+                    async for info in infos:
+                        if info.key > last:  # else it was yielded before the failure
+                            last = info.key
+                            failures = _Failures()
+                            yield info
+                return
+            except StorageError as error:
+                await self._wait(error, failures)
+
+    async def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return await self.get(key) == data
+        except ObjectNotFound:
+            return False
+
+    async def _wait(self, error: StorageError, failures: _Failures) -> None:
+        """Waits before the next try, or raises ``error`` to give up."""
+        now_s = self._clock()
+        failures.count += 1
+        if failures.count == 1:
+            failures.first_s = now_s
+        elapsed_s = now_s - failures.first_s
+        delay_s = None
+        if error.retryable:
+            delay_s = self._policy.delay_s(
+                failures.count,
+                self._uniform(),
+                elapsed_s=elapsed_s,
+                retry_after_s=error.retry_after_s,
+            )
+        if delay_s is None:
+            if failures.count > 1:
+                error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
+            raise error
+        # A call that fails twice may take minutes, and its caller should know why.
+        level = logging.WARNING if failures.count == 2 else logging.INFO
+        where = {"stage": error.op, "key": error.key}
+        logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
+        if self._on_retry is not None:
+            self._on_retry(error, delay_s)
+        await self._sleep(delay_s)
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Failures of one call in a row."""
+
+    count: int = 0
+    first_s: float = 0.0
+
+
+class PrefixStorage(Wrapper):
+    """The objects of ``inner`` below ``prefix/``, under keys relative to it.
+
+    Errors name the relative key and this storage's URL. Tokens are the inner's: they join
+    through any wrapper with the same prefix.
+    """
+
+    def __init__(self, inner: Storage, prefix: str) -> None:
+        super().__init__(inner)
+        self._prefix = f"{check_key(prefix)}/"
+        self.url = f"{inner.url.rstrip('/')}/{prefix}"
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._relative_errors():
+            return await call(*args, **kwargs)
+
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._relative_errors():
+            return call(*args, **kwargs)
+
+    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
+        writer = super().wrap_writer(inner)
+        writer.key = self._strip(writer.key)
+        return writer
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        await super().put(self._full(key), views)
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        await super().put_if_absent(self._full(key), data)
+
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        full = [self._full(name) for name in older]
+        return await super().writer(self._full(key), size, older=full)
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return await super().get(self._full(key), start, stop)
+
+    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        await super().read_into(self._full(key), offset, views)
+
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        super().read_into_blocking(self._full(key), offset, batches)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async with close_after(super().list(self._prefix + prefix)) as infos:
+            async for info in infos:
+                yield dataclasses.replace(info, key=self._strip(info.key))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await super().delete([self._full(key) for key in keys])
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        full = self._full(folder) if folder else self._prefix.removesuffix("/")
+        return await super().list_folders(full)
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        return [*map(self._strip, await super().delete_folder(self._full(folder)))]
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return dataclasses.replace(await super().stat(self._full(key)), key=key)
+
+    def _full(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _strip(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    @contextmanager
+    def _relative_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            here = {"key": self._strip(error.key), "backend": self.url}
+            raise type(error)(**{**error.fields, **here}) from error
+        except FormatError as error:
+            raise type(error)(**{**error.fields, "key": self._strip(error.key)}) from error
