@@ -28,7 +28,7 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
-from actorsnap.planning.chunks import chunk_maps
+from actorsnap.planning.compressed_ranges import chunk_maps
 from actorsnap.protocol.messages import Ask, Failure, Stage
 from actorsnap.protocol.save import Question, decode
 from actorsnap.state.stateful import StateDict
