@@ -171,7 +171,8 @@ class Roll:
         await self._end.send(rank, message)
 
     async def receive(self) -> ToCoordinator | Lost | Broken:
-        """See ``CoordinatorEnd``. ``Failed`` where the call is refused."""
+        """See ``CoordinatorEnd``. Returns ``Failed`` once if the call is refused; after that, only
+        ``Lost`` and ``Broken``."""
         while True:
             message: ToCoordinator | Lost | Broken | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
@@ -185,8 +186,10 @@ class Roll:
                     event = message
                 case Lost() if not self._machine.is_final:
                     event = RankLost(message.rank, message.silent_s)
-                case _ if self._machine.state is RollState.SETTLING:
-                    continue  # the call has failed
+                case Lost() | Broken() if self._machine.is_final:
+                    return message
+                case _ if self._machine.state in (RollState.SETTLING, RollState.REFUSED):
+                    continue  # it may belong to another call
                 case _:
                     return message
             if failed := await self._handle(event):

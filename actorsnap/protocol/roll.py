@@ -10,7 +10,8 @@ Rules:
 1. Nothing that a rank sends goes on unless its label is rank 0's. So no rank is told to write,
    and no step is passed, before all ranks have made the same call.
 2. Where labels differ the call is refused, with one ``UsageError`` for all ranks that shows the
-   labels. It is shown in full if all ranks call within ``SETTLE_S``.
+   labels. It is shown in full if all ranks call within ``SETTLE_S``. After a refusal nothing that
+   a rank sends goes on: it may belong to another call.
 3. A failure of one rank waits as long: a call out of phase may be why it failed, and is then the
    error. A cancellation does not wait.
 4. While ranks are absent, all that have called are reminded of them after each of

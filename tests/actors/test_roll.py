@@ -12,9 +12,9 @@ import trio.testing
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Failed, Failure, Stage
+from actorsnap.protocol.messages import Aborted, Arrived, Called, Failed, Failure, Labelled, Stage
 from actorsnap.protocol.roll import RollMachine
-from actorsnap.transport.base import Lost
+from actorsnap.transport.base import Broken, Lost
 from tests.support.network import SimulatedNetwork
 
 TIMEOUT_S = 3600.0
@@ -182,3 +182,30 @@ async def test_a_lost_rank_had_not_called() -> None:
         await anyio.sleep(1.0)
         ranks.network._down[1].put(0.0, Lost(rank=0, silent_s=30.0))
     assert "it had not called take('/ckpt', step=7)" in ranks.failure(1).reason
+
+
+async def test_after_a_refusal_only_losses_go_on() -> None:
+    """What a rank sends after its label belongs to a call that rank 0 does not make."""
+    network = SimulatedNetwork(2)
+    other = Label(CallKind.RESTORE, "/ckpt")
+    end = Roll(
+        network.coordinator(),
+        machine=RollMachine(label=LABEL, world_size=2),
+        timeout_s=TIMEOUT_S,
+    )
+    end.begin()
+    for message in (
+        Called(0, LABEL.digest),
+        Called(1, other.digest),
+        Labelled(1, other),
+        Arrived(1, 0),
+        Failed(1, Failure(reason="the other call failed", stage=Stage.JOIN, rank=1)),
+        Lost(rank=1, silent_s=30.0),
+        Broken(reason="the store is gone"),
+    ):
+        network._up.put(0.0, message)
+    refused = await end.receive()
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.failure.to_error(), UsageError)
+    assert await end.receive() == Lost(rank=1, silent_s=30.0)
+    assert await end.receive() == Broken(reason="the store is gone")
