@@ -213,7 +213,7 @@ class ParticipantActor:
         self._payload = b""
         self._then = self.stage
         self._deadline = math.inf
-        self._patience = anyio.CancelScope()
+        self._patience: anyio.CancelScope | None = None
         self._answer: Callable[[bytes], bytes] = _no_answer
 
     @property
@@ -266,7 +266,9 @@ class ParticipantActor:
         self._answer = answer or _no_answer
         self._then = then or self.stage
         if commits:
-            self._patience.deadline = self._deadline = self._deadline + _COMMIT_BACKSTOP_S
+            self._deadline += _COMMIT_BACKSTOP_S
+            if self._patience is not None:
+                self._patience.deadline = self._deadline
         await self._handle(Reached(payload, commits))
         await self._first_of(self._proceed)
         self._check()

@@ -71,7 +71,7 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
         await broadcaster.close(is_done=True)
 
     def body(rounds: Rounds) -> Script[list[str]]:
-        decided = [(yield from rounds.arrive(b"%d" % me.rank))]
+        decided = [(yield from rounds.arrive(b"%d" % me.rank, then=Stage.READ))]
         if trouble and me.rank == whom:
             if trouble == "storage":
                 raise StorageError(op="read", key="k", backend="b")
