@@ -33,6 +33,9 @@ _GRACE_S = 2.0
 _CLEANUP_S = 30.0
 """Cleaning up takes no longer; what is left is garbage."""
 
+_CLOSE_S = 5.0
+"""Closing a storage takes no longer; nothing is lost where it does."""
+
 
 class Errands:
     """The errands of one call. For use on one event loop.
@@ -150,12 +153,13 @@ class Errands:
         await self._end(step, _CLEANUP_S, "garbage was left")
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
-        """``clean_up`` that closes a storage, for what is left of the scopes around it only.
+        """``clean_up`` that closes a storage, for a part of what is left of the scopes around it.
 
-        A storage that hangs while it is closed must not keep the caller beyond its time.
+        A storage that hangs while it is closed must not keep the caller beyond its time, and must
+        leave some to what the caller does next.
         """
         left_s = anyio.current_effective_deadline() - anyio.current_time()
-        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
+        limit_s = min(left_s / 2, _CLOSE_S) if left_s > 0 else _GRACE_S
         await self._end(aclose, limit_s, "the storage was not closed")
 
     async def _end(self, step: Callable[[], Awaitable[None]], limit_s: float, left: str) -> None:

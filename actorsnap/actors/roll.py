@@ -51,7 +51,7 @@ _EARLIER_S = 0.05
 _LISTEN_S = 0.05
 """Least time for messages that have come already, where a deadline is over at the first look."""
 
-_PATIENCE_S = 9.0
+_PATIENCE_S = 4.0
 """Extra time a rank waits beyond the deadline for rank 0 to call; less than any other patience."""
 
 

@@ -57,8 +57,7 @@ __all__ = ["SaveJob", "failure_of"]
 logger = Lines(__name__)
 
 _PATIENCE_S = 5.0
-"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone, and for the
-storage to be closed."""
+"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
 
 _MAX_PUT_BYTES = 1 << 30
 """Object stores take at most 5 GiB in one request."""
@@ -292,7 +291,7 @@ class SaveJob(Job):
         return fsync
 
     async def _close(self, storage: Storage, errands: Errands, deadline: float) -> None:
-        with anyio.CancelScope(deadline=min(deadline, anyio.current_time() + _PATIENCE_S)):
+        with anyio.CancelScope(deadline=deadline):
             await errands.close(storage.aclose)
 
     async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:

@@ -107,6 +107,7 @@ async def test_only_rank_0_calls(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_all_but_rank_0_call(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(3)
+    begun_s = anyio.current_time()
     async with anyio.create_task_group() as tasks:
         for rank in (1, 2):
             tasks.start_soon(ranks.call, rank)
@@ -119,6 +120,7 @@ async def test_all_but_rank_0_call(caplog: pytest.LogCaptureFixture) -> None:
         failure = ranks.failure(rank)
         assert "timeout_s=3600 is over; still waiting for rank 0 to call" in failure.reason
         assert failure.rank == 0
+        assert ranks.ended_s[rank] - begun_s < TIMEOUT_S + 5.0
 
 
 async def test_every_rank_that_waits_names_the_absent_one(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -16,7 +16,7 @@ from actorsnap.storage.registry import open_storage, register
 from actorsnap.storage.wrappers import RetryPolicy, RetryStorage, Wrapper
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
-from tests.api.places import assert_whole, state
+from tests.api.places import assert_whole, number_of, state
 
 BUSY = Throttled(op="get", key="k", backend="busy", detail="come back in the evening")
 POLICY = RetryPolicy(max_attempts=1000, first_delay_s=0.1, max_delay_s=0.1, max_total_s=3600.0)
@@ -101,3 +101,39 @@ async def test_a_storage_that_is_never_closed_keeps_nobody_waiting(
     assert time.monotonic() - began < 25  # it was 30 s, or 60 s where two were opened
     assert "the storage was not closed" in caplog.text
     await assert_whole(tmp_path / "s", 1)
+
+
+async def test_a_storage_that_is_never_closed_leaves_time_to_read(tmp_path: Path) -> None:
+    """A restore opens the storage twice. The first close took all the time of the call."""
+    await Snapshot.take(tmp_path / "s", state(1))
+    began = time.monotonic()
+    with faulty(NeverClosed):
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=6.0))
+        await snapshot.restore(restored := state(-1))
+    assert time.monotonic() - began < 8.0
+    assert number_of(restored) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.restore(state(-1)),
+        lambda s: s.read_object("model/weight"),
+        lambda s: s.get_state_dict_for_key("model"),
+    ],
+    ids=["restore", "read_object", "get_state_dict_for_key"],
+)
+async def test_index_and_data_are_read_within_one_timeout(
+    tmp_path: Path, call: Callable[[Snapshot], Awaitable[object]]
+) -> None:
+    """The commit object and the manifest take 1.6 s, the data as long: each is below 2 s."""
+    await Snapshot.take(tmp_path / "s", state(1))
+
+    def slow(inner: Storage) -> Storage:
+        return FaultyStorage(inner, latency_s={"get": 0.8, "read_into": 1.6}, has_blocking_io=False)
+
+    with faulty(slow):
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=SHORT)
+        with pytest.raises(StorageError, match="timeout_s=2 is over"):
+            await call(snapshot)
+        await snapshot.get_manifest()  # another call has its own time
