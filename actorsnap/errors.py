@@ -88,7 +88,7 @@ def text_of(error: BaseException) -> str:
     """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
     try:
         return str(error)
-    except Exception as failure:
+    except BaseException as failure:  # nobody pressed Ctrl-C in there
         return f"<its __str__ raises {type(failure).__name__}>"
 
 
@@ -241,9 +241,13 @@ class ChecksumMismatch(FormatError):
         text = f"{self.key}: {self.detail}"
         if not self.url:
             return text
+        url = quote(self.url)
+        remedy = f"verify {url} --full` shows all damage"
+        if "/" not in self.key:  # the commit object: all others lie in an attempt's folder
+            remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
             f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "
-            f"if it is a copy; `actorsnap verify {quote(self.url)} --full` shows all damage"
+            f"if it is a copy; `actorsnap {remedy}"
         )
 
 

@@ -69,16 +69,19 @@ def broken_handler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 class Unspeakable(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise self.args[0]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_that_cannot_be_shown_breaks_no_line(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[BaseException],
 ) -> None:
     with caplog.at_level(logging.INFO):
-        Lines("some").warning("of %d: %s", 3, Unspeakable(), exc_info=Unspeakable())
+        Lines("some").warning("of %d: %s", 3, Unspeakable(kind))
     (record,) = caplog.records
-    assert record.getMessage() == "of 3: <its __str__ raises RuntimeError>"
+    assert record.getMessage() == f"of 3: <its __str__ raises {kind.__name__}>"
     assert capsys.readouterr().err == ""
 
 

@@ -210,6 +210,7 @@ class Source:
         Raises:
             SnapshotReplaced: instead of ``ChecksumMismatch`` where another snapshot was
                 committed meanwhile, or this one deleted.
+            NotASnapshot: instead of the ``StorageError`` where a file lies at the place.
             StorageError: the time is over; quotes the last error of a storage that was retried.
         """
         host.set_budget(self.options.memory_budget_bytes)
@@ -234,6 +235,8 @@ class Source:
                 except Exception as error:
                     if _is_damage(error):
                         await errands.run(reader.check_replaced)
+                    if what := await errands.run(reader.explain, error):
+                        raise what from error
                     raise
                 finally:
                     await errands.close(storage.aclose)

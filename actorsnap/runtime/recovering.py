@@ -124,7 +124,7 @@ def recover(
             try:
                 await errands.run(job.write, target, commit)
             finally:
-                await errands.clean_up(target.aclose)
+                await errands.close(target.aclose)
             return report
 
     ended: RecoverReport | list[ActorSnapError] = yield step

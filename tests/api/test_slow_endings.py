@@ -90,7 +90,12 @@ async def _take_first(url: str) -> None:
     await Snapshot.take(url, state(1), overwrite=True, options=SHORT)
 
 
-@pytest.mark.parametrize("call", [_take_first, _restore, _verify, _copy_from])
+async def _recover(url: str) -> None:
+    Path(url.removeprefix("faulty://"), "actorsnap.json").unlink()
+    await Snapshot(url, options=SHORT).recover(force=True)
+
+
+@pytest.mark.parametrize("call", [_take_first, _restore, _verify, _copy_from, _recover])
 async def test_a_storage_that_is_never_closed_keeps_nobody_waiting(
     tmp_path: Path, call: Callable[[str], object], caplog: pytest.LogCaptureFixture
 ) -> None:
