@@ -671,7 +671,6 @@ class StorePort(Generic[Up, Down]):
         self._mailbox.wakes_on_beat = not self._open
         self._kept.pop(number, None)
         self._forgotten.discard(number)
-        self._before_welcome = [held for held in self._before_welcome if held[0] != number]
         self._ended.add(number)
         self._raise_ended_below()
         self._set_beat()
