@@ -208,6 +208,7 @@ class Save(_Frame, frozen=True, tag="s"):
         values: Those that differ from what ``Remember`` said: number among the values, entry.
         url, at, storage_options: See ``runtime.place.Place``.
         options, metadata: As msgpack, and as JSON.
+        left_s: Seconds until ``Options.timeout_s`` is over.
         step: See ``SaveRequest``.
         budget_bytes: Of the trainer's process.
         after: The attempt of a process that died in this save, or empty.
@@ -222,6 +223,7 @@ class Save(_Frame, frozen=True, tag="s"):
     at: bytes
     storage_options: dict[str, Any]
     options: bytes
+    left_s: float
     budget_bytes: int
     overwrite: bool
     resume: bool

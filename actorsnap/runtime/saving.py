@@ -249,7 +249,7 @@ class SaveJob(Job):
         await super()._end_observation(error)
 
     async def _save(self, errands: Errands) -> None:
-        deadline = anyio.current_time() + self.options.timeout_s
+        deadline = anyio.current_time() + self._request.left_s
         fsync = self.options.fsync
         self._ended_before = self._host.all_ended()
         await self._leave_gil_to_caller()
