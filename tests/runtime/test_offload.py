@@ -406,13 +406,17 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
         ("writer", "SystemExit", "store"),
         ("write_at", "CancelledError", "store"),
         ("put", "Unspeakable", "store"),
+        ("put", "Speechless", "store"),
+        ("complete", "Unreadable", "store"),
+        ("write_at", "Mistyped", "store"),
+        ("stat", "Fieldless", "commit"),
         ("stat", "CancelledError", "commit"),
         ("put_if_absent", "BaseExceptionGroup", "commit"),
     ],
 )
 def test_odd_endings_in_the_process(tmp_path: Path, verb: str, kind: str, stage: str) -> None:
     """What the storage raises ends the save, and not the process."""
-    with pytest.raises(SnapshotAborted, match=f"{verb} of .*the storage raised") as caught:
+    with pytest.raises(SnapshotAborted, match=f"the storage raised .*{verb} of ") as caught:
         save(f"raising://{verb}.{kind}{tmp_path}/s", 1).wait()
     assert (caught.value.rank, caught.value.stage) == (0, stage)
     assert caught.value.key is not None
