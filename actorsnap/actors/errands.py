@@ -10,6 +10,7 @@ tensors: those are waited for, however long it takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -31,7 +32,8 @@ _GRACE_S = 2.0
 """So long is a step waited for when nobody wants it any more: healthy storages answer by then."""
 
 _CLEANUP_S = 30.0
-"""Cleaning up takes no longer; what is left is garbage."""
+"""Cleaning up takes no longer, and a grace only behind the call's deadline; what is left is
+garbage."""
 
 
 class Errands:
@@ -43,6 +45,7 @@ class Errands:
         run_bulk: Where those go that move bytes; None: to the others.
         label: Of the call, for messages.
         on_retry: See ``StorageContext``.
+        deadline: The loop's time when the call has to end, with what it cleans up.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Errands:
         run_bulk: RunBlocking | None = None,
         label: str,
         on_retry: Callable[[StorageError, float], None] | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
         self._run_bulk = run_bulk or run_blocking
         self._label = label
         self._on_retry = on_retry
+        self._deadline = deadline
         self._retried: tuple[StorageError, float] | None = None
         self._num_calls = 0
         self._left: list[anyio.Event] = []
@@ -147,18 +152,18 @@ class Errands:
 
         Behind errands that were left it is left, too: it runs when they have returned.
         """
-        await self._end(step, _CLEANUP_S, "garbage was left")
+        await self._end(step, self._deadline, "garbage was left")
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
         """``clean_up`` that closes a storage, for what is left of the scopes around it only.
 
         A storage that hangs while it is closed must not keep the caller beyond its time.
         """
-        left_s = anyio.current_effective_deadline() - anyio.current_time()
-        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
-        await self._end(aclose, limit_s, "the storage was not closed")
+        deadline = min(self._deadline, anyio.current_effective_deadline())
+        await self._end(aclose, deadline, "the storage was not closed")
 
-    async def _end(self, step: Callable[[], Awaitable[None]], limit_s: float, left: str) -> None:
+    async def _end(self, step: Callable[[], Awaitable[None]], deadline: float, left: str) -> None:
+        limit_s = max(_GRACE_S, min(deadline - anyio.current_time(), _CLEANUP_S))
         if self._left:
             earlier, ended = tuple(self._left), anyio.Event()
             self._left.append(ended)
