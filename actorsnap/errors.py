@@ -48,8 +48,10 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "attribute_of",
     "describe",
     "did_you_mean",
+    "notes_of",
     "printable",
     "rebuild",
     "text_of",
@@ -88,16 +90,28 @@ def text_of(error: BaseException) -> str:
     """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
     try:
         return str(error)
-    except BaseException as failure:  # nobody pressed Ctrl-C in there
+    except BaseException as failure:  # an error that cannot be told would be waited for
         return f"<its __str__ raises {type(failure).__name__}>"
+
+
+def attribute_of(error: BaseException, name: str) -> Any:
+    """Returns an attribute of an exception; None where there is none, or reading it raises."""
+    try:
+        return getattr(error, name, None)
+    except BaseException:  # see ``text_of``
+        return None
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Returns the notes of an exception. Never raises."""
+    notes = attribute_of(error, "__notes__")
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def describe(error: BaseException) -> str:
     """Returns the class, the message and the notes of an exception on one line. Never raises."""
     name, text = type(error).__name__, text_of(error)
-    said = [f"{name}: {text}" if text else name]
-    said += [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return "; ".join(said)
+    return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:

@@ -177,3 +177,19 @@ def test_saves_and_their_failures_are_logged_with_fields_that_records_have_alrea
         Snapshot.async_take(tmp_path / "file" / "s", state, options=options).wait()
     assert "given up" not in caplog.text
     assert "has ended" not in caplog.text
+
+
+def test_an_exception_that_cannot_be_shown() -> None:
+    class Unnoted(Exception):
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(name)
+
+    raised = ""
+    try:
+        raise Unnoted
+    except Unnoted:
+        try:
+            Lines("actorsnap.test").warning("it failed", exc_info=True)
+        except RuntimeError as error:
+            raised = str(error)
+    assert not raised

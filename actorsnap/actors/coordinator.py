@@ -60,6 +60,9 @@ an unanswered one leaves garbage."""
 _LOOK_S = 10.0
 """Bound of the look at what a failed commit has left."""
 
+_LATE_LOOK_S = 2.0
+"""The same behind the deadline."""
+
 _NUM_LOOKERS = 16
 
 
@@ -126,7 +129,7 @@ class CoordinatorActor:
         self._given_storage = storage
         self._errands = errands
         self._template = template
-        self._deadline = deadline
+        self._deadline = self._ends_s = deadline
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._recorder = recorder
@@ -181,6 +184,8 @@ class CoordinatorActor:
             with self._commit_scope:
                 ending = await self._errands.run(self._write_commit, commit)
             tasks.cancel_scope.cancel()
+        if isinstance(ending, CommitWritten) and self._commit_scope.cancel_called:
+            ending = None  # a client may have swallowed the cancellation
         if ending is None:
             ending = await self._unanswered()
         if isinstance(ending, CommitWritten):
@@ -298,7 +303,8 @@ class CoordinatorActor:
 
     async def _visible(self) -> _Visible:
         """Whose commit object lies there, after a commit that failed or was not answered."""
-        with anyio.move_on_after(_LOOK_S):
+        left_s = self._ends_s - anyio.current_time()
+        with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:
                 commit = await self._errands.run(find_commit, self._storage)
             except Exception:

@@ -208,6 +208,10 @@ class Roll:
                     event = RankLost(message.rank, message.silent_s)
                 case _ if self._machine.state is RollState.SETTLING:
                     continue  # the call has failed
+                case Failed() | Lost() | Broken():
+                    return message
+                case _ if not self._machine.has_called(message.rank):
+                    continue  # it belongs to another call
                 case _:
                     return message
             if failed := await self._handle(event):

@@ -159,6 +159,10 @@ class RollMachine(Machine[RollState, RollEvent, RollCommand]):
         left = REMIND_AFTER_S[self._num_reminders :]
         return left[0] if left and self.state is _S.CALLING else math.inf
 
+    def has_called(self, rank: int) -> bool:
+        """Whether the rank makes the same call as rank 0."""
+        return self._called.get(rank) == self._own
+
     @property
     def _absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self._called]

@@ -7,9 +7,10 @@ event loop. This module knows nothing of snapshots, tensors, retries or budgets;
 policies (``wrappers.py``) or callers.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception into one (``translated.py``), but knows less about it. A backend
-never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
-a test suite; every backend, also a stranger's, must pass it.
+runtime turns any other exception, and an answer of another type, into one (``translated.py``), but
+knows less about it. A backend never returns partial data as success.
+``actorsnap.testing.StorageConformance`` is this docstring as a test suite; every backend, also a
+stranger's, must pass it.
 """
 
 from __future__ import annotations
@@ -346,6 +347,10 @@ class Storage(ABC):
 
 
 class StorageFactory(Protocol):
-    """What the entry-point group ``actorsnap.storage`` names, per scheme."""
+    """What the entry-point group ``actorsnap.storage`` names, per scheme.
+
+    It does no I/O. A storage of which no verb was called need not be closed: saves open one to
+    check URL and options.
+    """
 
     def __call__(self, url: str, context: StorageContext) -> Storage: ...

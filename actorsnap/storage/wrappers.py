@@ -11,6 +11,7 @@ writer's ``write_at`` must either override the blocking twin or switch the capab
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import random
 from abc import abstractmethod
@@ -39,6 +40,7 @@ from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Stora
 
 __all__ = [
     "LimitedStorage",
+    "ListEnd",
     "PrefixStorage",
     "RetryPolicy",
     "RetryStorage",
@@ -52,6 +54,12 @@ logger = Lines(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class ListEnd(enum.Enum):
+    """What the last step of a ``list`` returns."""
+
+    END = enum.auto()
 
 
 @asynccontextmanager
@@ -127,14 +135,14 @@ class Wrapper(Storage):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         found: AsyncIterator[ObjectInfo] | None = None
 
-        async def step() -> ObjectInfo | None:
+        async def step() -> ObjectInfo | ListEnd:
             nonlocal found
             if found is None:
                 found = self.inner.list(prefix)
-            return await anext(found, None)
+            return await anext(found, ListEnd.END)
 
         try:
-            while (info := await self.around("list", prefix, step)) is not None:
+            while not isinstance(info := await self.around("list", prefix, step), ListEnd):
                 yield info
         finally:
             if isinstance(found, AsyncGenerator):

@@ -170,6 +170,31 @@ async def test_ranks_out_of_phase_wait_for_the_others_a_moment() -> None:
         assert ranks.ended_s[0] - begun_s == pytest.approx(min(late_s, 5.0), abs=0.1)
 
 
+async def test_a_refused_call_gets_nothing_of_another_one() -> None:
+    """A rank may send what belongs to its own call until it hears of the refusal."""
+    network = SimulatedNetwork(2)
+    machine = RollMachine(label=LABEL, world_size=2)
+    roll = Roll(network.coordinator(), machine=machine, timeout_s=TIMEOUT_S)
+    ends = []
+    for rank, label in enumerate((LABEL, Label(CallKind.RESTORE, "/ckpt", None))):
+        end = network.participant(rank)
+        network.begin(rank)
+        ends.append(
+            Caller(end, rank=rank, label=label, has_label=True, timeout_s=TIMEOUT_S),
+        )
+        await ends[rank].call()
+    roll.begin()
+    heard = []
+    with anyio.move_on_after(60.0):
+        heard.append(await roll.receive())
+        await ends[1].send(Written(1))
+        await ends[0].send(Written(0))
+        heard.append(await roll.receive())
+        heard.append(await roll.receive())
+    assert isinstance(heard[0], Failed)
+    assert heard[1:] == [Written(0)]
+
+
 async def test_a_lost_rank_had_not_called() -> None:
     ranks = Ranks(2)
     async with anyio.create_task_group() as tasks:
