@@ -165,7 +165,7 @@ class SaveJob(Job):
                         run_bulk=self._host.run_bulk,
                         label=self.label,
                         on_retry=None if self._observation is None else self._observation.on_retry,
-                        deadline=anyio.current_time() + self.options.timeout_s,
+                        deadline=anyio.current_time() + self._request.left_s,
                     )
                 )
         finally:
