@@ -48,8 +48,10 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
+    "attribute_of",
     "describe",
     "did_you_mean",
+    "notes_of",
     "printable",
     "rebuild",
     "text_of",
@@ -88,16 +90,28 @@ def text_of(error: BaseException) -> str:
     """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
     try:
         return str(error)
-    except Exception as failure:
+    except BaseException as failure:  # an error that cannot be told would be waited for
         return f"<its __str__ raises {type(failure).__name__}>"
+
+
+def attribute_of(error: BaseException, name: str) -> Any:
+    """Returns an attribute of an exception; None where there is none, or reading it raises."""
+    try:
+        return getattr(error, name, None)
+    except BaseException:  # see ``text_of``
+        return None
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Returns the notes of an exception. Never raises."""
+    notes = attribute_of(error, "__notes__")
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def describe(error: BaseException) -> str:
     """Returns the class, the message and the notes of an exception on one line. Never raises."""
     name, text = type(error).__name__, text_of(error)
-    said = [f"{name}: {text}" if text else name]
-    said += [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return "; ".join(said)
+    return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
 
 
 def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:
@@ -241,9 +255,13 @@ class ChecksumMismatch(FormatError):
         text = f"{self.key}: {self.detail}"
         if not self.url:
             return text
+        url = quote(self.url)
+        remedy = f"verify {url} --full` shows all damage"
+        if "/" not in self.key:  # the commit object: all others lie in an attempt's folder
+            remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
             f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "
-            f"if it is a copy; `actorsnap verify {quote(self.url)} --full` shows all damage"
+            f"if it is a copy; `actorsnap {remedy}"
         )
 
 

@@ -7,6 +7,7 @@ handlers may raise.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -66,4 +67,5 @@ class Lines(logging.LoggerAdapter[logging.Logger]):
                 vars(record).setdefault(field, value)
             self.logger.handle(record)
         except (Exception, SystemExit):  # a handler's exit would end the runtime's loop only
-            logging.Handler().handleError(record)
+            with contextlib.suppress(Exception):  # the exception of ``exc_info`` cannot be shown
+                logging.Handler().handleError(record)

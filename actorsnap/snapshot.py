@@ -253,8 +253,9 @@ class Snapshot:
           missing, and a tensor that differs from the saved one in dtype or shape is
           mismatched; lists are taken over with the length that was saved.
         - Anything else (optimizers, schedulers) gets exactly what was saved. An optimizer, also
-          in a ``ModelState``, has to be of the class that was saved, wherever that was defined, or
-          of a class of your own that is derived from it; or ``Options.allow_optimizer_change``.
+          in a ``ModelState``, has to be of the class that was saved, which may have moved to
+          another module of yours, or of a class of your own that is derived from it; or
+          ``Options.allow_optimizer_change``.
 
         What has no tensor to be read into is read into a fresh one on the CPU; so is what
         has one on the meta device, which a module or ``StateDict`` takes over as its own. A fresh

@@ -69,16 +69,19 @@ def broken_handler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 class Unspeakable(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise self.args[0]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_that_cannot_be_shown_breaks_no_line(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[BaseException],
 ) -> None:
     with caplog.at_level(logging.INFO):
-        Lines("some").warning("of %d: %s", 3, Unspeakable(), exc_info=Unspeakable())
+        Lines("some").warning("of %d: %s", 3, Unspeakable(kind))
     (record,) = caplog.records
-    assert record.getMessage() == "of 3: <its __str__ raises RuntimeError>"
+    assert record.getMessage() == f"of 3: <its __str__ raises {kind.__name__}>"
     assert capsys.readouterr().err == ""
 
 
@@ -174,3 +177,19 @@ def test_saves_and_their_failures_are_logged_with_fields_that_records_have_alrea
         Snapshot.async_take(tmp_path / "file" / "s", state, options=options).wait()
     assert "given up" not in caplog.text
     assert "has ended" not in caplog.text
+
+
+def test_an_exception_that_cannot_be_shown() -> None:
+    class Unnoted(Exception):
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(name)
+
+    raised = ""
+    try:
+        raise Unnoted
+    except Unnoted:
+        try:
+            Lines("actorsnap.test").warning("it failed", exc_info=True)
+        except RuntimeError as error:
+            raised = str(error)
+    assert not raised

@@ -49,6 +49,9 @@ unanswered one leaves garbage."""
 _LOOK_S = 10.0
 """Limit of the look at the result of a failed commit, in seconds."""
 
+_LATE_LOOK_S = 2.0
+"""The same limit after the call's deadline, in seconds."""
+
 _NUM_LOOKERS = 16
 
 
@@ -96,6 +99,7 @@ class CommitActor:
         records: Reads the payloads of the commit round.
         storage: Where the commit object goes.
         errands: Runs the commit, which may hang.
+        deadline: The call's, as the event loop's time.
         absence: Returns why other ranks have given this process up; None if they have not.
         on_failure: Gets the exception of a failed commit, before it is reported.
         recorder: Gets what is done when, if anybody wants to know.
@@ -113,6 +117,7 @@ class CommitActor:
         records: Callable[[Mapping[int, bytes]], tuple[ManifestRecord, ...]],
         storage: Storage,
         errands: Errands,
+        deadline: float,
         absence: Callable[[], str | None],
         on_failure: Callable[[BaseException], None],
         recorder: Recorder | None = None,
@@ -121,6 +126,7 @@ class CommitActor:
         self._records = records
         self._storage = storage
         self._errands = errands
+        self._deadline = deadline
         self._absence = absence
         self._on_failure = on_failure
         self._recorder = recorder
@@ -143,7 +149,9 @@ class CommitActor:
         answers: list[Failure | None] = []
         with self._scope:
             answers.append(await self._errands.run(self._write, commit))
-        failure = answers[0] if answers else await self._unanswered()
+        # A client may have swallowed the cancellation, and returned without an answer.
+        is_answered = bool(answers) and (answers[0] is not None or not self._scope.cancel_called)
+        failure = answers[0] if is_answered else await self._unanswered()
         if failure is None:
             self.committed = commit
         return failure
@@ -241,7 +249,8 @@ class CommitActor:
 
     async def _visible(self) -> _Visible:
         """Looks whose commit object is there, after a commit that failed or had no answer."""
-        with anyio.move_on_after(_LOOK_S):
+        left_s = self._deadline - anyio.current_time()
+        with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:
                 commit = await self._errands.run(find_commit, self._storage)
             except Exception:

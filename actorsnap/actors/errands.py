@@ -10,6 +10,7 @@ tensors: those are waited for, however long it takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -31,7 +32,11 @@ _GRACE_S = 2.0
 """So long is a step waited for when nobody wants it any more: healthy storages answer by then."""
 
 _CLEANUP_S = 30.0
-"""Cleaning up takes no longer; what is left is garbage."""
+"""Cleaning up takes no longer, and a grace only behind the call's deadline; what is left is
+garbage."""
+
+_CLOSE_S = 5.0
+"""Closing a storage takes no longer; nothing is lost where it does."""
 
 
 class Errands:
@@ -43,6 +48,7 @@ class Errands:
         run_bulk: Where those go that move bytes; None: to the others.
         label: Of the call, for messages.
         on_retry: See ``StorageContext``.
+        deadline: The loop's time when the call has to end, with what it cleans up.
     """
 
     def __init__(
@@ -53,12 +59,14 @@ class Errands:
         run_bulk: RunBlocking | None = None,
         label: str,
         on_retry: Callable[[StorageError, float], None] | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
         self._run_bulk = run_bulk or run_blocking
         self._label = label
         self._on_retry = on_retry
+        self._deadline = deadline
         self._retried: tuple[StorageError, float] | None = None
         self._num_calls = 0
         self._left: list[anyio.Event] = []
@@ -147,15 +155,19 @@ class Errands:
 
         Behind errands that were left it is left, too: it runs when they have returned.
         """
-        await self._end(step, _CLEANUP_S, "garbage was left")
+        left_s = self._deadline - anyio.current_time()
+        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
+        await self._end(step, limit_s, "garbage was left")
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
-        """``clean_up`` that closes a storage, for what is left of the scopes around it only.
+        """``clean_up`` that closes a storage, for a part of what is left of the scopes around it.
 
-        A storage that hangs while it is closed must not keep the caller beyond its time.
+        A storage that hangs while it is closed must not keep the caller beyond its time, and must
+        leave some to what the caller does next.
         """
-        left_s = anyio.current_effective_deadline() - anyio.current_time()
-        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
+        deadline = min(self._deadline, anyio.current_effective_deadline())
+        left_s = deadline - anyio.current_time()
+        limit_s = min(left_s / 2, _CLOSE_S) if left_s > 0 else _GRACE_S
         await self._end(aclose, limit_s, "the storage was not closed")
 
     async def _end(self, step: Callable[[], Awaitable[None]], limit_s: float, left: str) -> None:

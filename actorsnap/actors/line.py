@@ -65,7 +65,8 @@ class LineActor:
         machine: Fresh.
         ends: The transport's end of this rank, and on rank 0 the coordinator's.
         work: Performs what has to do with the process.
-        timeout_s: So long rank 0 may say nothing.
+        timeout_s: The caller's, for people.
+        left_s: Seconds until the line ends where no process has its plan.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class LineActor:
         ends: tuple[ParticipantEnd, CoordinatorEnd | None],
         work: LineWork,
         timeout_s: float,
+        left_s: float,
     ) -> None:
         self._machine = machine
         self._participant, self._coordinator = ends
         self._work = work
         self._timeout_s = timeout_s
+        self._left_s = left_s
         self._events: deque[LineEvent] = deque()
         self._has_events = anyio.Event()
         self._stays = anyio.Event()
@@ -148,7 +151,7 @@ class LineActor:
                         await self._stays.wait()
 
     async def _await_deadline(self) -> None:
-        await anyio.sleep(self._timeout_s)
+        await anyio.sleep(self._left_s)
         self.post(DeadlinePassed(self._timeout_s))
 
     async def _look(self) -> None:

@@ -224,16 +224,20 @@ class SnapshotReader:
         try:
             commit = await find_commit(self.storage)
         except StorageError as error:
-            # A file system's: where the folder should be, there is a file.
-            if isinstance(error.__cause__, NotADirectoryError):
-                what = await self._explain_file()
-                if what is not None:
-                    raise what from error
+            if what := await self.explain(error):
+                raise what from error
             raise
         if commit is None:
             raise await self._explain_absence()
         self._attempt = commit.attempt
         return commit
+
+    async def explain(self, error: Exception) -> NotASnapshot | None:
+        """Says what the file is that lies where a file system should have the snapshot's folder;
+        None if the error is another one."""
+        if isinstance(error, StorageError) and isinstance(error.__cause__, NotADirectoryError):
+            return await self._explain_file()
+        return None
 
     async def check_replaced(self) -> None:
         """Looks at the commit object again, when something is not as it says.

@@ -20,8 +20,10 @@ from actorsnap.protocol.messages import (
     AskLabel,
     Called,
     Failed,
+    Failure,
     FromCoordinator,
     Labelled,
+    Stage,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (
@@ -51,8 +53,8 @@ _EARLIER_S = 0.05
 _LISTEN_S = 0.05
 """Least time for messages that have come already, where a deadline is over at the first look."""
 
-_PATIENCE_S = 9.0
-"""Extra time a rank waits beyond the deadline for rank 0 to call; less than any other patience."""
+_PATIENCE_S = 3.0
+"""Extra time a rank waits beyond the deadline for rank 0; less than any other patience."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -66,11 +68,15 @@ def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
 class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
+    A rank withdraws from the call if rank 0 has not answered by the deadline, or if it is cancelled
+    before rank 0 has called: nothing was written for the call, and nothing will be. Rank 0 gets the
+    reason when it calls after all.
+
     Args:
         end: The transport's.
         label: What this rank calls.
         has_label: False if the call's input is bad: the rank then reports its failure only.
-        timeout_s: Seconds from ``call`` until rank 0 must have called as well.
+        timeout_s: Seconds from ``call`` until rank 0 must have answered.
     """
 
     def __init__(
@@ -84,6 +90,10 @@ class Caller:
         self._alarms_s = [*REMIND_AFTER_S, timeout_s + _PATIENCE_S]
         self._timeout_s = timeout_s
         self._begun_s = math.inf
+        self._absent: Sequence[int] = ()
+        self._failure: Failure | None = None
+        self._withdrawn: Failure | None = None
+        self._listening: anyio.CancelScope | None = None
 
     def has_coordinator(self) -> bool:
         """See ``ParticipantEnd``."""
@@ -101,45 +111,56 @@ class Caller:
         """See ``ParticipantEnd``."""
         await self.call()
         await self._end.send(message)
+        if isinstance(message, Failed):
+            self._failure = message.failure
+            is_cancelled = message.failure.stage is Stage.CANCEL
+            if is_cancelled and self._is_waiting and not self.has_coordinator():
+                self._withdrawn = message.failure
+                if self._listening is not None:
+                    self._listening.cancel()
 
     async def receive(self) -> FromCoordinator | Lost | Broken:
         """See ``ParticipantEnd``."""
-        while True:
+        while self._withdrawn is None:
             message: FromCoordinator | Lost | Broken | None = None
-            with anyio.CancelScope(deadline=self._alarm_s()):
+            with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
                 message = await self._end.receive()
             match message:
                 case None:
-                    if ending := self._on_alarm():
-                        return ending
+                    if self._withdrawn is None:
+                        await self._on_alarm()
                 case AskLabel():
                     await self._end.send(Labelled(self._rank, self._label))
                 case Absent():
+                    self._absent = message.ranks
                     _warn(self._label, self._rank, message.ranks)
                 case Lost() if self._is_waiting and not self.has_coordinator():
                     reason = RankLost(message.rank, message.silent_s).reason
-                    return self._abort(f"{reason}; it had not called {self._label}")
+                    reason += f"; it had not called {self._label}"
+                    return Aborted(aborted(self._label, reason, 0))
                 case _:
                     self._is_waiting = False
                     return message
+        failure, self._withdrawn, self._is_waiting = self._withdrawn, None, False
+        return Aborted(failure)
 
     def _alarm_s(self) -> float:
         if not self._is_waiting or not self._alarms_s:
             return math.inf
         return max(self._begun_s + min(self._alarms_s), anyio.current_time() + _LISTEN_S)
 
-    def _on_alarm(self) -> Aborted | None:
+    async def _on_alarm(self) -> None:
         after_s = min(self._alarms_s)
         self._alarms_s.remove(after_s)
-        if self.has_coordinator():
-            return None  # it names those that are absent
+        has_coordinator = self.has_coordinator()
         if after_s > self._timeout_s:
-            return Aborted(overdue(self._label, [0], self._timeout_s))
-        _warn(self._label, self._rank, [0])
-        return None
-
-    def _abort(self, reason: str) -> Aborted:
-        return Aborted(aborted(self._label, reason, 0))
+            if self._failure is None:
+                absent = self._absent if has_coordinator else [0]
+                self._failure = overdue(self._label, absent, self._timeout_s)
+                await self._end.send(Failed(self._rank, self._failure))
+            self._withdrawn = self._failure
+        elif not has_coordinator:  # else it names those that are absent
+            _warn(self._label, self._rank, [0])
 
 
 class Roll:

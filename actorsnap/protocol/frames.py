@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, printable, rebuild, text_of
+from actorsnap.errors import ActorSnapError, attribute_of, printable, rebuild, text_of
 from actorsnap.format.manifest import MemoryFormat
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
@@ -74,7 +74,9 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def chain(cls, error: BaseException) -> list[Fault]:
-        """The error, its cause, the cause of that, and so on."""
+        """The error, its cause, the cause of that, and so on. Never raises: who waits for it would
+        wait for ever.
+        """
         faults: list[Fault] = []
         seen: BaseException | None = error
         while seen is not None and len(faults) < _MAX_CAUSES:
@@ -85,12 +87,12 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def _of(cls, error: BaseException) -> Fault:
         kind, text = type(error).__name__, printable(text_of(error))
+        fields: dict[str, Any] = {}
         if isinstance(error, ActorSnapError):
-            return cls(kind, text, sendable(error.fields))
-        if isinstance(error, OSError) and error.errno is not None:
-            fields = {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
-            return cls(kind, text, sendable(fields))
-        return cls(kind, text)
+            fields = attribute_of(error, "fields") or {}
+        elif isinstance(error, OSError) and isinstance(attribute_of(error, "errno"), int):
+            fields = {name: attribute_of(error, name) for name in ("errno", "strerror", "filename")}
+        return cls(kind, text, sendable(fields))
 
     @staticmethod
     def to_error(faults: Sequence[Fault]) -> Exception:
@@ -205,6 +207,7 @@ class Save(_Frame, frozen=True, tag="s"):
         values: Those that differ from what ``Remember`` said: number among the values, entry.
         url, at, storage_options: See ``runtime.place.Place``.
         options, metadata: As msgpack, and as JSON.
+        left_s: Seconds until ``Options.timeout_s`` is over.
         step: See ``SaveRequest``.
         budget_bytes: Of the trainer's process.
         after: The attempt of a process that died in this save, or empty.
@@ -219,6 +222,7 @@ class Save(_Frame, frozen=True, tag="s"):
     at: bytes
     storage_options: dict[str, Any]
     options: bytes
+    left_s: float
     budget_bytes: int
     overwrite: bool
     resume: bool

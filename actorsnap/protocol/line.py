@@ -194,9 +194,12 @@ class LineMachine(Machine[LineState, LineEvent, LineCommand]):
         return self._end(Failure(reason=event.reason, stage=Stage.JOIN, rank=event.rank))
 
     def _on_deadline(self, event: DeadlinePassed) -> list[LineCommand]:
-        if self._is_assigned or not self.rank:
+        if self._is_assigned:
             return []  # there is a coordinator, which has a deadline
-        reason = f"timeout_s={event.timeout_s:g} is over, and rank 0, which coordinates, is silent"
+        what = "rank 0, which coordinates, is silent"
+        if not self.rank:
+            what = "the uploader processes have not begun the save"
+        reason = f"timeout_s={event.timeout_s:g} is over, and {what}"
         return self._end(Failure(reason=reason, stage=Stage.JOIN, rank=0))
 
     def _end(self, failure: Failure) -> list[LineCommand]:

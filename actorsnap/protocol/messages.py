@@ -105,12 +105,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def sendable(value: Any) -> Any:
-    """Fields of an error, as msgpack can say them."""
+    """Fields of an error, as msgpack can say them; what it cannot say as the name of its class."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
         return {name: sendable(item) for name, item in value.items()}
-    return [sendable(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple | list):
+        return [sendable(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    is_plain = value is None or isinstance(value, int | float | bytes)
+    return value if is_plain else f"<{type(value).__name__}>"
 
 
 def unlike_processes(rank: int) -> Failure:

@@ -112,8 +112,13 @@ def awaiting(label: Label, ranks: Sequence[int]) -> str:
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns why the call ends when ``ranks`` have not called by the deadline."""
-    reason = f"timeout_s={timeout_s:g} is over; still {awaiting(label, ranks)}"
+    """Returns why the call ends when ``ranks`` have not called by the deadline; or, where all have,
+    when rank 0 has not answered by then."""
+    reason = f"timeout_s={timeout_s:g} is over"
+    if not ranks:
+        reason += f", and rank 0, which coordinates {label}, has not answered"
+        return aborted(label, reason, 0)
+    reason += f"; still {awaiting(label, ranks)}"
     return aborted(label, reason, ranks[0] if len(ranks) == 1 else None)
 
 

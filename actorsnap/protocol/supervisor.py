@@ -265,9 +265,13 @@ class Supervisor:
         if save is None or save.failure is not None:
             return []
         save.failure = event.failure
+        commands: list[SupervisorCommand] = []
         if save.is_sent:
-            return [SendEnd(event.number, event.failure)]
-        return [self._abort(event.number, event.failure.reason)]
+            commands.append(SendEnd(event.number, event.failure))
+        if not save.is_sent or not save.has_begun:
+            # Nothing was staged for the process, which may still be starting up.
+            commands.append(self._abort(event.number, event.failure.reason))
+        return commands
 
     def _on_begun(self, event: AttemptBegun) -> list[SupervisorCommand]:
         save = self._saves.get(event.number)

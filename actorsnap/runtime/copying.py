@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from enum import StrEnum
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.errands import Errands, first_error
@@ -388,6 +389,8 @@ class _Copy:
                     except ChecksumMismatch:
                         logger.info("%s: replacing a damaged snapshot", self._target.url)
                     await self._target.put(COMMIT_KEY, [memoryview(data)])
+            # A client may have swallowed the cancellation, and written nothing.
+            await anyio.lowlevel.checkpoint_if_cancelled()
         except StorageError as error:
             # Its answer may have been lost, or its first try been repeated by the backend.
             if await self._is_committed(commit):

@@ -35,7 +35,7 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.errands import first_error
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError, text_of
+from actorsnap.errors import ActorSnapError, UsageError, notes_of, text_of
 from actorsnap.format.layout import Attempt
 from actorsnap.lines import Lines
 from actorsnap.options import may_block_running_loop
@@ -709,8 +709,11 @@ def _plain(error: BaseException) -> BaseException:
         error = leaf
     if not isinstance(error, ActorSnapError):
         return error
-    fresh = copy.copy(error).with_traceback(error.__traceback__)
+    try:
+        fresh = copy.copy(error).with_traceback(error.__traceback__)
+    except Exception:  # a class derived from one of ours, which is made in another way
+        return error
     fresh.__cause__ = error.__cause__
-    for note in getattr(error, "__notes__", ()):
+    for note in notes_of(error):
         fresh.add_note(note)
     return fresh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ class SaveRequest:
         resume: Use what dead attempts at the place have left; rank 0's holds.
         step: The caller's; None if it gave none.
         metadata: The user's own.
+        begun_s: When the call began, by ``time.monotonic``.
     """
 
     place: Place
@@ -47,6 +49,12 @@ class SaveRequest:
     step: int | None
     metadata: dict[str, Any]
     options: Options
+    begun_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until ``Options.timeout_s`` is over; at least 0."""
+        return max(0.0, self.begun_s + self.options.timeout_s - time.monotonic())
 
 
 class Job(abc.ABC):

@@ -46,9 +46,12 @@ from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import Described, describe
 from actorsnap.state.leaves import Captured
 
-__all__ = ["OffloadedSave"]
+__all__ = ["GRACE_S", "OffloadedSave"]
 
 logger = Lines(__name__)
+
+GRACE_S = 2.0
+"""Extra time the process has beyond the deadline, in seconds: it can say more about the reason."""
 
 
 class OffloadedSave(Job):
@@ -141,11 +144,23 @@ class OffloadedSave(Job):
 
     async def _save(self) -> None:
         """Hands the save over; returns when it has ended."""
+        self._tasks.start_soon(self._await_deadline)
         await self._describe()
         self._uploader.add(self._number, self)
         if self._cancel_reason is not None and self._here is None:
             self._uploader.cancel(self._number, self._cancel_reason)
         await self._ended.wait()
+
+    async def _await_deadline(self) -> None:
+        """Ends the save if the process is not there in time; one that is has the deadline, too."""
+        await anyio.sleep(self._request.left_s + GRACE_S)
+        if self._wanted is None and self._here is None:
+            reason = (
+                f"timeout_s={self.options.timeout_s:g} is over, and the uploader process has not "
+                "begun the save"
+            )
+            failure = Failure(reason=reason, stage=Stage.JOIN, rank=self.rank)
+            self._uploader.end(self._number, failure)
 
     async def _describe(self) -> None:
         assert self._captured is not None
@@ -193,6 +208,7 @@ class OffloadedSave(Job):
             storage_options=request.place.storage_options,
             # The trace is written here, and its path may be no UTF-8.
             options=msgspec.msgpack.encode(msgspec.structs.replace(request.options, trace=None)),
+            left_s=request.left_s,
             budget_bytes=self._host.budget.limit_bytes,
             overwrite=request.overwrite,
             resume=request.resume,

@@ -36,7 +36,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.offload import Uploader
-from actorsnap.runtime.offloaded import OffloadedSave
+from actorsnap.runtime.offloaded import GRACE_S, OffloadedSave
 from actorsnap.runtime.place import open_place
 from actorsnap.runtime.ranks import Membership
 from actorsnap.runtime.saving import SaveJob, failure_of
@@ -52,8 +52,8 @@ _LOOK_S = 10.0
 _STEAD = -2
 """Stands for the trainer where ``Uploader.incarnation`` is asked for."""
 
-_GRACE_S = 20.0
-"""So much later than the processes a trainer knows that the time is over."""
+_OTHERS_GRACE_S = 4.0
+"""Extra time rank 0's trainer has beyond the deadline to end the save, in seconds."""
 
 
 class OffloadedTeamSave(OffloadedSave):
@@ -119,7 +119,8 @@ class OffloadedTeamSave(OffloadedSave):
             machine=LineMachine(rank=self.rank, world_size=self._world_size, follows=self._follows),
             ends=(self._call.participant, self._call.coordinator),
             work=self,
-            timeout_s=self.options.timeout_s + _GRACE_S,
+            timeout_s=self.options.timeout_s,
+            left_s=self._request.left_s + (_OTHERS_GRACE_S if self.rank else GRACE_S),
         )
         self._tasks.start_soon(self._await_turn)
         if self._maybe_uploader is not None and not self._follows:

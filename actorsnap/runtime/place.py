@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -153,14 +154,40 @@ def _context(
     )
 
 
+@dataclass(slots=True)
+class _Known:
+    """The index of a snapshot, as it was read last."""
+
+    index: tuple[Commit, dict[int, RankManifest]] | None = None
+    views: dict[int, Index] = field(default_factory=dict)
+
+
 class Source:
     """A snapshot that may exist: where, how to read it, and its index once it was read."""
 
     def __init__(self, place: Place, options: Options) -> None:
         self.place = place
         self.options = options
-        self._kept: tuple[Commit, dict[int, RankManifest]] | None = None
-        self._views: dict[int, Index] = {}
+        self._known = _Known()
+        self._is_one_call = False
+        self._deadline_s: float | None = None
+
+    def for_one_call(self) -> Source:
+        """Returns the same source for one call, whose operations end by ``timeout_s`` together."""
+        if self._is_one_call:
+            return self
+        source = copy(self)
+        source._is_one_call = True
+        return source
+
+    def _begin(self) -> float:
+        """Returns the deadline of an operation that begins now."""
+        deadline_s = self._deadline_s
+        if deadline_s is None:
+            deadline_s = anyio.current_time() + self.options.timeout_s
+            if self._is_one_call:
+                self._deadline_s = deadline_s
+        return deadline_s
 
     @asynccontextmanager
     async def opened(
@@ -170,7 +197,7 @@ class Source:
         attempt: str | None = None,
         on_retry: OnRetry | None = None,
     ) -> AsyncIterator[tuple[Storage, SnapshotReader, Errands]]:
-        """The storage, for one operation within ``timeout_s``.
+        """The storage, for one operation within ``timeout_s``; those of one call share it.
 
         What does not write to the caller's memory runs as an errand: only so does the time
         bound it, and a cancellation end it, where the storage hangs.
@@ -183,11 +210,12 @@ class Source:
         Raises:
             SnapshotReplaced: instead of ``ChecksumMismatch`` where another snapshot was
                 committed meanwhile, or this one deleted.
+            NotASnapshot: instead of the ``StorageError`` where a file lies at the place.
             StorageError: the time is over; quotes the last error of a storage that was retried.
         """
         host.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.place.url}", on_retry) as errands:
-            with anyio.move_on_after(self.options.timeout_s) as scope:
+            with anyio.CancelScope(deadline=self._begin()) as scope:
                 run_blocking = errands.run_blocking
                 storage = await open_place(
                     host,
@@ -207,6 +235,8 @@ class Source:
                 except Exception as error:
                     if _is_damage(error):
                         await errands.run(reader.check_replaced)
+                    if what := await errands.run(reader.explain, error):
+                        raise what from error
                     raise
                 finally:
                     await errands.close(storage.aclose)
@@ -253,7 +283,8 @@ class Source:
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
         """The commit object, read anew, and all rank manifests, kept until it is another one."""
         commit = await reader.commit()
-        if self._kept is None or self._kept[0] != commit:
+        known = self._known
+        if known.index is None or known.index[0] != commit:
             manifests: dict[int, RankManifest] = {}
 
             async def read(named: tuple[int, ManifestRecord]) -> None:
@@ -261,15 +292,16 @@ class Source:
                 manifests[rank] = await reader.manifest(record)
 
             await for_each(enumerate(commit.manifests), read, at_once=MAX_SMALL_READS)
-            self._kept = commit, dict(sorted(manifests.items()))
-            self._views = {}
-        return self._kept
+            known.index = commit, dict(sorted(manifests.items()))
+            known.views = {}
+        return known.index
 
     def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
         """What one rank may read; kept as long as the index."""
-        found = self._views.get(rank)
+        views = self._known.views
+        found = views.get(rank)
         if found is None:
-            found = self._views[rank] = index_of(manifests, rank=rank)
+            found = views[rank] = index_of(manifests, rank=rank)
         return found
 
     def fetcher(self, host: Host, storage: Storage, **changes: Any) -> FetcherPool:

@@ -47,11 +47,12 @@ def begins_anew(
 ) -> Callable[Concatenate[Source, P], Script[T]]:
     """Makes a reading call begin anew where the snapshot is replaced while it reads.
 
-    What it raises about the format names the snapshot.
+    All its tries end by ``timeout_s``. What it raises about the format names the snapshot.
     """
 
     @functools.wraps(script)
     def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
+        source = source.for_one_call()
         with source.naming():
             for _ in range(_MAX_TRIES - 1):
                 try:

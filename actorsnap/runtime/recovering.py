@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.errands import Errands
@@ -124,7 +125,7 @@ def recover(
             try:
                 await errands.run(job.write, target, commit)
             finally:
-                await errands.clean_up(target.aclose)
+                await errands.close(target.aclose)
             return report
 
     ended: RecoverReport | list[ActorSnapError] = yield step
@@ -252,6 +253,8 @@ class _Recovery:
                 # A repeated request meets the object that the first one has created.
                 if await find_commit(target) != commit:
                     raise
+        # A client may have swallowed the cancellation, and written nothing.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         if commits.older is not None:
             # The other name counts now. Left there, a damaged object would come to light again
             # where only the newer one is lost.

@@ -415,8 +415,11 @@ def compare(
 
     for key in states:
         private = elsewhere.get(escape(key), [])
-        if private and isinstance(app_state[key], RNGState):
+        if isinstance(app_state[key], RNGState) and (
+            private or (rank >= index.world_size and _is_each_ranks_own(by_key.get(key, ())))
+        ):
             ranks = sorted({rank for path in private for rank in index.elsewhere[path]})
+            ranks = ranks or list(range(index.world_size))
             found.kept.append(
                 f"{escape(key)}: rank {rank} keeps the states of its random generators, because "
                 f"only {named_ranks(ranks)} of {index.world_size} saved theirs, each for itself"
@@ -533,6 +536,11 @@ def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) ->
         "next take; else leave the key out, or restore with strict=False"
         for ranks, found in by_ranks.items()
     ]
+
+
+def _is_each_ranks_own(entries: Iterable[AnyEntry]) -> bool:
+    """Whether ranks saved leaves for themselves, be they equal, or of one rank only."""
+    return not all([getattr(entry, "replicated", True) for entry in entries])
 
 
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:

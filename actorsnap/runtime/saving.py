@@ -59,8 +59,7 @@ __all__ = ["SaveJob", "failure_of"]
 logger = Lines(__name__)
 
 _PATIENCE_S = 5.0
-"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone, and for the
-storage to be closed."""
+"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
 
 _MAX_PUT_BYTES = 1 << 30
 """Object stores take at most 5 GiB in one request."""
@@ -165,6 +164,7 @@ class SaveJob(Job):
                         run_bulk=self._host.run_bulk,
                         label=self.label,
                         on_retry=None if self._observation is None else self._observation.on_retry,
+                        deadline=anyio.current_time() + self._request.left_s,
                     )
                 )
         finally:
@@ -249,7 +249,7 @@ class SaveJob(Job):
         await super()._end_observation(error)
 
     async def _save(self, errands: Errands) -> None:
-        deadline = anyio.current_time() + self.options.timeout_s
+        deadline = anyio.current_time() + self._request.left_s
         fsync = self.options.fsync
         self._ended_before = self._host.all_ended()
         await self._leave_gil_to_caller()
@@ -290,7 +290,7 @@ class SaveJob(Job):
         return fsync
 
     async def _close(self, storage: Storage, errands: Errands, deadline: float) -> None:
-        with anyio.CancelScope(deadline=min(deadline, anyio.current_time() + _PATIENCE_S)):
+        with anyio.CancelScope(deadline=deadline):
             await errands.close(storage.aclose)
 
     async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:
@@ -494,6 +494,7 @@ class SaveJob(Job):
                 records=decisions.records,
                 storage=storage,
                 errands=errands,
+                deadline=deadline,
                 absence=end.absence,
                 on_failure=self._on_failure,
                 recorder=self._recorder,

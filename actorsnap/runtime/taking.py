@@ -10,9 +10,10 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ as long for the commit: those got what the trainers left (0012)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCall:
-    """The arguments of ``Snapshot.take``, as the caller gave them."""
+    """The arguments of ``Snapshot.take``, as the caller gave them, and when it did."""
 
     path: str | os.PathLike[str]
     app_state: AppState
@@ -85,6 +86,7 @@ class TakeCall:
     options: Options | None
     group: Any
     store: Any
+    begun_s: float = field(default_factory=time.monotonic)
 
 
 def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
@@ -188,6 +190,7 @@ def _prepare(
         step=step,
         metadata=metadata,
         options=options,
+        begun_s=call.begun_s,
     )
     if is_async and membership is not None and _may_meet(membership.team, place, options):
         follows = _is_auto(options)
@@ -349,6 +352,7 @@ def _failing(
             step=None,
             metadata={},
             options=options,
+            begun_s=call.begun_s,
         ),
         failure,
         copies=False,

@@ -7,6 +7,7 @@ through the arena: what would stage passes them on here, and tells the trainer w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -121,6 +122,7 @@ class UploadedSave:
                 step=frame.step,
                 metadata=msgspec.json.decode(frame.metadata),
                 options=options,
+                begun_s=time.monotonic() - options.timeout_s + frame.left_s,
             ),
             rebuild(structure, current),
             copies=True,

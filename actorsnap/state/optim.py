@@ -201,25 +201,40 @@ def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
 
 def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """Returns the qualified names of the optimizers' classes, sorted, joined by commas."""
-    kinds = {type(optimizer) for optimizer in optimizers}
-    return ", ".join(sorted([printable(f"{k.__module__}.{k.__qualname__}") for k in kinds]))
+    return ", ".join(sorted({_qualified(_class_of(optimizer)) for optimizer in optimizers}))
 
 
 def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
     """Whether optimizers have the classes that ``class_names`` named when they were saved.
 
-    A class may have moved to another module. One of the caller's own takes the state of a class
-    that it is derived from.
+    A class may have moved to another module, but torch's own and one of another package that has
+    its name are two. One of the caller's own takes the state of a class that it is derived from.
     """
-    names = {name.rpartition(".")[2] for name in saved.split(", ")}
-    taken: set[str] = set()
-    for kind in {type(optimizer) for optimizer in optimizers}:
-        bases = kind.__mro__ if not kind.__module__.startswith("torch.") else (kind,)
-        found = names.intersection([base.__name__ for base in bases])
+    names = set(map(_identity, saved.split(", ")))
+    taken: set[tuple[bool, str]] = set()
+    for kind in set(map(_class_of, optimizers)):
+        is_torchs, _ = _identity(_qualified(kind))
+        bases = (kind,) if is_torchs else kind.__mro__
+        found = names.intersection([_identity(_qualified(base)) for base in bases])
         if not found:
             return False
         taken |= found
     return taken == names
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class whose state it is: that of the optimizer that a wrapper (accelerate's) holds."""
+    inner = vars(optimizer).get("optimizer")
+    return _class_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
+
+
+def _qualified(kind: type) -> str:
+    return printable(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _identity(name: str) -> tuple[bool, str]:
+    """What of a class' name must be equal: whether it is torch's, and the last part."""
+    return name.startswith("torch."), name.rpartition(".")[2]
 
 
 # Models under any parallelism -----------------------------------------------------------------

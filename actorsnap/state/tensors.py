@@ -532,6 +532,14 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _has_quantizer(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.qscheme()
+    except RuntimeError:
+        return False
+    return True
+
+
 def refusal(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be stored, and what to do; None if it can."""
     kind = type(tensor)
@@ -561,6 +569,12 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return (
             f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
             f"x.view(torch.{plain})"
+        )
+    if tensor.is_quantized and not tensor.is_meta and not _has_quantizer(tensor):
+        dtype = DTYPE_NAMES[tensor.dtype][0]
+        return (
+            f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); save "
+            "x.int_repr()"
         )
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"

@@ -6,9 +6,10 @@ except for ``writer``, and safe to call concurrently from tasks of one event loo
 knows no snapshots, tensors, retries or budgets.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception into one (``foreign_errors.py``), but with less detail. A backend
-never returns partial data as success. ``actorsnap.testing.StorageConformance`` is this docstring as
-a test suite; every backend, including third parties', must pass it.
+runtime turns any other exception, and an answer of another type, into one (``foreign_errors.py``),
+but with less detail. A backend never returns partial data as success.
+``actorsnap.testing.StorageConformance`` is this docstring as a test suite; every backend, including
+third parties', must pass it.
 """
 
 from __future__ import annotations
@@ -420,6 +421,10 @@ class Storage(ABC):
 
 
 class StorageFactory(Protocol):
-    """An entry of the entry-point group ``actorsnap.storage``, per scheme."""
+    """An entry of the entry-point group ``actorsnap.storage``, per scheme.
+
+    It does no I/O. A storage that was never used need not be closed: a save opens one to check the
+    URL and the options.
+    """
 
     def __call__(self, url: str, context: StorageContext) -> Storage: ...

@@ -11,6 +11,7 @@ blocking calls bypass its policy.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -24,10 +25,16 @@ from typing import ParamSpec, TypeVar
 
 from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Storage
 
-__all__ = ["Wrapper", "WriterWrapper", "close_after", "without_blocking_io"]
+__all__ = ["ListEnd", "Wrapper", "WriterWrapper", "close_after", "without_blocking_io"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class ListEnd(enum.Enum):
+    """The result of the step after the last object of a ``list``."""
+
+    END = enum.auto()
 
 
 def without_blocking_io(capabilities: Capabilities) -> Capabilities:
@@ -102,14 +109,14 @@ class Wrapper(Storage):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         infos: AsyncIterator[ObjectInfo] | None = None
 
-        async def step() -> ObjectInfo | None:
+        async def step() -> ObjectInfo | ListEnd:
             nonlocal infos
             if infos is None:
                 infos = self.inner.list(prefix)
-            return await anext(infos, None)
+            return await anext(infos, ListEnd.END)
 
         try:
-            while (info := await self.around("list", prefix, step)) is not None:
+            while not isinstance(info := await self.around("list", prefix, step), ListEnd):
                 yield info
         finally:
             if isinstance(infos, AsyncGenerator):

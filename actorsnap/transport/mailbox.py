@@ -185,9 +185,11 @@ class Mailbox:
         up: The type of messages to the coordinator, for msgspec.
         down: The type of messages to participants.
         wake: Called by a thread when something has arrived that must not wait.
+        clock: Tells seconds; for ``beaten`` only.
 
     Attributes:
         arrived: What came. The loop takes it out.
+        beaten: When heartbeats were sent, by ``clock``. The loop takes them out.
         beat: What to say while a save is in flight. The loop sets it, and then calls ``wake_up``.
         present: To whom. The loop changes it.
         wakes_on_beat: Whether a heartbeat must not wait either. The loop sets it.
@@ -203,8 +205,10 @@ class Mailbox:
         up: Any,
         down: Any,
         wake: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self.arrived: deque[Arrived | Fault] = deque()
+        self.beaten: deque[float] = deque()
         self.beat: Beat | None = None
         self.wakes_on_beat = True
         # A dictionary for its order, and because it is copied in one step.
@@ -213,6 +217,7 @@ class Mailbox:
         self._rank = rank
         self._token = token
         self._wake = wake
+        self._clock = clock
         self._outbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._connected = {"send": False, "receive": False}
         # Each is written by one thread only.
@@ -374,6 +379,7 @@ class Mailbox:
                     self._push(store, other, beat.frame)
                     self._sent[2] += 1
                 beat_at = time.monotonic() + every_s
+                self.beaten.append(self._clock())
 
     def _sayable_beat(self) -> Beat | None:
         """Who says hello must hear the welcome soon: it says so rarer and rarer, and would be

@@ -18,7 +18,9 @@ answers that it is there. Who was heard in a save, or has a session when it begi
 is not heard for ``lost_after_s``, is ``Lost``: also a process that has ended since the save
 before. A rank that has no session yet is waited for until the deadline. The seconds are
 counted in small steps between looks: a process that was stopped itself, and finds its clock
-far ahead, reads its mail before it judges.
+far ahead, reads its mail before it judges. Rank 0 finds out by the times of its own heartbeats
+whether the others may have lost it: they come from the sending thread, also while nobody asks for
+messages because ``state_dict()`` takes long.
 
 It must not know what the messages mean, nor torch.
 """
@@ -334,7 +336,7 @@ class StorePort(Generic[Up, Down]):
         self._awaited: dict[int, Pulse] = {}
 
         self._active_s = 0.0
-        self._looked_s = clock()
+        self._looked_s = self._beaten_s = clock()
 
         self._num_dropped = 0
         self._is_dispatch_due = False
@@ -346,6 +348,7 @@ class StorePort(Generic[Up, Down]):
             up=up,
             down=down,
             wake=self._wake,
+            clock=clock,
         )
         self._mailbox.start()
         _ports.add(self)
@@ -457,10 +460,21 @@ class StorePort(Generic[Up, Down]):
         step = max(0.0, now - self._looked_s)
         self._active_s += min(step, max_step_s)
         self._looked_s = now
+        self._note_absence(now)
+        return self._active_s
+
+    def _note_absence(self, now: float) -> None:
+        """Notes for the open saves how long the others had to wait for a heartbeat."""
+        away_s = 0.0
+        while self._mailbox.beaten:
+            beaten_s = self._mailbox.beaten.popleft()
+            away_s, self._beaten_s = max(away_s, beaten_s - self._beaten_s), beaten_s
+        if not self.is_connected:
+            self._beaten_s = now  # nobody has heard of this process yet
+        away_s = max(away_s, now - self._beaten_s)
         for save in self._open.values():
             for end in save._ends():
-                end._away_s = max(end._away_s, step)
-        return self._active_s
+                end._away_s = max(end._away_s, away_s)
 
     def _on_fault(self, fault: Fault) -> None:
         if fault.number is not None:
@@ -627,8 +641,10 @@ class StorePort(Generic[Up, Down]):
         number = save.number
         if number < self._ended_below or number in self._ended:
             return  # closed before it was registered
+        now = self._clock()
+        self._note_absence(now)
         if not self._open:
-            self._looked_s = self._clock()  # nobody had a reason to look
+            self._looked_s = self._beaten_s = now  # nobody had a reason to look
         self._open[number] = save
         awaited = self._awaited.get(_COORDINATOR)
         save.participant.is_coordinated = awaited is not None and number in awaited.open
@@ -671,7 +687,6 @@ class StorePort(Generic[Up, Down]):
         self._mailbox.wakes_on_beat = not self._open
         self._kept.pop(number, None)
         self._forgotten.discard(number)
-        self._before_welcome = [held for held in self._before_welcome if held[0] != number]
         self._ended.add(number)
         self._raise_ended_below()
         self._set_beat()

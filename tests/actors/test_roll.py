@@ -107,6 +107,7 @@ async def test_only_rank_0_calls(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_all_but_rank_0_call(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(3)
+    begun_s = anyio.current_time()
     async with anyio.create_task_group() as tasks:
         for rank in (1, 2):
             tasks.start_soon(ranks.call, rank)
@@ -119,6 +120,7 @@ async def test_all_but_rank_0_call(caplog: pytest.LogCaptureFixture) -> None:
         failure = ranks.failure(rank)
         assert "timeout_s=3600 is over; still waiting for rank 0 to call" in failure.reason
         assert failure.rank == 0
+        assert ranks.ended_s[rank] - begun_s < TIMEOUT_S + 5.0
 
 
 async def test_every_rank_that_waits_names_the_absent_one(
@@ -209,3 +211,64 @@ async def test_after_a_refusal_only_losses_go_on() -> None:
     assert isinstance(refused.failure.to_error(), UsageError)
     assert await end.receive() == Lost(rank=1, silent_s=30.0)
     assert await end.receive() == Broken(reason="the store is gone")
+
+
+async def test_a_late_rank_0_gets_the_reason_of_those_that_wait_no_more() -> None:
+    ranks = Ranks(3)
+    begun_s = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        for rank in (1, 2):
+            tasks.start_soon(ranks.call, rank)
+        await anyio.sleep(TIMEOUT_S + 600.0)
+        assert ranks.ended_s.keys() == {1, 2}
+        tasks.start_soon(ranks.call, 0)
+    reasons = {ranks.failure(rank).reason for rank in range(3)}
+    (reason,) = reasons
+    assert "timeout_s=3600 is over; still waiting for rank 0 to call take(" in reason
+    for rank, ended_s in ranks.ended_s.items():
+        late_s = 0.0 if rank else 600.0
+        assert ended_s - begun_s == pytest.approx(TIMEOUT_S + late_s, abs=4.0)
+
+
+async def test_who_waits_for_a_slow_rank_0_says_so_at_the_deadline() -> None:
+    """It has called, but ``state_dict()`` hangs there, and so nobody looks at messages."""
+    network = SimulatedNetwork(2)
+    network.begin(0)
+    caller = Caller(
+        network.participant(1), rank=1, label=LABEL, has_label=True, timeout_s=TIMEOUT_S
+    )
+    begun_s = anyio.current_time()
+    await caller.call()
+    message = await caller.receive()
+    assert isinstance(message, Aborted)
+    assert message.failure.rank == 0
+    assert message.failure.reason == (
+        "timeout_s=3600 is over, and rank 0, which coordinates take('/ckpt', step=7), "
+        "has not answered"
+    )
+    assert anyio.current_time() - begun_s == pytest.approx(TIMEOUT_S, abs=4.0)
+    sent = [await network.coordinator().receive() for _ in range(2)]
+    assert sent == [Called(1, LABEL.digest), Failed(1, message.failure)]
+
+
+@pytest.mark.parametrize("has_called", [False, True])
+async def test_a_cancelled_rank_waits_for_a_rank_0_that_has_called(has_called: bool) -> None:
+    network = SimulatedNetwork(2)
+    if has_called:
+        network.begin(0)
+    caller = Caller(
+        network.participant(1), rank=1, label=LABEL, has_label=True, timeout_s=TIMEOUT_S
+    )
+    failure = Failure(reason="the caller was cancelled", stage=Stage.CANCEL, rank=1)
+    heard: list[object] = []
+
+    async def listen() -> None:
+        heard.append(await caller.receive())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listen)
+        await anyio.sleep(1.0)
+        await caller.send(Failed(1, failure))
+        await anyio.sleep(1.0)
+        assert heard == ([] if has_called else [Aborted(failure)])
+        tasks.cancel_scope.cancel()

@@ -39,6 +39,7 @@ from tests.api.facades import Facade, each_facade
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, leftovers, number_at, state
 from tests.api.zygote import Zygote
+from tests.held.actorsnap_raising import Speechless
 
 _spaces = itertools.count()
 _SMALL_CHUNKS = Options(chunk_bytes=2 << 20)
@@ -617,4 +618,14 @@ async def test_a_callback_that_runs_out_ends_the_copy(saved: str, memory: str) -
             await Snapshot(saved).copy_to(memory, on_event=lambda _: next(steps))
     assert isinstance(caught.value.__cause__, StopIteration)
     assert COMMIT_KEY not in await objects(memory)
+    assert_idle()
+
+
+async def test_a_callback_that_raises_what_cannot_be_told(saved: Path, memory: str) -> None:
+    def fail(_: CopyEvent) -> None:
+        raise Speechless
+
+    with pytest.raises(RuntimeError, match="Speechless on a worker thread") as caught:
+        await Snapshot(saved, options=Options(timeout_s=20.0)).copy_to(memory, on_event=fail)
+    assert isinstance(caught.value.__cause__, Speechless)
     assert_idle()

@@ -330,6 +330,32 @@ def test_generators_that_are_partly_alike_are_kept_whole(tmp_path: Path) -> None
     assert_same(RNGState().state_dict(), before)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_generators_that_were_saved_alike_are_each_ranks_own(
+    tmp_path: Path, world_size: int
+) -> None:
+    """One rank saved, or all were seeded alike: a new rank would draw the numbers of rank 0."""
+    saved = RNGState().state_dict()
+    entries: list[Part | Entry] = [Part("rng/torch", saved["torch"])]
+    path = written(tmp_path, *[entries] * world_size, world=world_size)
+    torch.rand(1)
+    before = RNGState().state_dict()
+    report = restored_by(world_size, path, {"rng": RNGState()})
+    (line,) = report.kept
+    assert line.startswith(f"rng: rank {world_size} keeps the states of its random generators")
+    assert_same(RNGState().state_dict(), before)
+    assert not restored_by(world_size - 1, path, {"rng": RNGState()}).kept
+    assert_same(RNGState().state_dict(), saved)
+
+
+def test_generators_that_are_said_to_be_replicated_go_to_all_ranks(tmp_path: Path) -> None:
+    saved = RNGState().state_dict()
+    Snapshot.take(tmp_path, {"rng": RNGState()}, replicated=["rng/**"])
+    torch.rand(1)
+    assert not restored_by(1, tmp_path, {"rng": RNGState()}).kept
+    assert_same(RNGState().state_dict(), saved)
+
+
 def test_the_readmes_app_state_goes_from_two_ranks_to_three(tmp_path: Path) -> None:
     """Each rank saves its generators, and the third one has none to take over."""
 

@@ -8,27 +8,36 @@ result, the exception of the storage itself in the caller, and a call that ends 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
+import anyio
 import pytest
 import torch
 
 from actorsnap import ActorSnapError, Options, Snapshot, SnapshotAborted, StateDict, StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime.process import host_id
-from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, StorageContext
 from actorsnap.storage.foreign_errors import TranslatedStorage
 from actorsnap.storage.memory import forget_space
 from actorsnap.storage.registry import open_storage
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.testing import run_blocking_in_thread
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_idle, number_at, number_of, state
 from tests.held.actorsnap_raising import KINDS, Raising
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
 OPTIONS = Options(fsync=False, timeout_s=60.0)
+WIDE = Options(fsync=False, timeout_s=60.0, chunk_bytes=2 << 20)
 HOST = host_id()
 _numbers = itertools.count()
 
@@ -289,6 +298,166 @@ async def test_what_moves_bytes_counts_them(
     with faulty(wrap), pytest.raises((ActorSnapError, RuntimeError), match=r"\w") as caught:
         await perform(faulty_url(there), there)
     assert "timeout_s" not in str(caught.value)
+    assert_idle()
+
+
+class _Answering(Wrapper):
+    """Answers with ``answer`` in one verb."""
+
+    def __init__(self, inner: Storage, verb: str, answer: Any) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._verb = verb
+        self._answer = answer
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return cast("bytes", self._instead("get", await super().get(key, start, stop)))
+
+    async def stat(self, key: str) -> ObjectInfo:
+        return cast("ObjectInfo", self._instead("stat", await super().stat(key)))
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async for info in super().list(prefix):
+            yield cast("ObjectInfo", self._instead("list", info))
+
+    async def list_folders(self, folder: str = "") -> Sequence[str]:
+        found = await super().list_folders(folder)
+        return cast("Sequence[str]", self._instead("list_folders", found))
+
+    async def delete_folder(self, folder: str) -> Sequence[str]:
+        found = await super().delete_folder(folder)
+        return cast("Sequence[str]", self._instead("delete_folder", found))
+
+    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
+        opened = await super().writer(key, size, older=older)
+        return cast("ObjectWriter", self._instead("writer", opened))
+
+    def _instead(self, verb: str, answer: object) -> object:
+        return self._answer if verb == self._verb else answer
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("verb", "answer"),
+    [
+        ("get", None),
+        ("get", "text"),
+        ("stat", None),
+        ("stat", ("key", 3)),
+        ("stat", ObjectInfo(key="k", size=-1)),
+        ("list", None),
+        ("list", "a key"),
+        ("list", ObjectInfo(key="elsewhere/k", size=1)),
+        ("list_folders", None),
+        ("list_folders", [1]),
+        ("delete_folder", None),
+        ("writer", None),
+        ("writer", object()),
+    ],
+)
+async def test_odd_answers(call: str, verb: str, answer: object) -> None:
+    """An answer that is none of the verb's ends like a failure of the verb."""
+    prepare, perform, _ = CALLS[call]
+    there = new_url()
+    await prepare(there)
+    ended: Check | ActorSnapError
+    with faulty(lambda inner: _Answering(inner, verb, answer)):
+        try:
+            ended = await perform(faulty_url(there), there)
+        except ActorSnapError as error:
+            ended = error
+    assert_idle()
+    if isinstance(ended, ActorSnapError):
+        assert "the storage answered with" in str(ended)
+        assert f"{verb} of " in str(ended)
+    else:
+        await ended()
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000])
+async def test_a_part_of_other_length_than_was_asked_for(tmp_path: Path, length: int) -> None:
+    await Snapshot.take(tmp_path / "s", small(1), options=OPTIONS)
+    (tmp_path / "file").write_bytes(b"torch" * 1000)
+
+    class Lengthy(Wrapper):
+        async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            return bytes(length) if stop is not None else await super().get(key, start, stop)
+
+    with faulty(Lengthy), pytest.raises(StorageError, match=rf"answered with {length} bytes, not"):
+        await Snapshot(faulty_url(tmp_path / "s"), options=OPTIONS).verify("full")
+
+
+class _Blaming(Wrapper):
+    """The first of two requests fails; the second one, cancelled for that, ends in a group."""
+
+    def __init__(self, inner: Storage, verb: str) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._verb = verb
+        self._waits = anyio.Event()
+        self.num_cancelled = 0
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op != self._verb:
+            return await call(*args, **kwargs)
+        if self._waits.is_set():
+            raise OSError(errno.EIO, "broken")
+        self._waits.set()
+        try:
+            await anyio.sleep_forever()
+        except BaseException as error:
+            self.num_cancelled += 1
+            raise BaseExceptionGroup("several", [error, KeyboardInterrupt()]) from None
+        raise AssertionError
+
+
+_LARGE = {"model": StateDict(a=torch.ones(600_000), b=torch.zeros(600_000))}
+
+
+async def _call_at(call: str, url: str, there: str) -> None:
+    """A call that has two requests at a time; ``url`` is the place ``there`` as it is tested."""
+    match call:
+        case "take":
+            await Snapshot.take(url, _LARGE, options=WIDE)
+        case "async_take":
+            await (await Snapshot.async_take(url, _LARGE, options=WIDE)).wait()
+        case "restore":
+            await Snapshot(url, options=WIDE).restore(_LARGE)
+        case "verify":
+            await Snapshot(url, options=WIDE).verify("full")
+        case "copy_from":
+            await Snapshot(url, options=WIDE).copy_to(f"{there}-copy")
+        case _:
+            await Snapshot(there, options=WIDE).copy_to(f"{url}-copy")
+
+
+@pytest.mark.parametrize(
+    ("call", "verb"),
+    [
+        ("take", "write_at"),
+        ("async_take", "write_at"),
+        ("restore", "read_into"),
+        ("verify", "read_into"),
+        ("copy_from", "read_into"),
+        ("copy_to", "write_at"),
+    ],
+)
+async def test_a_group_with_a_cancellation(call: str, verb: str, tmp_path: Path) -> None:
+    """Clients made of task groups raise one when they are cancelled: it is no other ending."""
+    there = str(tmp_path / "s")
+    if call not in ("take", "async_take"):
+        await Snapshot.take(there, _LARGE, options=WIDE)
+    opened: list[_Blaming] = []
+
+    def wrap(inner: Storage) -> Storage:
+        opened.append(_Blaming(inner, verb))
+        return opened[0]
+
+    with faulty(wrap), pytest.raises((StorageError, SnapshotAborted), match="Errno 5.* broken"):
+        await _call_at(call, faulty_url(there), there)
+    assert opened[0].num_cancelled == 1
     assert_idle()
 
 

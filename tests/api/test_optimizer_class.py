@@ -97,13 +97,18 @@ def test_an_option_restores_it_nevertheless(tmp_path: Path, wrap: bool) -> None:
 
 
 def test_a_class_may_move_and_be_derived_from(tmp_path: Path) -> None:
-    moved: Any = type("AdamW", (torch.optim.AdamW,), {"__module__": "another.place"})
     derived: Any = type("Mine", (torch.optim.AdamW,), {"__module__": "my.train"})
+    moved: Any = type("Mine", (torch.optim.AdamW,), {"__module__": "another.place"})
+    namesake: Any = type("Adam", (torch.optim.SGD,), {"__module__": "quantized.optim"})
+    modular: Any = type("Adam", (torch.optim.SGD,), {"__module__": "torchquantized"})
     for number, (kind, other, is_taken) in enumerate(
         [
-            (torch.optim.AdamW, moved, True),
-            (moved, torch.optim.AdamW, True),
+            (derived, moved, True),
             (torch.optim.AdamW, derived, True),
+            (namesake, modular, True),
+            (namesake, torch.optim.Adam, False),
+            (torch.optim.Adam, namesake, False),
+            (modular, torch.optim.Adam, False),
             (derived, torch.optim.AdamW, False),
             (torch.optim.Adam, torch.optim.AdamW, False),  # which torch has derived from it
         ]
@@ -111,6 +116,30 @@ def test_a_class_may_move_and_be_derived_from(tmp_path: Path) -> None:
         snapshot = Snapshot.take(tmp_path / str(number), Trainer(kind).state)
         plan = snapshot.plan_restore(Trainer(other).state)
         assert plan.is_complete == is_taken, (kind, other)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As ``accelerate.optimizer.AcceleratedOptimizer``: one class around all others."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_a_wrapper_has_the_class_of_what_it_wraps(tmp_path: Path) -> None:
+    saved = Trainer(torch.optim.AdamW)
+    snapshot = Snapshot.take(tmp_path / "s", {"optimizer": Wrapper(saved.optimizer)})
+    other = Trainer(torch.optim.SGD, momentum=0.9)
+    with pytest.raises(IncompatibleState, match=f"saved from {ADAMW}, the app state has {SGD}"):
+        snapshot.restore({"optimizer": Wrapper(other.optimizer)})
+    for optimizer in (Wrapper(saved.optimizer), saved.optimizer):
+        assert snapshot.restore({"optimizer": optimizer}).is_complete
 
 
 def test_several_optimizers_are_compared_as_a_set(tmp_path: Path) -> None:

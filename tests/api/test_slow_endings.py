@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import anyio
 import pytest
 
-from actorsnap import ActorSnapError, Options, Snapshot, SnapshotAborted, StorageError, Throttled
+from actorsnap import (
+    ActorSnapError,
+    NotASnapshot,
+    Options,
+    Snapshot,
+    SnapshotAborted,
+    StorageError,
+    Throttled,
+)
+from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register
-from actorsnap.storage.wrapper import Wrapper
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
-from tests.api.places import assert_whole, state
+from tests.api.places import assert_whole, number_of, state
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 BUSY = Throttled(op="get", key="k", backend="busy", detail="come back in the evening")
 POLICY = RetryPolicy(max_attempts=1000, first_delay_s=0.1, max_delay_s=0.1, max_total_s=3600.0)
@@ -91,7 +106,12 @@ async def _take_first(url: str) -> None:
     await Snapshot.take(url, state(1), overwrite=True, options=SHORT)
 
 
-@pytest.mark.parametrize("call", [_take_first, _restore, _verify, _copy_from])
+async def _recover(url: str) -> None:
+    Path(url.removeprefix("faulty://"), "actorsnap.json").unlink()
+    await Snapshot(url, options=SHORT).recover(force=True)
+
+
+@pytest.mark.parametrize("call", [_take_first, _restore, _verify, _copy_from, _recover])
 async def test_a_storage_that_is_never_closed_keeps_nobody_waiting(
     tmp_path: Path, call: Callable[[str], object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,3 +122,111 @@ async def test_a_storage_that_is_never_closed_keeps_nobody_waiting(
     assert time.monotonic() - began < 25  # it was 30 s, or 60 s where two were opened
     assert "the storage was not closed" in caplog.text
     await assert_whole(tmp_path / "s", 1)
+
+
+async def test_a_storage_that_is_never_closed_leaves_time_to_read(tmp_path: Path) -> None:
+    """A restore opens the storage twice. The first close took all the time of the call."""
+    await Snapshot.take(tmp_path / "s", state(1))
+    began = time.monotonic()
+    with faulty(NeverClosed):
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=6.0))
+        await snapshot.restore(restored := state(-1))
+    assert time.monotonic() - began < 8.0
+    assert number_of(restored) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.restore(state(-1)),
+        lambda s: s.read_object("model/weight"),
+        lambda s: s.get_state_dict_for_key("model"),
+    ],
+    ids=["restore", "read_object", "get_state_dict_for_key"],
+)
+async def test_index_and_data_are_read_within_one_timeout(
+    tmp_path: Path, call: Callable[[Snapshot], Awaitable[object]]
+) -> None:
+    """The commit object and the manifest take 1.6 s, the data as long: each is below 2 s."""
+    await Snapshot.take(tmp_path / "s", state(1))
+
+    def slow(inner: Storage) -> Storage:
+        return FaultyStorage(inner, latency_s={"get": 0.8, "read_into": 1.6}, has_blocking_io=False)
+
+    with faulty(slow):
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=SHORT)
+        with pytest.raises(StorageError, match="timeout_s=2 is over"):
+            await call(snapshot)
+        await snapshot.get_manifest()  # another call has its own time
+
+
+class Dying(Wrapper):
+    """Answers no request from the ``at``-th on."""
+
+    def __init__(self, inner: Storage, at: int) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._left = at - 1
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self._left -= 1
+        if self._left < 0:
+            await anyio.sleep_forever()
+        return await call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+async def test_a_storage_that_dies_keeps_no_save_waiting(tmp_path: Path, at: int) -> None:
+    """Neither for cleaning up nor for the look whether the commit is there."""
+    began = time.monotonic()
+    aborted: SnapshotAborted | None = None
+    with faulty(lambda inner: Dying(inner, at)):
+        try:
+            await Snapshot.take(faulty_url(tmp_path / "s"), state(2), options=SHORT)
+        except SnapshotAborted as error:
+            aborted = error
+    assert time.monotonic() - began < SHORT.timeout_s + 5
+    if aborted is None:
+        await assert_whole(tmp_path / "s", 2)
+    else:
+        assert aborted.may_be_committed or not (tmp_path / "s" / COMMIT_KEY).exists()
+
+
+async def test_a_recovery_closes_no_longer_than_its_time(tmp_path: Path) -> None:
+    await Snapshot.take(tmp_path / "s", state(1))
+    (tmp_path / "s" / COMMIT_KEY).unlink()
+    began = time.monotonic()
+    with faulty(NeverClosed):
+        await Snapshot(faulty_url(tmp_path / "s"), options=SHORT).recover(force=True)
+    assert time.monotonic() - began < SHORT.timeout_s + 5
+    await assert_whole(tmp_path / "s", 1)
+
+
+class Swallowing(Wrapper):
+    """The commit object is not written, and its request returns when it is cancelled."""
+
+    async def put_if_absent(self, key: str, data: bytes) -> None:
+        with contextlib.suppress(anyio.get_cancelled_exc_class()):
+            await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("call", ["take", "recover", "copy_to"])
+async def test_a_client_that_swallows_a_cancellation_has_not_committed(
+    tmp_path: Path, call: str
+) -> None:
+    there = tmp_path / "s"
+    if call != "take":
+        await Snapshot.take(tmp_path / "source", state(1))
+    if call == "recover":
+        shutil.copytree(tmp_path / "source", there, ignore=shutil.ignore_patterns(COMMIT_KEY))
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "take": lambda: Snapshot.take(faulty_url(there), state(1), options=SHORT),
+        "recover": lambda: Snapshot(faulty_url(there), options=SHORT).recover(force=True),
+        "copy_to": lambda: Snapshot(tmp_path / "source", options=SHORT).copy_to(faulty_url(there)),
+    }
+    with faulty(Swallowing), pytest.raises(ActorSnapError, match="timeout_s=2 is over"):
+        await calls[call]()
+    with pytest.raises(NotASnapshot):
+        await Snapshot(there).metadata

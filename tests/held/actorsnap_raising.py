@@ -10,8 +10,10 @@ import asyncio
 import errno
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import ParamSpec, TypeVar
+from pathlib import PurePath
+from typing import Any, ParamSpec, TypeVar
 
+from actorsnap.errors import SnapshotAborted, StorageError
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
@@ -32,6 +34,41 @@ class Unshowable(Exception):
 
 class Bare(BaseException):
     """Of no known class."""
+
+
+class Speechless(BaseException):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Unreadable(OSError):
+    @property
+    def errno(self) -> int:  # type: ignore[override]
+        raise KeyError("errno")
+
+
+class Unnoted(Exception):
+    __notes__: Any
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Derived(StorageError):
+    """Made in another way than the errors of actorsnap."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(op="?", key="?", backend="?", detail=f"code {code}")
+
+
+class Fieldless(StorageError):
+    def __init__(self) -> None:
+        Exception.__init__(self, "no fields")
+
+
+def _mistyped() -> StorageError:
+    fields: dict[str, Any] = {"key": PurePath("k"), "detail": ValueError("no text")}
+    return StorageError(op="?", backend="?", **fields)
 
 
 KINDS: Mapping[str, Callable[[], BaseException]] = {
@@ -55,6 +92,13 @@ KINDS: Mapping[str, Callable[[], BaseException]] = {
     "Unspeakable": Unspeakable,
     "Unshowable": lambda: Unshowable("but it has words"),
     "Bare": lambda: Bare("bare"),
+    "Speechless": Speechless,
+    "Unreadable": lambda: Unreadable(errno.EIO, "broken"),
+    "Unnoted": Unnoted,
+    "Derived": lambda: Derived(3),
+    "Fieldless": Fieldless,
+    "Mistyped": _mistyped,
+    "SnapshotAborted": lambda: SnapshotAborted(reason="raw", rank=7, stage="store"),
     "ExceptionGroup": lambda: ExceptionGroup("several", [ValueError("first"), OSError("second")]),
     "BaseExceptionGroup": lambda: BaseExceptionGroup(
         "several", [asyncio.CancelledError(), KeyboardInterrupt()]

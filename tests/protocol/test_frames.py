@@ -66,6 +66,7 @@ def test_frames_come_back_as_they_were() -> None:
         at=b"s3://b/x",
         storage_options={"key": 1},
         options=b"o",
+        left_s=3.5,
         budget_bytes=1 << 30,
         overwrite=True,
         resume=False,

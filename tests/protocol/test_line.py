@@ -144,7 +144,17 @@ def test_rank_0_that_never_comes() -> None:
     assert isinstance(command, EndInProcess)
     assert "timeout_s=9" in command.failure.reason
     assert machine.handle(ProcessGone(command.failure)) == [Finish(command.failure)]
-    assert opened(0).handle(DeadlinePassed(9.0)) == []
+    assert opened(1, is_assigned=True).handle(DeadlinePassed(9.0)) == []
+
+
+def test_processes_that_do_not_begin_in_time() -> None:
+    machine = opened(0)
+    [command] = machine.handle(DeadlinePassed(9.0))
+    assert isinstance(command, EndInProcess)
+    reason = "timeout_s=9 is over, and the uploader processes have not begun the save"
+    assert command.failure.reason == reason
+    assert machine.handle(ProcessGone(command.failure)) == told(command.failure)
+    assert opened(0, is_assigned=True).handle(DeadlinePassed(9.0)) == []
 
 
 @pytest.mark.parametrize("word", [Committed(), Aborted(FULL)])

@@ -194,11 +194,15 @@ def test_a_save_of_several_ranks_that_has_begun_is_not_sent_again() -> None:
 
 def test_what_the_team_has_ended_is_passed_on_once() -> None:
     machine = ready(1)
+    machine.handle(AttemptBegun(1, "a"))
     assert machine.handle(AskedToEnd(1, OTHERS)) == [SendEnd(1, OTHERS)]
     assert machine.handle(AskedToEnd(1, OTHERS)) == []
     assert machine.handle(KILLED) == [AbortSave(1, OTHERS)]
     machine.handle(AskedToSave(2))
     assert machine.handle(AskedToEnd(2, OTHERS)) == [AbortSave(2, OTHERS)]  # it was not sent yet
+    machine = ready(3)  # the process does not answer yet
+    assert machine.handle(AskedToEnd(3, OTHERS)) == [SendEnd(3, OTHERS), AbortSave(3, OTHERS)]
+    assert machine.handle(AttemptBegun(3, "a")) == []
 
 
 @given(st.lists(st.integers(0, 11), max_size=60))

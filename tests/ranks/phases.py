@@ -124,7 +124,8 @@ class _Lines(logging.Handler):
 
 
 def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> dict[str, Any]:
-    """Only the ranks ``whom`` call, as with ``torch.save``; the reminders come within a second."""
+    """Only the ranks ``whom`` call, as with ``torch.save``; the reminders come within a second.
+    When they have given up, the others call, and then all save."""
     me.join_gloo()
     options = Options(fsync=False, timeout_s=60.0, lost_after_s=20.0, offload=offload)
     _save(f"{path}/s", 1.0, options, step=1)
@@ -137,17 +138,19 @@ def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> d
     lines = _Lines()
     logging.disable(logging.NOTSET)
     logging.getLogger("actorsnap").addHandler(lines)
-    first = None
-    if me.rank in whom:
-        if call == "restore":
-            snapshot = Snapshot(f"{path}/s", options=short)
-            first = outcome(functools.partial(snapshot.restore, _state(0.0)))
-        else:
-            save = functools.partial(_save, f"{path}/s", 2.0, short, call, overwrite=True, step=2)
-            first = outcome(save)
+    make: Callable[[], Any]
+    if call == "restore":
+        snapshot = Snapshot(f"{path}/s", options=short)
+        make = functools.partial(snapshot.restore, _state(0.0))
+    else:
+        make = functools.partial(_save, f"{path}/s", 2.0, short, call, overwrite=True, step=2)
+    first = outcome(make) if me.rank in whom else None
     dist.barrier()
     reminders = [text for text in lines.texts if f" rank {me.rank}: waiting for" in text]
-    return {"first": first, "lines": reminders}
+    # The others call after all; those that had given up do not make the call again.
+    late = None if me.rank in whom else outcome(make)
+    again = outcome(functools.partial(_save, f"{path}/s", 4.0, options, overwrite=True, step=4))
+    return {"first": first, "lines": reminders, "late": late, "again": again}
 
 
 def direct_late(num_ranks: int, **arguments: Any) -> list[Any]:

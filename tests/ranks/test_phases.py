@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,15 @@ def test_only_rank_0_calls(director: Director, tmp_path: Path, call: str, offloa
     assert first["error"] == ("RestoreAborted" if call == "restore" else "SnapshotAborted")
     assert f"timeout_s=3 is over; still {text}" in first["text"]
     assert [rank["first"] for rank in said[1:]] == [None, None]
+    check_late(said, whom=[0])
+
+
+def check_late(said: list[Any], whom: list[int]) -> None:
+    """A rank that calls late gets the error of the ranks that had called, at once."""
+    texts = {rank["first" if n in whom else "late"]["text"] for n, rank in enumerate(said)}
+    assert len(texts) == 1, texts
+    assert all(rank["late"]["seconds"] < 5.0 for rank in said if rank["late"] is not None)
+    assert [rank["again"]["error"] for rank in said] == [""] * NUM_RANKS
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,7 @@ def test_rank_0_does_not_call(director: Director, tmp_path: Path, call: str, off
         assert len(rank["lines"]) == 3
         assert all(f"waiting for rank 0 to call {call}(" in line for line in rank["lines"])
         assert "still waiting for rank 0 to call" in rank["first"]["text"]
+    check_late(said, whom=[1, 2])
 
 
 def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) -> None:
@@ -122,3 +133,4 @@ def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) ->
         assert all("waiting for rank 1 to call take(" in line for line in said[rank]["lines"])
     assert said[0]["first"]["text"] == said[2]["first"]["text"]
     assert "still waiting for rank 1 to call take(" in said[0]["first"]["text"]
+    check_late(said, whom=[0, 2])

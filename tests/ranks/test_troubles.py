@@ -84,6 +84,12 @@ def test_state_dict_raises_on_one_rank(director: Director, tmp_path: Path) -> No
     assert "state_dict() of 'b'" in found[0]["text"]
 
 
+def test_state_dict_takes_long_on_rank_0(director: Director, tmp_path: Path) -> None:
+    """As long as ``lost_after_s``, nearly: rank 0 does not take itself for stopped."""
+    said = director.play("direct_wrong", num_ranks=3, what="slow", path=str(tmp_path / "s"))
+    assert [rank["first"]["error"] for rank in said] == [""] * 3, said
+
+
 def test_a_storage_error_on_one_rank(director: Director, tmp_path: Path) -> None:
     found = _wrong(director, tmp_path / "s", "storage", "SnapshotAborted", "rank 1")
     assert [rank["cause"] for rank in found] == ["NoneType", "StorageError", "NoneType"]

@@ -81,6 +81,15 @@ class _Raising:
         raise AssertionError
 
 
+class _Slow:
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(5.0)
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
 class _Collective:
     """A stateful whose state_dict all ranks have to call."""
 
@@ -120,6 +129,9 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
             app["z"] = _Collective()
             if odd:
                 app["b"] = _Raising()
+        case "slow" if me.rank == 0:
+            app["slow"] = _Slow()
+            more["options"] = Options(fsync=False, lost_after_s=6.0)
         case "globs" if odd:
             more["replicated"] = ["model/w0"]
         case "part":

@@ -36,6 +36,7 @@ from actorsnap import (
     shutdown,
 )
 from actorsnap.planning.packing import Item, ObjectPlan, pack
+from actorsnap.protocol.frames import Save
 from actorsnap.runtime import offload, taking, timeline, tracefile
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.inputs import make_place
@@ -406,6 +407,10 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
         ("writer", "SystemExit", "store"),
         ("write_at", "CancelledError", "store"),
         ("put", "Unspeakable", "store"),
+        ("put", "Speechless", "store"),
+        ("complete", "Unreadable", "store"),
+        ("write_at", "Mistyped", "store"),
+        ("stat", "Fieldless", "commit"),
         ("stat", "CancelledError", "commit"),
         ("put_if_absent", "BaseExceptionGroup", "commit"),
     ],
@@ -669,6 +674,44 @@ def test_without_a_process_that_starts_it_is_saved_here(
     assert "cannot be started" in caplog.text or "exit status 3" in caplog.text
     assert [number_at(tmp_path / str(number)) for number in range(2)] == [0, 1]
     assert not uploader().is_usable
+
+
+def test_a_process_that_is_not_there_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save ends at its own deadline; the process is there for later ones."""
+    monkeypatch.setattr(offload, "_BOOT", f"import time; time.sleep(15); {offload._BOOT}")
+    impatient = Options(offload="process", fsync=False, timeout_s=1.0)
+    with pytest.raises(SnapshotAborted) as caught:
+        save(tmp_path / "s", 1, impatient).wait()
+    assert caught.value.reason == (
+        "timeout_s=1 is over, and the uploader process has not begun the save"
+    )
+    assert not uploader().is_ready
+    assert not uploader()._saves
+    save(tmp_path / "s", 2).wait()
+    assert number_at(tmp_path / "s") == 2
+
+
+def test_the_process_gets_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline counts from the call, not from when the process is there."""
+    monkeypatch.setattr(offload, "_BOOT", f"import time; time.sleep(2); {offload._BOOT}")
+    frames: list[Save] = []
+    send = Uploader.send
+
+    def sent(self: Uploader, frame: Any) -> None:
+        if isinstance(frame, Save):
+            frames.append(frame)
+        send(self, frame)
+
+    monkeypatch.setattr(Uploader, "send", sent)
+    for number in range(2):
+        save(tmp_path / str(number), number).wait()
+    first, second = [OFFLOADED.timeout_s - frame.left_s for frame in frames]
+    assert first > 2.0
+    assert 0.0 < second < first
 
 
 def test_what_is_no_text_in_the_search_path_is_left_out(

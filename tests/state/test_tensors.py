@@ -453,6 +453,8 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "no quantizer": torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
         "no signed quantizer": torch.zeros(4, dtype=torch.int32).view(torch.qint32),
         "no packed quantizer": torch.zeros(4, dtype=torch.uint8).view(torch.quint4x2),
+        "unknown quantizer": torch.empty(4, dtype=torch.quint8),
+        "unknown packed quantizer": torch.empty(4, dtype=torch.quint4x2),
         "good": torch.ones(3),
     }
     with pytest.raises(UsageError) as caught:
@@ -479,6 +481,8 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
         "no quantizer": "has the dtype quint8, but no scale and zero point",
         "no signed quantizer": "save x.view(torch.int32)",
         "no packed quantizer": "save x.view(torch.uint8)",
+        "unknown quantizer": "has the dtype quint8, but no scale and zero point",
+        "unknown packed quantizer": "save x.int_repr()",
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line

@@ -53,6 +53,21 @@ def test_what_one_rank_keeps_to_itself(rank: int) -> None:
     assert problem.key == "k/bad"
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_attributes_of_one_ranks_shard(rank: int) -> None:
+    saved = world(4)
+    manifest = saved.manifests[rank]
+    entries = tuple(
+        msgspec.structs.replace(entry, attributes={"tp": {"$": "dtype", "v": "float99"}})
+        if entry.path == "k/w"
+        else entry
+        for entry in manifest.entries
+    )
+    changed = {rank: msgspec.structs.replace(manifest, entries=entries)}
+    (problem,) = try_manifests(saved.manifests | changed).problems
+    assert problem.key == "k/w"
+
+
 def test_a_leaf_below_a_leaf_of_another_rank() -> None:
     below = ValueEntry(path="k/all5/below", value=1, replicated=True)
     problems = try_manifests(with_entry(world(8), 2, below)).problems

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from actorsnap.transport.base import Broken, Lost
 from actorsnap.transport.mailbox import Frame, Kind
-from actorsnap.transport.store import StorePort, StoreSave
+from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
 
 
@@ -436,12 +436,39 @@ async def test_a_process_that_was_stopped_reads_before_it_judges(
 
 async def test_a_coordinator_that_was_stopped_knows_it(store: Any, open_port: Opener) -> None:
     now = [0.0]
-    end = coordinator(open_port(store, 0, clock=lambda: now[0]).begin(lost_after_s=30))
-    await until(lambda: end._port._open)
+    end, has_beaten = await beating(store, open_port, now)
     for step_s, text in ((19, None), (21, "was stopped for 21 s"), (1, "was stopped for 21 s")):
         now[0] += step_s
         absence = end.absence()
         assert (absence is None) if text is None else (text in str(absence))
+        await until(has_beaten)
+
+
+async def beating(
+    store: Any, open_port: Opener, now: list[float]
+) -> tuple[StoreCoordinator[Any, Any], Callable[[], bool]]:
+    """Returns an end, and whether its port has sent a heartbeat at the present time."""
+    port = open_port(store, 0, beat_s=0.01, clock=lambda: now[0])
+    end = coordinator(port.begin(lost_after_s=30))
+    await until(lambda: port.is_connected and bool(port._open))
+
+    def has_beaten() -> bool:
+        return now[0] in (port._beaten_s, *port._mailbox.beaten)
+
+    await until(has_beaten)
+    return end, has_beaten
+
+
+async def test_a_coordinator_that_asks_for_no_messages_was_not_stopped(
+    store: Any, open_port: Opener
+) -> None:
+    """While it calls ``state_dict()``, for instance: its heartbeats go on."""
+    now = [0.0]
+    end, has_beaten = await beating(store, open_port, now)
+    for _ in range(10):
+        now[0] += 10
+        await until(has_beaten)
+    assert end.absence() is None
 
 
 async def test_a_message_that_cannot_be_encoded_breaks_its_save_only(
