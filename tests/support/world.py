@@ -200,6 +200,7 @@ class SimulatedSave:
             records=decisions.records,
             storage=storage,
             errands=errands,
+            deadline=math.inf,
             absence=end.absence,
             on_failure=self.causes.append,
         )
