@@ -339,7 +339,7 @@ def wait_ready(*, for_ranks: bool) -> None:
     """The uploader process starts beside the trainer's first steps."""
     uploader, deadline = Host.get().uploader, time.monotonic() + 60.0
     while uploader is not None and time.monotonic() < deadline:
-        if uploader.is_ready_for_ranks if for_ranks else uploader.is_ready:
+        if uploader.is_ready if for_ranks else uploader.is_ready:
             return
         time.sleep(0.1)
 

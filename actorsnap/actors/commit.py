@@ -118,7 +118,7 @@ class CommitActor:
         storage: Storage,
         errands: Errands,
         deadline: float,
-        absence: Callable[[], str | None],
+        absence: Callable[[], Awaitable[str | None]],
         on_failure: Callable[[BaseException], None],
         recorder: Recorder | None = None,
     ) -> None:
@@ -160,7 +160,7 @@ class CommitActor:
         try:
             data = encode_commit(commit)
             await self._look_before(commit)
-            if absence := self._absence():
+            if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
             self._is_asked = True
             with row_of(self._recorder, "coordinator") as row:

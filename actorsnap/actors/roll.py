@@ -41,7 +41,7 @@ from actorsnap.protocol.roll import (
     awaiting,
     overdue,
 )
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
+from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
 
 __all__ = ["Caller", "Roll"]
 
@@ -119,10 +119,10 @@ class Caller:
                 if self._listening is not None:
                     self._listening.cancel()
 
-    async def receive(self) -> FromCoordinator | Lost | Broken:
+    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
         """See ``ParticipantEnd``."""
         while self._withdrawn is None:
-            message: FromCoordinator | Lost | Broken | None = None
+            message: FromCoordinator | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
                 message = await self._end.receive()
             match message:
@@ -183,19 +183,19 @@ class Roll:
         """Starts the clock: rank 0 has called."""
         self._begun_s = anyio.current_time()
 
-    def absence(self) -> str | None:
+    async def absence(self) -> str | None:
         """See ``CoordinatorEnd``."""
-        return self._end.absence()
+        return await self._end.absence()
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """See ``CoordinatorEnd``."""
         await self._end.send(rank, message)
 
-    async def receive(self) -> ToCoordinator | Lost | Broken:
+    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
         """See ``CoordinatorEnd``. Returns ``Failed`` once if the call is refused; after that, only
         ``Lost`` and ``Broken``."""
         while True:
-            message: ToCoordinator | Lost | Broken | None = None
+            message: ToCoordinator | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
                 message = await self._end.receive()
             match message:

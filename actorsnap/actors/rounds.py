@@ -14,7 +14,7 @@ import anyio.lowlevel
 from actorsnap.errors import ActorSnapError, RestoreAborted
 from actorsnap.protocol import rounds
 from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.messages import Failed, Failure, Meet, SaveInTrainers, Stage
+from actorsnap.protocol.messages import Failed, Failure, Stage
 from actorsnap.protocol.rounds import (
     Abort,
     Answer,
@@ -36,9 +36,10 @@ from actorsnap.protocol.rounds import (
     Reached,
     Report,
     SendTo,
+    TakenOver,
     WorkFailed,
 )
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
+from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
 
 __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
 
@@ -167,13 +168,15 @@ class CoordinatorActor:
         message = await self._end.receive()
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
-        if self._committer is None and (absence := self._end.absence()):
+        if self._committer is None and (absence := await self._end.absence()):
             # The ranks that gave this process up have ended: no round may pass here, either. A
             # committer looks by itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, Lost):
             reason = RankLost(message.rank, message.silent_s).reason
             return rounds.Lost(self._failure(reason, message.rank))
+        if isinstance(message, Moved):
+            return TakenOver()
         assert isinstance(message, FromRank), message
         return message
 
@@ -332,14 +335,13 @@ class ParticipantActor:
 
     async def _next_event(self) -> ParticipantEvent:
         message = await self._end.receive()
-        while isinstance(message, Meet | SaveInTrainers):
-            # Rank 0's process would save, and ends it when it learns that this rank's does not.
-            message = await self._end.receive()
         if isinstance(message, Lost):
             lost = CoordinatorLost.silent(message.rank, message.silent_s)
             return self._gone(lost.reason, lost.rank)
         if isinstance(message, Broken):
             return self._gone(message.reason, None)
+        if isinstance(message, Moved):
+            return TakenOver()
         assert isinstance(message, FromCoordinator), message
         return message
 

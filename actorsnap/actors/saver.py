@@ -165,18 +165,7 @@ class Saver:
 
     def request_cancel(self, reason: str) -> None:
         """Asks for an abort. The commit may still win. Call on the loop only."""
-        self._stop(Failure(reason=reason, stage=Stage.CANCEL, rank=self._rank))
-
-    def end(self, failure: Failure) -> None:
-        """Ends the save, on rank 0 for all ranks, elsewhere without the coordinator. The commit may
-        have won. Call on the loop only."""
-        if self._rank == 0:
-            self._stop(failure)
-        else:
-            self._rounds.abandon(failure)
-
-    def _stop(self, failure: Failure) -> None:
-        self._failure = self._failure or failure
+        self._failure = self._failure or Failure(reason=reason, stage=Stage.CANCEL, rank=self._rank)
         self._work_scope.cancel()
 
     async def run(self) -> Failure | None:

@@ -23,9 +23,11 @@ from actorsnap.errors import ActorSnapError, attribute_of, printable, rebuild, t
 from actorsnap.format.manifest import MemoryFormat
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
-from actorsnap.protocol.messages import Failure, sendable
+from actorsnap.protocol.messages import sendable
 
 __all__ = [
+    "AbsenceAsked",
+    "AbsenceReported",
     "Alive",
     "AttemptsEnded",
     "Begun",
@@ -35,14 +37,14 @@ __all__ = [
     "ChangePace",
     "ChunksReleased",
     "ChunksStaged",
+    "EndReceived",
     "EndSave",
-    "ExpectRanks",
     "Fault",
     "Finished",
     "FromProcess",
     "LeaveTeam",
-    "Loaded",
     "Logged",
+    "MessageSent",
     "Progressed",
     "Ready",
     "Recorded",
@@ -53,7 +55,9 @@ __all__ = [
     "StagingWaits",
     "StagingWanted",
     "Structure",
-    "TeamPlace",
+    "TakeOver",
+    "TakeOverPrepared",
+    "TeamRank",
     "ToProcess",
 ]
 
@@ -179,24 +183,16 @@ class Remember(_Frame, frozen=True, tag="r"):
     forgotten: bytes = b""
 
 
-class TeamPlace(_Frame, frozen=True):
-    """The process' place in a team, and a call of it.
+class TeamRank(_Frame, frozen=True):
+    """The rank of a save among others.
 
     Attributes:
         team: Number of the trainer's team.
-        name: The processes' own: no other team at the store has it.
-        rank, world_size: As in the trainers' team.
-        host, port: Of the TCPStore below all prefixes.
-        call: Number of the call, in the trainers' team.
     """
 
     team: int
-    name: str
     rank: int
     world_size: int
-    host: str
-    port: int
-    call: int
 
 
 class Save(_Frame, frozen=True, tag="s"):
@@ -230,7 +226,7 @@ class Save(_Frame, frozen=True, tag="s"):
     step: int | None = None
     after: str = ""
     records: bool = False
-    team: TeamPlace | None = None
+    team: TeamRank | None = None
 
 
 class ChunksStaged(_Frame, frozen=True, tag="c"):
@@ -287,26 +283,59 @@ class ChangePace(_Frame, frozen=True, tag="p"):
 
 
 class EndSave(_Frame, frozen=True, tag="E"):
-    """The team's trainers have ended the save, and this is why: on rank 0 tell all, elsewhere wait
-    for nobody."""
+    """Ends a save of several ranks: the trainer has concluded it."""
 
     number: int
-    failure: Failure
+    reason: str
 
 
-class ExpectRanks(_Frame, frozen=True, tag="R"):
-    """There will be saves of several ranks: get ready to connect to their store."""
+class EndReceived(_Frame, frozen=True, tag="m"):
+    """An end of the rank's mailbox gave an item (``transport.relay``).
+
+    Attributes:
+        to_coordinator: It is the coordinator's end.
+    """
+
+    number: int
+    to_coordinator: bool
+    item: bytes
+
+
+class AbsenceReported(_Frame, frozen=True, tag="q"):
+    """The answer to ``AbsenceAsked``; see ``CoordinatorEnd.absence``."""
+
+    number: int
+    reason: str | None
+
+
+class TakeOver(_Frame, frozen=True, tag="T"):
+    """Open the rank's mailbox if the trainer ends before the save; prepare for that now.
+
+    Attributes:
+        host, port: Of the TCPStore below all prefixes.
+        prefix: Of all keys.
+        name: See ``StorePort.namespace``.
+        session: See ``StorePort.session``.
+        call: Number of the call in the team.
+    """
+
+    number: int
+    host: str
+    port: int
+    prefix: str
+    name: str
+    session: bytes
+    call: int
 
 
 class LeaveTeam(_Frame, frozen=True, tag="L"):
-    """The trainer's team makes no more calls: see ``TeamPlace.team``."""
+    """The trainer's team makes no more calls: see ``TeamRank.team``."""
 
     team: int
 
 
 ToProcess: TypeAlias = (
     Remember
-    | ExpectRanks
     | LeaveTeam
     | Save
     | ChunksStaged
@@ -318,6 +347,9 @@ ToProcess: TypeAlias = (
     | ChangeLogLevel
     | ChangePace
     | EndSave
+    | EndReceived
+    | AbsenceReported
+    | TakeOver
     | AttemptsEnded
     | Alive
 )
@@ -332,8 +364,34 @@ class Ready(_Frame, frozen=True, tag="r"):
     release: str
 
 
-class Loaded(_Frame, frozen=True, tag="L"):
-    """``ExpectRanks`` is done. Before, the process may have been silent: an import stops it."""
+class MessageSent(_Frame, frozen=True, tag="m"):
+    """Send a message by the rank's mailbox.
+
+    Attributes:
+        to: The rank; None: the coordinator.
+        message: See ``transport.relay.encode_item``.
+    """
+
+    number: int
+    to: int | None
+    message: bytes
+
+
+class AbsenceAsked(_Frame, frozen=True, tag="q"):
+    """Asks for ``AbsenceReported``."""
+
+    number: int
+
+
+class TakeOverPrepared(_Frame, frozen=True, tag="T"):
+    """The answer to ``TakeOver``.
+
+    Attributes:
+        error: Why the process cannot do it; empty if it can.
+    """
+
+    number: int
+    error: str
 
 
 class Begun(_Frame, frozen=True, tag="b"):
@@ -408,7 +466,9 @@ class Logged(_Frame, frozen=True, tag="l"):
 
 FromProcess: TypeAlias = (
     Ready
-    | Loaded
+    | MessageSent
+    | AbsenceAsked
+    | TakeOverPrepared
     | Begun
     | StagingWanted
     | ChunksReleased

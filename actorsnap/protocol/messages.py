@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, SnapshotAborted, UsageError, printable, rebuild
+from actorsnap.errors import ActorSnapError, SnapshotAborted, printable, rebuild
 from actorsnap.protocol.labels import Label
 
 __all__ = [
@@ -23,21 +23,16 @@ __all__ = [
     "Ask",
     "AskLabel",
     "Called",
-    "Committed",
     "Failed",
     "Failure",
     "FromCoordinator",
-    "Handed",
     "Labelled",
-    "Meet",
     "Proceed",
     "Repeat",
-    "SaveInTrainers",
     "Stage",
     "ToCoordinator",
     "Token",
     "sendable",
-    "unlike_processes",
 ]
 
 
@@ -118,15 +113,6 @@ def sendable(value: Any) -> Any:
     return value if is_plain else f"<{type(value).__name__}>"
 
 
-def unlike_processes(rank: int) -> Failure:
-    """Why a save ends in which that rank's process takes part, or does not, unlike others'."""
-    error = UsageError(
-        f"on rank {rank} another process saves than on rank 0, the trainer or its uploader: give "
-        "the same Options.offload and Options.detach on all ranks"
-    )
-    return Failure.of(error, stage=Stage.JOIN, rank=rank)
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True):
     pass
 
@@ -189,18 +175,6 @@ class Arrived(_Message, frozen=True, tag="a"):
     num_asked: int = 0
 
 
-class Handed(_Message, frozen=True, tag="d"):
-    """The rank's uploader process takes part, and not its trainer, which says this. See
-    ``protocol.line``.
-
-    Attributes:
-        follows: The trainer takes part itself if rank 0's does (``SaveInTrainers``).
-    """
-
-    rank: int
-    follows: bool = False
-
-
 class Failed(_Message, frozen=True, tag="f"):
     """The rank cannot go on."""
 
@@ -219,17 +193,6 @@ class Absent(_Message, frozen=True, tag="W"):
     """These ranks have not made the call yet."""
 
     ranks: tuple[int, ...]
-
-
-class Meet(_Message, frozen=True, tag="M"):
-    """The uploader processes save, and meet under this name: a new one with each process of rank
-    0. See ``protocol.line``."""
-
-    name: str
-
-
-class SaveInTrainers(_Message, frozen=True, tag="S"):
-    """Rank 0's trainer takes part, and not its uploader process: so do those that follow."""
 
 
 class Ask(_Message, frozen=True, tag="Q"):
@@ -263,17 +226,11 @@ class Repeat(_Message, frozen=True, tag="R"):
     """Another process continues as the coordinator: send your last message again."""
 
 
-class Committed(_Message, frozen=True, tag="C"):
-    """The snapshot is visible and durable."""
-
-
 class Aborted(_Message, frozen=True, tag="X"):
     """The attempt ended without commit."""
 
     failure: Failure
 
 
-ToCoordinator: TypeAlias = Called | Labelled | Arrived | Handed | Failed
-FromCoordinator: TypeAlias = (
-    AskLabel | Absent | Meet | SaveInTrainers | Committed | Ask | Proceed | Repeat | Aborted
-)
+ToCoordinator: TypeAlias = Called | Labelled | Arrived | Failed
+FromCoordinator: TypeAlias = AskLabel | Absent | Ask | Proceed | Repeat | Aborted

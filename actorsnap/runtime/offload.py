@@ -27,6 +27,7 @@ from actorsnap.actors.errands import first_error
 from actorsnap.lines import Lines
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.protocol.frames import (
+    AbsenceAsked,
     Alive,
     AttemptsEnded,
     Begun,
@@ -36,17 +37,17 @@ from actorsnap.protocol.frames import (
     ChangePace,
     ChunksReleased,
     EndSave,
-    ExpectRanks,
     Finished,
     FromProcess,
-    Loaded,
     Logged,
+    MessageSent,
     Progressed,
     Ready,
     Recorded,
     Remember,
     Save,
     StagingWanted,
+    TakeOverPrepared,
     ToProcess,
 )
 from actorsnap.protocol.messages import Failure
@@ -124,11 +125,6 @@ class HandedSave(Protocol):
         ...
 
     @property
-    def is_staging(self) -> bool:
-        """Whether the process has to wait for this one."""
-        ...
-
-    @property
     def is_detached(self) -> bool:
         """Whether the process is to go on with it when this one ends."""
         ...
@@ -137,7 +133,18 @@ class HandedSave(Protocol):
         """What begins it; all that is staged is announced anew when that is asked for."""
         ...
 
+    def on_sent(self) -> None: ...
+
     def on_begun(self) -> None: ...
+
+    def on_message(self, frame: MessageSent) -> None: ...
+
+    def on_absence_asked(self) -> None: ...
+
+    def on_take_over_prepared(self, error: str) -> None: ...
+
+    def close_mailbox(self) -> None:
+        """Leaves the rank's mailbox to the process. Blocks for a moment."""
 
     def on_staging_wanted(self, frame: StagingWanted) -> None: ...
 
@@ -176,7 +183,6 @@ class Uploader:
         self._saves: dict[int, HandedSave] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self.incarnation = 0
-        self._expects_ranks = self._has_loaded = False
         self._link: Link[FromProcess, ToProcess] | None = None
         self._heard_s = 0.0
         # What the process knows, the latest last.
@@ -197,11 +203,6 @@ class Uploader:
         return self._machine.state is SupervisorState.READY
 
     @property
-    def is_ready_for_ranks(self) -> bool:
-        """Whether it can connect to the ranks' store, too."""
-        return self.is_ready and self._has_loaded
-
-    @property
     def is_usable(self) -> bool:
         """Whether a process can be had, as far as is known."""
         return self._machine.state is not SupervisorState.UNUSABLE
@@ -215,13 +216,8 @@ class Uploader:
         self._saves[number] = save
         self._handle(AskedToSave(number, save.rank, save.is_shared))
 
-    def start(self, *, for_ranks: bool = False) -> None:
-        """Starts the process, if there is none; returns at once. For saves of several ranks it also
-        gets ready to connect to their store."""
-        if for_ranks and not self._expects_ranks:
-            self._expects_ranks = True
-            if self.is_ready:
-                self.send(ExpectRanks())
+    def start(self) -> None:
+        """Starts the process, if there is none; returns at once."""
         self._handle(AskedToStart())
 
     def cancel(self, number: int, reason: str) -> None:
@@ -281,7 +277,7 @@ class Uploader:
                 case SendCancel():
                     self.send(CancelSave(command.number, command.reason))
                 case SendEnd():
-                    self.send(EndSave(command.number, command.failure))
+                    self.send(EndSave(command.number, command.failure.reason))
                 case AbortSave():
                     self._saves.pop(command.number).on_aborted(command.failure)
                 case SaveHere():
@@ -320,13 +316,13 @@ class Uploader:
         pairs = enumerate(zip(values, before, strict=True))
         changed = [(position, now) for position, (now, then) in pairs if now != then]
         self.send(save.frame(changed, after))
+        save.on_sent()
 
     async def _live(self) -> None:
         """One process from its start to its end."""
         try:
             self._heard_s = time.monotonic()
             self.incarnation += 1
-            self._has_loaded = False
             # Here, not at the end of the one before: what was sent behind that went nowhere.
             self._known.clear()
             self._environment, self._log_level = dict(os.environb), _log_level()
@@ -348,10 +344,14 @@ class Uploader:
             logger.error("the uploader process is given up", exc_info=first_error(error))
         finally:
             link, self._link, self._process = self._link, None, None
+            detached = [save for save in self._saves.values() if save.is_detached]
+            if is_stopped:
+                for save in detached:
+                    save.close_mailbox()
             # Not closed only: a forked child may have inherited it.
             link.shut()
             link.close()
-            if is_stopped and any([save.is_detached for save in self._saves.values()]):
+            if is_stopped and detached:
                 process.returncode = 0  # or its object would miss it
             else:
                 with anyio.CancelScope(shield=True):
@@ -378,25 +378,18 @@ class Uploader:
                 # This process was stopped itself: what has come meanwhile is read first.
                 self._heard_s += now - looked_s
             looked_s = now
-            is_loading = self._expects_ranks and not self._has_loaded
-            is_starting = is_loading or self._machine.state is SupervisorState.STARTING
+            is_starting = self._machine.state is SupervisorState.STARTING
             silent_s = now - self._heard_s
             if silent_s > (_START_S if is_starting else _SILENT_S):
                 logger.warning("the uploader process was silent for %.0f s: killed", silent_s)
                 self._handle(ProcessSilent(silent_s))
-            if any([save.is_shared and save.is_staging for save in self._saves.values()]):
-                self.send(Alive())  # other ranks wait, too
 
     def _take(self, frame: FromProcess) -> None:
         match frame:
             case Ready():
-                if self._expects_ranks:
-                    self.send(ExpectRanks())
                 self.set_duty(self._host.pace.duty)
                 self.send(AttemptsEnded(self._host.ended_attempts()))
                 self._handle(ProcessReady())
-            case Loaded():
-                self._has_loaded = True
             case Begun():
                 self._handle(AttemptBegun(frame.number, frame.attempt))
                 if frame.number in self._saves:
@@ -415,7 +408,14 @@ class Uploader:
     def _pass_on(
         self,
         save: HandedSave,
-        frame: StagingWanted | ChunksReleased | Progressed | Recorded | Finished,
+        frame: StagingWanted
+        | ChunksReleased
+        | Progressed
+        | Recorded
+        | MessageSent
+        | AbsenceAsked
+        | TakeOverPrepared
+        | Finished,
     ) -> None:
         match frame:
             case StagingWanted():
@@ -429,6 +429,12 @@ class Uploader:
                 save.on_progress(frame.hashed, frame.stored)
             case Recorded():
                 save.on_recorded(frame)
+            case MessageSent():
+                save.on_message(frame)
+            case AbsenceAsked():
+                save.on_absence_asked()
+            case TakeOverPrepared():
+                save.on_take_over_prepared(frame.error)
             case Finished():
                 del self._saves[frame.number]
                 self._handle(SaveEnded(frame.number))

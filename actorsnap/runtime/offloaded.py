@@ -1,8 +1,12 @@
 """A save of this process that its uploader process makes: capture and staging are here.
 
-Staged chunks keep their memory until the save has ended, so that another process can begin anew if
+Staged chunks keep their memory until the save has ended, so that another process can begin again if
 this one dies, or until some save has to wait for memory. Where no process can be started the save
 is made here.
+
+Among several ranks the mailbox stays here as well: messages are relayed (``transport.relay``). If
+the process dies, this one ends the call; with ``detach``, and if this one ends, the process opens
+the mailbox.
 """
 
 from __future__ import annotations
@@ -16,18 +20,22 @@ import anyio.abc
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actorsnap.actors.errands import first_error
+from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
+from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import Phase, Record
-from actorsnap.errors import SnapshotAborted, printable
+from actorsnap.errors import SnapshotAborted, describe, printable
 from actorsnap.lines import Lines
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol.frames import (
+    AbsenceReported,
     ChunksStaged,
+    EndReceived,
     Fault,
     Finished,
+    MessageSent,
     Recorded,
     Save,
     StagingEnded,
@@ -41,32 +49,43 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.offload import Uploader
-from actorsnap.runtime.ranks import Membership
+from actorsnap.runtime.place import open_place
+from actorsnap.runtime.ranks import Call, Membership, RelayedCall, Team
 from actorsnap.runtime.saving import SaveJob
-from actorsnap.runtime.structure import Described, describe
+from actorsnap.runtime.structure import Described, describe_state
 from actorsnap.state.leaves import Captured
+from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 
-__all__ = ["GRACE_S", "OffloadedSave"]
+__all__ = ["OffloadedSave"]
 
 logger = Lines(__name__)
 
-GRACE_S = 2.0
+_GRACE_S = 2.0
 """Extra time the process has beyond the deadline, in seconds: it can say more about the reason."""
+
+_OTHERS_GRACE_S = 4.0
+"""The same for ranks that wait for rank 0's verdict, in seconds."""
+
+_LOOK_S = 10.0
+"""Limit of the look whether a save is committed whose process has died, in seconds."""
+
+_VERDICT_S = 20.0
+"""Extra time beyond the deadline to wait for rank 0's verdict behind a dead process, in seconds."""
+
+_CLOSE_S = 2.0
+"""Time to leave the mailbox to the process, in seconds."""
 
 
 class OffloadedSave(Job):
-    """A save in flight that the uploader process makes. See also ``Job``, and ``HandedSave``.
-
-    Args:
-        uploader, membership: See ``OffloadedTeamSave``; one rank alone has a process and no team.
-    """
+    """A save in flight that the uploader process makes. See also ``Job``, and ``HandedSave``."""
 
     described: Described
 
     def __init__(
         self,
         host: Host,
-        uploader: Uploader | None,
+        uploader: Uploader,
         request: SaveRequest,
         captured: Captured,
         *,
@@ -75,9 +94,9 @@ class OffloadedSave(Job):
         observation: Observation | None = None,
     ) -> None:
         super().__init__(host, request, membership=membership, fence=fence, observation=observation)
-        self._maybe_uploader = uploader
+        self._uploader = uploader
         self._captured: Captured | None = captured
-        self._number = -1 if uploader is None else uploader.new_number()
+        self._number = uploader.new_number()
         self._tasks: anyio.abc.TaskGroup
         self._ended: anyio.Event
         self._error: BaseException | None = None
@@ -89,28 +108,35 @@ class OffloadedSave(Job):
         self._offsets: dict[int, int | None] = {}
         self._stored: set[int] = set()
         self._keeps = membership is None
+        self._may_detach = request.options.detach
+        self._has_begun_there = False
+        self._relay: Relay | None = None
+        self._moved: anyio.Event | None = None
+        if membership is not None:
+            team, call = membership.team, membership.call
+            assert isinstance(team, Team)
+            self._team = team
+            # The process needs a store that outlives this process.
+            self._may_detach = self._may_detach and team.can_be_continued
+            self._relay = Relay(
+                rank=team.rank,
+                world_size=team.world_size,
+                participant=call.participant,
+                coordinator=call.coordinator,
+                on_aborted=self._on_verdict,
+            )
         self._has_copied = False
         self._has_staged = False
         self._here: SaveJob | None = None
 
     @property
-    def is_staging(self) -> bool:
-        """Whether the process has to wait for this one."""
-        return not self._has_staged
-
-    @property
     def is_detached(self) -> bool:
         """Whether the save goes on without this process."""
-        return self.options.detach and self._has_staged
-
-    @property
-    def _uploader(self) -> Uploader:
-        assert self._maybe_uploader is not None
-        return self._maybe_uploader
+        return self._may_detach and self._has_staged
 
     def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
         # What is detached needs this process until it is staged.
-        return self.staged if self.options.detach else self.finished
+        return self.staged if self._may_detach else self.finished
 
     def _on_cancel(self, reason: str) -> None:
         if not self._has_begun:
@@ -124,10 +150,13 @@ class OffloadedSave(Job):
     async def _run(self) -> None:
         self._ended = anyio.Event()
         try:
-            await self._leave_gil_to_caller()
+            if self._relay is None:
+                await self._leave_gil_to_caller()
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 await self._save()
+                if self._relay is not None:
+                    await self._relay.flush()
                 tasks.cancel_scope.cancel()
         except Exception as error:  # this end's own
             self._error = first_error(error)
@@ -145,7 +174,10 @@ class OffloadedSave(Job):
     async def _save(self) -> None:
         """Hands the save over; returns when it has ended."""
         self._tasks.start_soon(self._await_deadline)
-        await self._describe()
+        if self._relay is not None:
+            self._tasks.start_soon(self._relay.run)
+            await self._leave_gil_to_caller()
+        self.described = await self._host.run_blocking(describe_state, self._captured)
         self._uploader.add(self._number, self)
         if self._cancel_reason is not None and self._here is None:
             self._uploader.cancel(self._number, self._cancel_reason)
@@ -153,18 +185,14 @@ class OffloadedSave(Job):
 
     async def _await_deadline(self) -> None:
         """Ends the save if the process is not there in time; one that is has the deadline, too."""
-        await anyio.sleep(self._request.left_s + GRACE_S)
-        if self._wanted is None and self._here is None:
+        await anyio.sleep(self._request.left_s + (_OTHERS_GRACE_S if self.rank else _GRACE_S))
+        if not self._has_begun_there and self._here is None:
             reason = (
                 f"timeout_s={self.options.timeout_s:g} is over, and the uploader process has not "
                 "begun the save"
             )
             failure = Failure(reason=reason, stage=Stage.JOIN, rank=self.rank)
             self._uploader.end(self._number, failure)
-
-    async def _describe(self) -> None:
-        assert self._captured is not None
-        self.described = await self._host.run_blocking(describe, self._captured)
 
     def _leave_memory(self, *, is_read: bool) -> None:
         """Gives it back, unless the process goes on to read it: then nobody else may get it."""
@@ -216,15 +244,66 @@ class OffloadedSave(Job):
             step=request.step,
             after=after,
             records=self._observation is not None,
+            team=None if self._relay is None else self._team.as_rank(),
         )
+
+    def on_sent(self) -> None:
+        """The process gets everything that has come for this rank."""
+        if self._relay is not None:
+            self._relay.attach(self._pass_on_item)
+
+    def _pass_on_item(self, to_coordinator: bool, item: Item) -> None:
+        self._uploader.send(EndReceived(self._number, to_coordinator, encode_item(item)))
 
     def on_begun(self) -> None:
         """The process has the save."""
+        self._has_begun_there = True
+        if self._relay is not None:
+            self._relay.forget()
+
+    def on_message(self, frame: MessageSent) -> None:
+        """Sends a message of the engine."""
+        assert self._relay is not None
+        message = decode_item(frame.message)
+        assert not isinstance(message, Lost | Broken)
+        self._relay.post(frame.to, message)
+
+    def on_absence_asked(self) -> None:
+        """Answers when the mailbox was looked at."""
+        self._tasks.start_soon(self._report_absence)
+
+    async def _report_absence(self) -> None:
+        assert self._relay is not None
+        reason = await self._relay.absence()
+        self._uploader.send(AbsenceReported(self._number, reason))
+
+    def on_take_over_prepared(self, error: str) -> None:
+        """The save may be detached, unless there is an error."""
+        assert self._moved is not None
+        if error:
+            self._may_detach = False
+            logger.warning(
+                "%s: the save is not detached, this process waits for it: %s", self.label, error
+            )
+        self._moved.set()
+
+    def close_mailbox(self) -> None:
+        """See ``HandedSave``."""
+        if self._relay is not None:
+            self._team.port.close(_CLOSE_S, is_continued=True)
+
+    def _on_verdict(self, failure: Failure) -> None:
+        """Rank 0 has aborted the call; an engine that has begun ends it."""
+        if not self._has_begun_there and self._here is None:
+            self._uploader.end(self._number, failure)
 
     def on_staging_wanted(self, frame: StagingWanted) -> None:
         """Stages; behind the death of a process, announces what is staged already."""
         before, self._wanted = self._wanted, frame
         self._is_wanted = True
+        at = frame.at.decode("utf-8", "surrogatepass")
+        if self.is_shared and at != self._request.place.at:  # rank 0's
+            self._go_to(at)
         if before is None:
             self._tasks.start_soon(self._stage, frame)
         elif self._cause is not None:
@@ -272,21 +351,58 @@ class OffloadedSave(Job):
             self._error = Fault.to_error(frame.faults)
             if self._cause is not None:
                 self._error.__cause__ = self._cause
-        self._finish()
-
-    def _finish(self) -> None:
-        """The process has told the outcome."""
         self._ended.set()
 
     def on_aborted(self, failure: Failure) -> None:
-        self._error = failure.to_error()
-        self._log_abort(failure)
+        if self._relay is None:
+            self._abort(failure)
+        else:
+            self._tasks.start_soon(self._conclude, self._relay, failure)
+
+    async def _conclude(self, relay: Relay, failure: Failure) -> None:
+        """Ends the call of all ranks in place of the process."""
+        outcome: Failure | None = msgspec.structs.replace(failure, may_be_visible=True)
+        with anyio.move_on_after(self._request.left_s + _VERDICT_S):
+            outcome = await relay.conclude(failure, self._is_committed)
+        if outcome is not None:
+            self._abort(outcome)
         self._ended.set()
 
-    def _log_abort(self, failure: Failure) -> None:
+    def _abort(self, failure: Failure) -> None:
+        self._error = failure.to_error()
+        if failure.rank == self.rank:
+            self._error.__cause__ = self._cause
         is_expected = failure.stage is Stage.CANCEL
         level = logging.DEBUG if is_expected else logging.ERROR
         logger.log(level, "%s: %s", self.label, self._error)
+        self._ended.set()
+
+    async def _is_committed(self) -> bool | None:
+        """Looks whether the save is committed; None if the storage does not answer."""
+        if self._wanted is None:
+            return False
+        found: bool | None = None
+        async with anyio.create_task_group() as tasks:
+            errands = Errands(tasks, run_blocking=self._host.run_blocking, label=self.label)
+            with anyio.move_on_after(_LOOK_S):
+                try:
+                    found = await self._look(errands, self._wanted.attempt)
+                except Exception as error:  # any error of a backend
+                    logger.warning("%s: whether it is committed is unknown: %s", self.label, error)
+        return found
+
+    async def _look(self, errands: Errands, attempt: str) -> bool:
+        storage = await open_place(
+            self._host,
+            self._request.place,
+            fsync=False,
+            run_blocking=errands.run_blocking,
+        )
+        try:
+            commit = await errands.run(find_commit, storage)
+            return commit is not None and commit.attempt == attempt
+        finally:
+            await errands.close(storage.aclose)
 
     def make_here(self) -> None:
         """See ``HandedSave``. Nothing has been staged."""
@@ -296,7 +412,7 @@ class OffloadedSave(Job):
             self._request,
             self._captured,
             copies=True,
-            membership=self._process_membership(),
+            membership=self._relayed_membership(),
             fence=self.fence,
             observation=self._observation,
         )
@@ -305,18 +421,25 @@ class OffloadedSave(Job):
         if self.fence is not None:
             _pass_on(job.eager_staged, self.eager_staged)
         _pass_on(job.staged, self.staged)
-        self._follow(job)
+        if self._relay is None:
+            _pass_on(job.finished, self.finished)
+            self._ended.set()
+        else:
+            job.finished.add_done_callback(self._on_made_here)
         job.start()
         if self._cancel_reason is not None:
             job.cancel(self._cancel_reason)
 
-    def _process_membership(self) -> Membership | None:
-        """What the process would have got."""
-        return None
+    def _relayed_membership(self) -> Membership | None:
+        """The same that the process would have got: the relay receives already."""
+        if self._relay is None:
+            return None
+        ends = RelayedEnds(self._relay, rank=self.rank)
+        self._relay.attach(ends.put)
+        return Membership(self._team, RelayedCall(ends))
 
-    def _follow(self, job: SaveJob) -> None:
-        """Ends as the save that is made here does."""
-        _pass_on(job.finished, self.finished)
+    def _on_made_here(self, finished: concurrent.futures.Future[None]) -> None:
+        self._error = finished.exception()
         self._ended.set()
 
     # Staging
@@ -330,6 +453,8 @@ class OffloadedSave(Job):
             self._cause = cause
             self._say_failed()
             return
+        if self._relay is not None and self._may_detach:
+            await self._prepare_detaching()
         self._captured = None
         self._has_staged = True
         if self._observation is not None:
@@ -337,6 +462,18 @@ class OffloadedSave(Job):
         self._say(StagingEnded(self._number))
         self.board.enter(Phase.STORING)
         self.staged.set_result(None)
+
+    async def _prepare_detaching(self) -> None:
+        """Waits until the process can open the rank's mailbox."""
+        assert self._membership is not None
+        call = self._membership.call
+        assert isinstance(call, Call)
+        self._moved = anyio.Event()
+        try:
+            self._say(await self._team.take_over(self._number, call))
+        except Exception as error:  # any error of torch's store
+            self.on_take_over_prepared(describe(error))
+        await self._moved.wait()
 
     def _say_failed(self) -> None:
         assert self._cause is not None

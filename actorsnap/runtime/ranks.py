@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import os
-import secrets
 import threading
 import weakref
 from datetime import timedelta
@@ -22,18 +21,19 @@ from actorsnap.actors.roll import Caller, Roll
 from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
-from actorsnap.protocol.frames import LeaveTeam, TeamPlace
+from actorsnap.protocol.frames import LeaveTeam, TakeOver, TeamRank
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
-from actorsnap.state.group import Group, StoreAddress, StoreAt, find_group
+from actorsnap.state.group import Group, find_group, find_prefix
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
+from actorsnap.transport.relay import RelayedEnds
 from actorsnap.transport.store import StorePort, StoreSave
 
-__all__ = ["Call", "Membership", "Team", "find_team"]
+__all__ = ["Call", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
 
 logger = Lines(__name__)
 
@@ -46,34 +46,28 @@ class Team:
 
     Args:
         before: The one whose store went away.
-        may_return: See ``StorePort``.
 
     Attributes:
         rank: Of this process, in the group.
         world_size: Of the group.
         ranks: All of them in the whole job, in the order of the group.
         store: A weak reference: the store may host the server, whose end is the job's business.
-        address: Where the uploader processes find it; None where they cannot.
+        address: Where another process of this rank finds it; None where it cannot.
         number: Of this object, in this process.
-        turn: Who has it hands a save over to the uploader process: in the order of the calls.
         memory: What the coordinator knows from the save before. On the loop only.
         remembered: The rank's plan of the save before, by its digest. On the loop only.
     """
 
-    def __init__(
-        self, group: Group, *, before: Team | None = None, may_return: bool = False
-    ) -> None:
+    def __init__(self, group: Group, *, before: Team | None = None) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.ranks = group.ranks
         self.address = group.address
         self.store = weakref.ref(group.store)
         self.number = next(_numbers)
-        self.turn = anyio.Lock()
         self._has_warned = False
-        self._meeting: tuple[int, str] = (-1, "")
-        self._processes: tuple[Team, StoreAt] | None = None
         self._connection: Any = None
+        self._prefix: str | None = None
         self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
@@ -91,7 +85,6 @@ class Team:
             up=ToCoordinator,
             down=FromCoordinator,
             call_soon=self._host.call_soon,
-            may_return=may_return,
             **again,
         )
 
@@ -110,8 +103,6 @@ class Team:
     def close(self) -> None:
         """Gives the place up, in this process and its uploader process. Does not wait."""
         self.port.close(0.0)
-        if self._processes is not None:
-            self._processes[0].close()
         uploader = self._host.uploader
         if uploader is not None and self._pid == os.getpid():
             with contextlib.suppress(RuntimeError):  # the runtime is gone, and so is the process
@@ -134,43 +125,11 @@ class Team:
                 self._connection = connection
             return self._connection
 
-    @classmethod
-    def of_processes(cls, place: TeamPlace) -> tuple[Team, StoreAt]:
-        """The team of the uploader processes, in one of them or in its trainer's stead; and the
-        store, which must live as long."""
-        store = StoreAt(StoreAddress(place.host, place.port))
-        group = Group(
-            rank=place.rank,
-            world_size=place.world_size,
-            ranks=tuple(range(place.world_size)),
-            store=store,
-            name=place.name,
-        )
-        return cls(group, may_return=True), store
-
     def warn_once(self, text: str) -> None:
         """Logs what is said of this team for all saves."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s", text)
-
-    def meeting(self, incarnation: int) -> str:
-        """Where the uploader processes meet while rank 0's is that one: a name of their own."""
-        if self._meeting[0] != incarnation:
-            name = f"{self.port.namespace}/saves/{secrets.token_hex(8)}"
-            self._meeting = incarnation, name
-        return self._meeting[1]
-
-    def in_processes_stead(self, place: TeamPlace) -> Team:
-        """Takes the part of this rank's process in their team; always the same one, while that
-        lasts. On the loop only."""
-        if self._processes is not None:
-            team, _ = self._processes
-            if team.port.namespace == place.name and not team.is_stale:
-                return team
-            team.close()
-        self._processes = self.of_processes(place)
-        return self._processes[0]
 
     def begin(self, label: Label | None, options: Options) -> Call:
         """Takes the number of the next call that all ranks make together, and reports which call
@@ -212,10 +171,44 @@ class Team:
         """Takes part in a save: see ``begin``."""
         return Membership(self, self.begin(label, options))
 
-    def join_agreed(self, number: int, options: Options) -> Membership:
-        """Takes part in a save in which the trainers of these ranks have agreed already."""
-        save = self.port.begin(lost_after_s=options.lost_after_s, number=number)
-        return Membership(self, Call(save, save.participant, save.coordinator))
+    def _find_prefix(self) -> str:
+        return find_prefix(self.connection())
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether another process of this rank can open its mailbox when this one ends."""
+        if self.address is None:
+            self.warn_once(
+                "saves of these ranks are not detached, their trainers wait for them: the ranks' "
+                "store is no TCPStore, and has no address. Pass store= one"
+            )
+        return self.address is not None and not self.hosts_store
+
+    def as_rank(self) -> TeamRank:
+        """Returns the rank as the uploader process gets to know it."""
+        return TeamRank(self.number, self.rank, self.world_size)
+
+    async def take_over(self, number: int, call: Call) -> TakeOver:
+        """Returns what another process needs to continue this rank's part of a call, once
+        something has come from rank 0.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        assert self.address is not None
+        if self._prefix is None:
+            self._prefix = await self._host.run_blocking(self._find_prefix)
+        session = self.port.session
+        assert session is not None
+        return TakeOver(
+            number=number,
+            host=self.address.host,
+            port=self.address.port,
+            prefix=self._prefix,
+            name=self.port.namespace,
+            session=session,
+            call=call.number,
+        )
 
 
 class Call:
@@ -251,6 +244,40 @@ class Call:
         self._save.close()
 
 
+class RelayedCall:
+    """A call whose mailbox another process owns; see ``Call``."""
+
+    def __init__(self, ends: RelayedEnds) -> None:
+        self.participant = ends.participant
+        self.coordinator = ends.coordinator
+        self.close = ends.close
+
+
+class RelayedTeam:
+    """A rank among others, where another process owns its mailbox; see ``Team``."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.memory = Memory()
+        self.remembered: tuple[bytes, RankPlan] | None = None
+
+
+def open_port(frame: TakeOver, team: RelayedTeam, store: Any) -> StorePort[Any, Any]:
+    """Opens the mailbox of a rank whose process has ended. On the loop only."""
+    return StorePort(
+        store,
+        namespace=frame.name,
+        rank=team.rank,
+        world_size=team.world_size,
+        up=ToCoordinator,
+        down=FromCoordinator,
+        call_soon=Host.get().call_soon,
+        first_number=frame.call,
+        session=frame.session,
+    )
+
+
 class Membership:
     """A rank's part in one save of its team.
 
@@ -259,7 +286,7 @@ class Membership:
         memory: What this save's coordinator knows from the one before.
     """
 
-    def __init__(self, team: Team, call: Call) -> None:
+    def __init__(self, team: Team | RelayedTeam, call: Call | RelayedCall) -> None:
         self.team = team
         self.call = call
         self.memory = team.memory.copy()

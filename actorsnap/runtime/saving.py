@@ -20,7 +20,6 @@ from actorsnap.actors.commit import CommitActor, CommitTemplate
 from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import Stager
-from actorsnap.actors.line import TrainersEnd
 from actorsnap.actors.reader import find_commit, read_commits
 from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveSettings
@@ -119,7 +118,6 @@ class SaveJob(Job):
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
         self._saver: Saver | None = None
-        self._ended_by: Failure | None = None
         self._scope: anyio.CancelScope | None = None
         self._is_committed = False
         self._ended_before: frozenset[str] = frozenset()
@@ -129,14 +127,6 @@ class SaveJob(Job):
     def attempt(self) -> str:
         """Of rank 0; the others are told later."""
         return str(self._attempt or "")
-
-    def end(self, failure: Failure) -> None:
-        """Ends it because the team has; see ``Saver.end``. On the loop only."""
-        self._ended_by = self._ended_by or failure
-        if self._saver is not None:
-            self._saver.end(failure)
-        elif self._scope is not None:
-            self._scope.cancel()
 
     def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
         return self._concluded
@@ -318,10 +308,8 @@ class SaveJob(Job):
         reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
-                if self._ended_by is None and self._cancel_reason is None:
+                if self._cancel_reason is None:
                     return await errands.run(self._older, storage)
-            if self._ended_by is not None:
-                raise self._error(self._ended_by)
             if self._cancel_reason is not None:
                 reason, stage = self._cancel_reason, Stage.CANCEL
         except ObjectExists:
@@ -424,8 +412,6 @@ class SaveJob(Job):
         self._saver = saver
         if self._cancel_reason is not None:
             saver.request_cancel(self._cancel_reason)
-        if self._ended_by is not None:
-            saver.end(self._ended_by)
         try:
             async with anyio.create_task_group() as tasks:
                 if coordinator is not None:
@@ -501,7 +487,7 @@ class SaveJob(Job):
             )
         coordinator = CoordinatorActor(
             machine=Coordinator(world_size=self._world_size),
-            end=end if membership is None else TrainersEnd(end),
+            end=end,
             decisions=decisions,
             aborted=aborted,
             timeout_s=options.timeout_s,

@@ -11,7 +11,7 @@ from actorsnap.protocol.frames import Structure
 from actorsnap.state.leaves import Captured, Leaf, Part
 from actorsnap.state.memory import MemorySource
 
-__all__ = ["Described", "describe", "rebuild"]
+__all__ = ["Described", "describe_state", "rebuild_state"]
 
 _ELSEWHERE = MemorySource(0, 0, None)
 """Of a leaf whose bytes come through the arena."""
@@ -34,7 +34,7 @@ _entries = msgspec.json.Decoder(list[tuple[int, Entry]])
 _value = msgspec.json.Decoder(ValueEntry)
 
 
-def describe(captured: Captured) -> Described:
+def describe_state(captured: Captured) -> Described:
     """Takes a state apart. Blocks; for worker threads."""
     leaves = captured.leaves
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -75,8 +75,8 @@ def describe(captured: Captured) -> Described:
     return Described(digest, structure, encoded)
 
 
-def rebuild(structure: Structure, values: list[bytes]) -> Captured:
-    """What ``describe`` was given, but that no leaf has its bytes."""
+def rebuild_state(structure: Structure, values: list[bytes]) -> Captured:
+    """What ``describe_state`` was given, but that no leaf has its bytes."""
     size = len(structure.items) + len(structure.values)
     entries = _entries.decode(structure.entries)
     parts: list[Part | None] = [None] * (size + len(entries))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -44,7 +43,6 @@ from actorsnap.runtime.limits import has_cores
 from actorsnap.runtime.observing import observe
 from actorsnap.runtime.offload import Uploader, find_uploader
 from actorsnap.runtime.offloaded import OffloadedSave
-from actorsnap.runtime.offloaded_team import OffloadedTeamSave
 from actorsnap.runtime.place import Place, open_place, open_ready_place
 from actorsnap.runtime.ranks import Membership, Team, find_team
 from actorsnap.runtime.saving import SaveJob
@@ -131,7 +129,7 @@ def warm_up(nbytes: int, options: Options | None) -> Script[None]:
         num_ranks = likely_ranks()
         if is_wanted or (chosen.offload == "auto" and _pays(nbytes, num_ranks)):
             with suppress(OSError):  # the first save will say it
-                find_uploader(host).start(for_ranks=num_ranks > 1)
+                find_uploader(host).start()
         await host.run_blocking(find_opener, os.sep)
         chunk_bytes = chunk_within(chosen.chunk_bytes, host.budget.limit_bytes)
         count = -(-nbytes // chunk_bytes)
@@ -192,25 +190,18 @@ def _prepare(
         options=options,
         begun_s=call.begun_s,
     )
-    if is_async and membership is not None and _may_meet(membership.team, place, options):
-        follows = _is_auto(options)
-        uploader = _chosen_uploader(host, place, options, captured, membership.team)
-        if membership.team.rank or uploader is not None or not follows:
-            return OffloadedTeamSave(
+    if is_async and options.offload != "thread" and is_shared(place.at):
+        num_ranks = 1 if membership is None else membership.team.world_size
+        uploader = _chosen_uploader(host, place, options, captured, num_ranks)
+        if uploader is not None:
+            return OffloadedSave(
                 host,
                 uploader,
                 request,
                 captured,
                 membership=membership,
-                follows=follows,
                 fence=fence,
                 observation=observation,
-            )
-    if is_async and membership is None and options.offload != "thread" and is_shared(place.at):
-        uploader = _chosen_uploader(host, place, options, captured, None)
-        if uploader is not None:
-            return OffloadedSave(
-                host, uploader, request, captured, fence=fence, observation=observation
             )
     return SaveJob(
         host,
@@ -223,30 +214,22 @@ def _prepare(
     )
 
 
-def _is_auto(options: Options) -> bool:
-    """Whether it is left to the runtime who makes the save."""
-    return options.offload == "auto" and not options.detach
-
-
 def _chosen_uploader(
-    host: Host, place: Place, options: Options, captured: Captured, team: Team | None
+    host: Host, place: Place, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
-    """The uploader process, if this rank's part is to be made by it, and can be; a rank that
-    follows rank 0 has it at hand."""
-    is_auto = _is_auto(options)
+    """Returns the uploader process if it is to make this rank's part of the save, and can."""
+    is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
-    pays = _pays(nbytes, 1 if team is None else team.world_size)
-    follows = team is not None and team.rank > 0
-    if is_auto and not pays and not follows:
+    if is_auto and not _pays(nbytes, num_ranks):
         return None
     uploader = _usable_uploader(host, place, logging.DEBUG if is_auto else logging.WARNING)
     if uploader is None or not is_auto:
         return uploader
-    is_ready = uploader.is_ready if team is None else uploader.is_ready_for_ranks
-    if pays and not is_ready:
+    if not uploader.is_ready:
         # This save does not wait for it, the next one may find it.
-        host.call_soon(partial(uploader.start, for_ranks=team is not None))
-    return uploader if is_ready or follows else None
+        host.call_soon(uploader.start)
+        return None
+    return uploader
 
 
 def _pays(nbytes: int, num_ranks: int) -> bool:
@@ -287,21 +270,6 @@ def _is_same(there: Any, here: Any) -> bool:
     if isinstance(there, dict):
         return _is_same([*there], [*here]) and _is_same([*there.values()], [*here.values()])
     return not isinstance(there, list) or all(map(_is_same, there, here))
-
-
-def _may_meet(team: Team, place: Place, options: Options) -> bool:
-    """Whether the ranks' uploader processes may make the save: on all ranks, or on none, so by
-    nothing that differs from rank to rank."""
-    if options.offload == "thread" or not is_shared(place.at):
-        return False
-    if team.address is not None:
-        return True
-    if not _is_auto(options):
-        team.warn_once(
-            "saves of these ranks are made by threads, not by uploader processes: those could not "
-            "meet, because the ranks' store is no TCPStore, and has no address. Pass store= one"
-        )
-    return False
 
 
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:

@@ -1,7 +1,8 @@
 """A save of the trainer, in its uploader process: the other half of an ``OffloadedSave``.
 
-A ``SaveJob`` makes it, as it makes any save. Only the copies of the state come from the trainer,
-through the arena: what would stage passes them on here, and tells the trainer which memory is free.
+A ``SaveJob`` makes it, as it makes any save. Two things are the trainer's: the copies of the state,
+which come through the arena, and the rank's mailbox, whose messages are relayed. When the trainer
+ends and the save goes on, this process opens the mailbox itself.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import anyio.abc
@@ -17,14 +18,19 @@ import msgspec
 
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import ProgressBoard, Recorder
+from actorsnap.errors import describe
 from actorsnap.options import Options
 from actorsnap.planning.packing import Chunk
 from actorsnap.protocol.frames import (
+    AbsenceAsked,
+    AbsenceReported,
     Begun,
     ChunksReleased,
     ChunksStaged,
+    EndReceived,
     Fault,
     FromProcess,
+    MessageSent,
     Progressed,
     Recorded,
     Save,
@@ -33,22 +39,33 @@ from actorsnap.protocol.frames import (
     StagingWaits,
     StagingWanted,
     Structure,
+    TakeOver,
+    TakeOverPrepared,
 )
-from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.save import Assignment
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.place import Place
-from actorsnap.runtime.ranks import Team
+from actorsnap.runtime.ranks import Membership, RelayedCall, RelayedTeam, open_port
 from actorsnap.runtime.saving import SaveJob
-from actorsnap.runtime.structure import rebuild
+from actorsnap.runtime.structure import rebuild_state
 from actorsnap.runtime.tracefile import About
+from actorsnap.state.group import StoreAddress, StoreAt
+from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
+from actorsnap.transport.store import StorePort
 
 __all__ = ["Trainer", "UploadedSave"]
 
-_STILL_S = 5.0
-"""A trainer that ranks wait for says something every second."""
+Delivered: TypeAlias = (
+    ChunksStaged
+    | StagingWaits
+    | StagingEnded
+    | StagingFailed
+    | EndReceived
+    | AbsenceReported
+    | TakeOver
+)
 
 
 class Trainer(Protocol):
@@ -78,7 +95,7 @@ class UploadedSave:
 
     Args:
         structure, values: What ``Remember`` said.
-        team: Of the processes, where this is not the only rank.
+        team: Where this is not the only rank.
     """
 
     def __init__(
@@ -88,7 +105,7 @@ class UploadedSave:
         frame: Save,
         structure: Structure,
         values: list[bytes],
-        team: Team | None,
+        team: RelayedTeam | None,
     ) -> None:
         self._host = host
         self._trainer = trainer
@@ -105,10 +122,15 @@ class UploadedSave:
             current[number] = value
         host.set_budget(frame.budget_bytes)
         options = msgspec.msgpack.decode(frame.options, type=Options)
+        self._team = team
+        self._ends: RelayedEnds | None = None
+        self._absences: list[AbsenceReported] = []
+        self._has_absence = anyio.Event()
+        self._take_over: tuple[TakeOver, StoreAt] | None = None
         membership = None
         if team is not None:
-            assert frame.team is not None
-            membership = team.join_agreed(frame.team.call, options)
+            self._ends = RelayedEnds(self, rank=team.rank)
+            membership = Membership(team, RelayedCall(self._ends))
         self._job = SaveJob(
             host,
             SaveRequest(
@@ -124,7 +146,7 @@ class UploadedSave:
                 options=options,
                 begun_s=time.monotonic() - options.timeout_s + frame.left_s,
             ),
-            rebuild(structure, current),
+            rebuild_state(structure, current),
             copies=True,
             membership=membership,
             observation=Observation("save", [self._send_record]) if frame.records else None,
@@ -138,25 +160,91 @@ class UploadedSave:
     @property
     def is_detached(self) -> bool:
         """Whether it needs no trainer any more."""
-        return self._job.options.detach and self._is_staged
+        can_move = self._ends is None or self._take_over is not None
+        return self._job.options.detach and self._is_staged and can_move
 
     def cancel(self, reason: str) -> None:
         self._job.cancel(reason)
 
-    def end(self, failure: Failure) -> None:
-        """See ``EndSave``."""
-        self._job.end(failure)
+    def end(self, reason: str) -> None:
+        """See ``EndSave``. Also for the end of a trainer that the save depends on."""
+        if self._ends is not None:
+            self._ends.break_off(reason)
 
-    def watch_trainer(self, silent_s: float) -> None:
-        """Gives the save up, for all ranks, when the trainer neither stages nor ends."""
-        limit_s = max(_STILL_S, self._job.options.lost_after_s)
-        if self._job.is_shared and not self._is_staged and silent_s > limit_s:
-            self.cancel(f"this rank's trainer was not heard for {silent_s:.0f} s: it was stopped")
+    def deliver(self, frame: Delivered) -> None:
+        """Takes a frame about the save."""
+        match frame:
+            case EndReceived():
+                assert self._ends is not None
+                self._ends.put(frame.to_coordinator, decode_item(frame.item))
+            case AbsenceReported():
+                self._absences.append(frame)
+                self._has_absence.set()
+            case TakeOver():
+                self._host.submit(self._prepare_take_over(frame))
+            case _:
+                self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
+                self._in.send_nowait(frame)
 
-    def deliver(self, frame: ChunksStaged | StagingWaits | StagingEnded | StagingFailed) -> None:
-        """Takes what the trainer says about staging."""
-        self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
-        self._in.send_nowait(frame)
+    # The mailbox, which is the trainer's
+
+    def post(self, to: int | None, message: Message) -> None:
+        """See ``Wire``."""
+        self._trainer.send(MessageSent(self._number, to, encode_item(message)))
+
+    async def absence(self) -> str | None:
+        """See ``Wire``."""
+        self._has_absence = anyio.Event()
+        self._trainer.send(AbsenceAsked(self._number))
+        await self._has_absence.wait()
+        return self._absences.pop().reason
+
+    async def _prepare_take_over(self, frame: TakeOver) -> None:
+        """Connects to the store of the ranks; that imports torch."""
+        error = ""
+        try:
+            store = await self._host.run_blocking(
+                _connect, StoreAddress(frame.host, frame.port, frame.prefix)
+            )
+            self._take_over = frame, store
+        except Exception as failure:  # any error of torch or the network
+            error = describe(failure)
+        self._trainer.send(TakeOverPrepared(self._number, error))
+
+    @property
+    def call_number(self) -> int:
+        """The number of the call that was prepared to be taken over; -1 if there is none."""
+        return -1 if self._take_over is None else self._take_over[0].call
+
+    async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
+        """Opens the rank's mailbox, as the trainer has ended; returns when the save has ended.
+
+        Args:
+            ports: By name; for the saves of one team, in the order of their calls.
+        """
+        if self._ends is None:
+            return
+        assert self._take_over is not None
+        assert self._team is not None
+        frame, store = self._take_over
+        if frame.name not in ports:
+            ports[frame.name] = open_port(frame, self._team, store)
+        port = ports[frame.name]
+        with port.begin(lost_after_s=self._job.options.lost_after_s, number=frame.call) as call:
+            relay = Relay(
+                rank=port.rank,
+                world_size=port.world_size,
+                participant=call.participant,
+                coordinator=call.coordinator,
+                on_aborted=lambda _: None,
+            )
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(relay.run)
+                self._ends.move(relay)
+                relay.attach(self._ends.put)
+                await wait_done(self._job.finished)
+                await relay.flush()
+                tasks.cancel_scope.cancel()
 
     def tell_released(self) -> None:
         """Tells which chunks are not needed any more since that was told last."""
@@ -208,6 +296,13 @@ class UploadedSave:
         self._released.append(number)
         if self._trainer.is_in_a_hurry:
             self.tell_released()
+
+
+def _connect(address: StoreAddress) -> StoreAt:
+    """Checks that the store can be connected to. Blocks."""
+    store = StoreAt(address)
+    store.clone()
+    return store
 
 
 class _ArenaStaging:

@@ -4,25 +4,23 @@ It serves the trainer at the other end of the link, with an ``UploadedSave`` for
 process group of its own, so that a terminal's Ctrl-C does not reach it, and its workers leave the
 CPU to the trainer. When that is gone it finishes what is detached and staged, and aborts the rest.
 
-A save of several ranks goes to this process' place in a team of such processes, at the job's store:
-connecting to that imports torch. Nothing else here does.
+It imports no torch, unless a detached save of several ranks needs the job's store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
+import anyio.abc
 
 from actorsnap.errors import printable
 from actorsnap.protocol.frames import (
@@ -33,19 +31,17 @@ from actorsnap.protocol.frames import (
     ChangeLogLevel,
     ChangePace,
     EndSave,
-    ExpectRanks,
     Fault,
     Finished,
     FromProcess,
     LeaveTeam,
-    Loaded,
     Logged,
     Ready,
     Remember,
     Save,
     StagingWaits,
     Structure,
-    TeamPlace,
+    TeamRank,
     ToProcess,
 )
 from actorsnap.protocol.messages import sendable
@@ -54,10 +50,10 @@ from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.process import is_running
-from actorsnap.runtime.ranks import Team
+from actorsnap.runtime.ranks import RelayedTeam
 from actorsnap.runtime.uploaded import UploadedSave
-from actorsnap.state.group import StoreAt, load
 from actorsnap.storage.registry import find_opener
+from actorsnap.transport.store import StorePort
 
 __all__ = ["main"]
 
@@ -107,40 +103,6 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     shutdown()
 
 
-class _Teams:
-    """This process' places among those that save together: one per team of the trainer."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._teams: dict[int, tuple[Team, StoreAt]] = {}
-        self._left: set[int] = set()
-
-    def find(self, place: TeamPlace) -> Team:
-        """The place among those that meet there."""
-        found = self._teams.get(place.team)
-        if found is not None and (found[0].port.namespace != place.name or found[0].is_stale):
-            self._close(place.team)
-            found = None
-        if found is None:
-            found = self._teams[place.team] = Team.of_processes(place)
-        return found[0]
-
-    def leave(self, number: int) -> None:
-        """The trainer's team makes no more calls."""
-        self._left.add(number)
-
-    def close_left(self) -> None:
-        """Gives up those that are not needed any more."""
-        for number, (team, _) in list(self._teams.items()):
-            if team.is_stale or (number in self._left and not team.port.is_busy):
-                self._close(number)
-        self._left &= self._teams.keys()
-
-    def _close(self, number: int) -> None:
-        team, _ = self._teams.pop(number)
-        self._host.serve(self._host.run_blocking(team.port.close))
-
-
 class _Service:
     """Lives on the loop of the process' runtime. See ``Trainer``."""
 
@@ -151,9 +113,9 @@ class _Service:
         self._link: Link[ToProcess, FromProcess]
         self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
         self._saves: dict[int, UploadedSave] = {}
-        self._teams = _Teams(host)
-        self._loaded: anyio.Event | None = None
-        self._heard_s = 0.0
+        # By number: what is remembered from save to save.
+        self._teams: dict[int, RelayedTeam] = {}
+        self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
         self._is_terminated = False
         self.is_in_a_hurry = False
@@ -171,21 +133,21 @@ class _Service:
             self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
             self._link.send(Ready(RELEASE))
             while (frame := await self._link.receive()) is not None:
-                self._heard_s = time.monotonic()
-                if isinstance(frame, Save) and frame.team is not None:
-                    # Which stops all threads for long: the others must not take it for dead.
-                    await self._load().wait()
                 self._take(frame)
-            await self._outlive_trainer()
+            await self._outlive_trainer(tasks)
             tasks.cancel_scope.cancel()
         if self._saves:
             os._exit(1)
 
-    async def _outlive_trainer(self) -> None:
+    async def _outlive_trainer(self, tasks: anyio.abc.TaskGroup) -> None:
         self._idle = anyio.Event()
         left = [save for save in self._saves.values() if not save.is_detached]
         for save in left:
             save.cancel("the trainer has ended")
+            save.end("the trainer has ended")
+        for save in sorted(self._saves.values(), key=lambda save: save.call_number):
+            if save.is_detached:
+                tasks.start_soon(save.continue_alone, self._ports)
         if self._saves:
             # Detached saves have deadlines of their own.
             with anyio.move_on_after(_GRACE_S if len(left) == len(self._saves) else None):
@@ -228,7 +190,7 @@ class _Service:
             case Save() if self._is_terminated:
                 pass  # the next process gets it
             case Save():
-                team = None if frame.team is None else self._teams.find(frame.team)
+                team = None if frame.team is None else self._find_team(frame.team)
                 structure, values = self._known[frame.structure]
                 self._saves[frame.number] = UploadedSave(
                     self._host, self, frame, structure, values, team
@@ -248,13 +210,11 @@ class _Service:
                     self._saves[frame.number].cancel(frame.reason)
             case EndSave():
                 if frame.number in self._saves:
-                    self._saves[frame.number].end(frame.failure)
-            case ExpectRanks():
-                self._load()
+                    self._saves[frame.number].end(frame.reason)
             case AttemptsEnded():
                 self._host.note_ended(frame.attempts)
             case LeaveTeam():
-                self._teams.leave(frame.team)
+                self._teams.pop(frame.team, None)
             case Alive():
                 pass
             case _:
@@ -264,24 +224,10 @@ class _Service:
                         self._hurry()
                     self._saves[frame.number].deliver(frame)
 
-    def _load(self) -> anyio.Event:
-        """Begins to import what connects to a store; set when that is there, or has failed: then
-        connecting will say why."""
-        if self._loaded is None:
-            self._loaded = loaded = anyio.Event()
-
-            def run() -> None:
-                with contextlib.suppress(Exception):
-                    load()
-                self._host.call_soon(done)
-
-            def done() -> None:
-                loaded.set()
-                self._link.send(Loaded())
-
-            # Not on a worker: those leave the CPU to the trainer, which waits for this.
-            threading.Thread(target=run, name="actorsnap-load", daemon=True).start()
-        return self._loaded
+    def _find_team(self, rank: TeamRank) -> RelayedTeam:
+        if rank.team not in self._teams:
+            self._teams[rank.team] = RelayedTeam(rank.rank, rank.world_size)
+        return self._teams[rank.team]
 
     def _hurry(self) -> None:
         """The trainer is told at once what is free, until all saves end."""
@@ -294,19 +240,13 @@ class _Service:
             save.cancel(reason)
 
     async def _tick(self) -> None:
-        looked_s = said_s = time.monotonic()
+        said_s = time.monotonic()
         said_frames = 0
         while True:
             await anyio.sleep(_TICK_S)
             now = time.monotonic()
-            if now - looked_s > 2 * _TICK_S:
-                # This process was stopped itself: what has come meanwhile is read first.
-                self._heard_s += now - looked_s
-            looked_s = now
-            self._teams.close_left()
             for save in self._saves.values():
                 save.tell_progress()
-                save.watch_trainer(now - self._heard_s)
             if self._link.statistics.sent_frames == said_frames and now - said_s >= _ALIVE_S:
                 self._link.send(Alive())
             if self._link.statistics.sent_frames != said_frames:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,19 +20,29 @@ from typing import Any
 
 from actorsnap.errors import UsageError
 
-__all__ = ["Group", "StoreAddress", "StoreAt", "find_group", "global_rank", "likely_ranks", "load"]
+__all__ = [
+    "Group",
+    "StoreAddress",
+    "StoreAt",
+    "find_group",
+    "find_prefix",
+    "global_rank",
+    "likely_ranks",
+]
 
 _CONNECT_S = 300.0
 _HOST_S = 20.0
+_PREFIX_KEY = "actorsnap/prefix"
 _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a TCPStore listens."""
+    """Where a TCPStore listens, and the prefix of all keys."""
 
     host: str
     port: int
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +131,31 @@ def find_group(
     return _of_ranks(own, size, _store_of_environment(own, environ), f"{_job(environ)}/env")
 
 
-def load() -> None:
-    """Imports what connects to a store: torch."""
-    _distributed()
+def find_prefix(store: Any) -> str:
+    """Returns the prefix that a store adds to all keys; "" if none.
+
+    No method of a store returns it. One rank finds it by a key of its own among all keys, which may
+    be many, and leaves it in the store for the others. Blocks, up to the timeout of the store.
+
+    Raises:
+        RuntimeError: the store does not answer, or this torch cannot list its keys.
+    """
+    dist = _distributed()
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if base is store:
+        return ""
+    if store.add(f"{_PREFIX_KEY}/turn", 1) == 1:
+        if not hasattr(base, "list_keys"):
+            raise RuntimeError("this torch cannot list the keys of a store")
+        key = f"{_PREFIX_KEY}/{secrets.token_hex(8)}"
+        store.set(key, b"")
+        [found] = [other for other in base.list_keys() if other.endswith(key)]
+        store.delete_key(key)
+        store.set(_PREFIX_KEY, found.removesuffix(key).rstrip("/"))
+    prefix: bytes = store.get(_PREFIX_KEY)
+    return prefix.decode()
 
 
 def _distributed() -> Any:
@@ -287,13 +320,15 @@ class StoreAt:
     def clone(self) -> Any:
         dist = _distributed()
 
-        return dist.TCPStore(
+        store = dist.TCPStore(
             self.address.host,
             self.address.port,
             is_master=False,
             timeout=timedelta(seconds=_CONNECT_S),
             wait_for_workers=False,
         )
+        prefix = self.address.prefix
+        return dist.PrefixStore(prefix, store) if prefix else store
 
 
 def _store_of_environment(rank: int, environ: Mapping[str, str]) -> StoreAt:

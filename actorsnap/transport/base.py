@@ -9,16 +9,16 @@ with the messages: ``Lost`` and ``Broken``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
-__all__ = ["Broken", "CoordinatorEnd", "Lost", "ParticipantEnd"]
+__all__ = ["Broken", "CoordinatorEnd", "Lost", "Moved", "ParticipantEnd"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Lost"):
     """A rank that took part in this save is not heard any more. Given once per rank.
 
     A rank that was never heard, in this save or one before, is not lost: the deadline is for
@@ -33,8 +33,7 @@ class Lost:
     silent_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Broken"):
     """This end carries nothing any more. Given once, and nothing comes after it.
 
     Attributes:
@@ -44,13 +43,17 @@ class Broken:
     reason: str
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """This end continues an end of another process; messages to or from that one may be lost."""
+
+
 class ParticipantEnd(Protocol):
     """A rank's end."""
 
     async def send(self, message: ToCoordinator) -> None:
         """Hands a message over; returns when it is queued."""
 
-    async def receive(self) -> FromCoordinator | Lost | Broken:
+    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
         """The next message. Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
@@ -63,11 +66,11 @@ class CoordinatorEnd(Protocol):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """Hands a message over; returns when it is queued."""
 
-    async def receive(self) -> ToCoordinator | Lost | Broken:
+    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
         """The next message of any rank. Cancellation: no message is lost."""
 
-    def absence(self) -> str | None:
-        """Why the ranks may have given this process up; None if they have no reason to.
+    async def absence(self) -> str | None:
+        """Returns why the ranks may have given this process up; None if they have no reason to.
 
-        Looks now: a process that was stopped does not know it by itself.
+        Looks now: a process that was stopped does not notice it.
         """

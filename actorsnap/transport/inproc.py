@@ -80,5 +80,5 @@ class _Coordinator:
     async def receive(self) -> ToCoordinator:
         return await self._receive.receive()
 
-    def absence(self) -> str | None:
+    async def absence(self) -> str | None:
         return None

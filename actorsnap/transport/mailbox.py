@@ -224,6 +224,7 @@ class Mailbox:
         self._sent = [0, 0, 0]
         self._received = [0, 0, 0]
         self._num_undecodable = 0
+        self._is_continued = False
         self._up_decoder = msgspec.msgpack.Decoder(up)
         self._down_decoder = msgspec.msgpack.Decoder(down)
         self._encoder = msgspec.msgpack.Encoder()
@@ -268,8 +269,10 @@ class Mailbox:
             num_dropped=num_dropped + self._num_undecodable,
         )
 
-    def stop(self) -> None:
-        """Lets the threads end: what is queued is sent, the mailbox emptied."""
+    def stop(self, *, is_continued: bool = False) -> None:
+        """Lets the threads end: what is queued is sent, and the mailbox emptied unless another
+        process continues it."""
+        self._is_continued = is_continued
         self.put(self._rank, Frame(Kind.STOP, self._rank, self._token))
         self._outbox.put(None)
 
@@ -319,8 +322,9 @@ class Mailbox:
                 continue
             if arrived is not None:
                 self._post(arrived)
-        for _ in range(store.queue_len(key)):
-            store.queue_pop(key)
+        if not self._is_continued:
+            for _ in range(store.queue_len(key)):
+                store.queue_pop(key)
 
     def _decode(
         self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]

@@ -205,7 +205,7 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
     colleague: StoreParticipant[Up, Down]
 
-    def absence(self) -> str | None:
+    async def absence(self) -> str | None:
         """See ``transport.base.CoordinatorEnd``."""
         self._port._look(2 * self._look_s)
         if self._away_s <= _GIVEN_UP * self._lost_after_s:
@@ -284,8 +284,8 @@ class StorePort(Generic[Up, Down]):
         first_number: Of the first save; another than 0 if an earlier port of the same group in
             this process had begun so many.
         connect_s: So long the store may take to answer.
-        may_return: Who has gone may have a successor, who has to start up: a rank is lost only
-            if it was heard in the save itself. Somebody else has to know who never comes.
+        session: Of the port of another process that this one continues; on rank 0 that port's own.
+            None: a new one.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class StorePort(Generic[Up, Down]):
         clock: Callable[[], float] = time.monotonic,
         first_number: int = 0,
         connect_s: float = 60.0,
-        may_return: bool = False,
+        session: bytes | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -312,14 +312,15 @@ class StorePort(Generic[Up, Down]):
         self._beat_s = beat_s
         self._clock = clock
         self.connect_s = connect_s
-        self._may_return = may_return
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
 
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        # On rank 0 the own token is the session's; elsewhere it comes with the welcome.
-        self._session: bytes | None = self._token if rank == _COORDINATOR else None
+        # Rank 0 makes the session; it comes to the others with the welcome.
+        if session is None and rank == _COORDINATOR:
+            session = self._token
+        self._session = session
         self._before_welcome: list[tuple[int, Up]] = []
         self._unproven: deque[Arrived] = deque()
         self._left: set[int] = set()
@@ -369,6 +370,16 @@ class StorePort(Generic[Up, Down]):
         return bool(self._open)
 
     @property
+    def session(self) -> bytes | None:
+        """The session; None until rank 0 has answered. On the loop only."""
+        return self._session
+
+    @property
+    def _own_session(self) -> bytes:
+        assert self._session is not None
+        return self._session
+
+    @property
     def next_number(self) -> int:
         """The number that the next save gets."""
         return self._next_number
@@ -400,11 +411,15 @@ class StorePort(Generic[Up, Down]):
         """From any thread."""
         return self._mailbox.statistics(self._num_dropped)
 
-    def close(self, timeout_s: float = 8.0) -> None:
+    def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:
         """Sends what is queued, takes leave of the others, empties the mailbox, ends the
         threads; open saves get ``Broken``. Blocks, at most ``timeout_s``: not for the loop.
 
         Again, and in a forked child, it does nothing.
+
+        Args:
+            is_continued: Another process continues this port: takes no leave, and leaves in the
+                mailbox what has not been received.
         """
         if self._pid != os.getpid():
             return
@@ -414,13 +429,13 @@ class StorePort(Generic[Up, Down]):
                 Fault("this process has closed its access to the job's store")
             )
             self._wake()
-            if self._session is not None:
+            if self._session is not None and not is_continued:
                 others = [_COORDINATOR]
                 if self.rank == _COORDINATOR:
                     others = list(self._mailbox.present)
                 for other in others:
                     self._put(other, Kind.BYE, self._session)
-            self._mailbox.stop()
+            self._mailbox.stop(is_continued=is_continued)
         self._mailbox.join(timeout_s)
 
     def _check_process(self) -> None:
@@ -505,11 +520,11 @@ class StorePort(Generic[Up, Down]):
             self._left.discard(sender)
             self._mailbox.present[sender] = None
             self._awaited.pop(sender, None)
-            self._put(sender, Kind.WELCOME, self._token, frame.token)
+            self._put(sender, Kind.WELCOME, self._own_session, frame.token)
             for number in self._open:
                 self._heard(number, sender)
             return
-        if frame.token != self._token:
+        if frame.token != self._session:
             # A rank that still knows the session of an earlier port; or an earlier job's frame.
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
@@ -522,7 +537,7 @@ class StorePort(Generic[Up, Down]):
             for save in self._open.values():
                 end = save.coordinator
                 # What it leaves may be an earlier save only, which has just ended here.
-                if end is not None and (not self._may_return or end.has_heard(sender)):
+                if end is not None:
                     end.lose(sender, 0.0)
             return
         self._left.discard(sender)
@@ -658,9 +673,7 @@ class StorePort(Generic[Up, Down]):
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
-        if self._may_return:
-            pass
-        elif save.coordinator is not None:
+        if save.coordinator is not None:
             for rank in self._mailbox.present:
                 self._heard(number, rank)
             for rank in sorted(self._left):
@@ -746,7 +759,7 @@ class StorePort(Generic[Up, Down]):
             self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
 
     def _send_down(self, to: int, number: int, message: Down) -> None:
-        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._token))
+        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._own_session))
 
 
 _ports: weakref.WeakSet[StorePort[Any, Any]] = weakref.WeakSet()

@@ -218,10 +218,13 @@ async def test_a_coordinator_that_was_given_up_passes_no_round(
     """Else it alone would have restored."""
     world = World(2, num_rounds=1)
 
+    async def absence() -> str:
+        return "it was stopped"
+
     async def body(rank: int, participant: ParticipantActor) -> None:
         if rank == 0:  # its arrival is the last
             await anyio.sleep(1)
-            monkeypatch.setattr(world.coordinator._end, "absence", lambda: "it was stopped")
+            monkeypatch.setattr(world.coordinator._end, "absence", absence)
         await participant.arrive()
 
     await world.run(body)

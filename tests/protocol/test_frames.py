@@ -7,20 +7,22 @@ import msgspec
 from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.frames import (
+    AbsenceAsked,
+    AbsenceReported,
     Alive,
     AttemptsEnded,
     Begun,
     CancelSave,
     ChunksReleased,
     ChunksStaged,
+    EndReceived,
     EndSave,
-    ExpectRanks,
     Fault,
     Finished,
     FromProcess,
     LeaveTeam,
-    Loaded,
     Logged,
+    MessageSent,
     Progressed,
     Ready,
     Remember,
@@ -30,10 +32,11 @@ from actorsnap.protocol.frames import (
     StagingWaits,
     StagingWanted,
     Structure,
-    TeamPlace,
+    TakeOver,
+    TakeOverPrepared,
+    TeamRank,
     ToProcess,
 )
-from actorsnap.protocol.messages import Failure, Stage
 
 
 def test_frames_come_back_as_they_were() -> None:
@@ -72,9 +75,7 @@ def test_frames_come_back_as_they_were() -> None:
         resume=False,
         metadata=b"{}",
         after="a",
-        team=TeamPlace(
-            team=0, name="job/saves/ab", rank=1, world_size=2, host="h", port=29500, call=3
-        ),
+        team=TeamRank(team=0, rank=1, world_size=2),
     )
     to_process: list[ToProcess] = [
         Remember(b"d", structure, [b"{}"], b"e"),
@@ -84,15 +85,20 @@ def test_frames_come_back_as_they_were() -> None:
         StagingEnded(7),
         StagingFailed(7, [Fault("MemoryError", "no memory")]),
         CancelSave(7, "enough"),
-        EndSave(7, Failure(reason="rank 1 has failed", stage=Stage.CAPTURE, rank=1)),
-        ExpectRanks(),
+        EndSave(7, "rank 1 has failed"),
+        EndReceived(7, True, b"m"),
+        AbsenceReported(7, None),
+        TakeOver(7, "h", 29500, "p", "job", b"s", 3),
         LeaveTeam(3),
         AttemptsEnded(["a"]),
         Alive(),
     ]
     from_process: list[FromProcess] = [
         Ready("0.1.0"),
-        Loaded(),
+        MessageSent(7, None, b"m"),
+        MessageSent(7, 1, b"m"),
+        AbsenceAsked(7),
+        TakeOverPrepared(7, "no route"),
         Begun(7, "a"),
         StagingWanted(7, rules, RankPlan()),
         StagingWanted(7, rules, RankPlan(), "a", b"/s"),

@@ -131,7 +131,7 @@ def mixture(me: Rank, path: str) -> dict[str, Any]:
         for options in (BY_PROCESS, BY_THREAD, DETACHED, COMPRESSED)
     )
     warm_up(1 << 20, options=by_process)
-    wait_until(lambda: _pid() is not None and _has_torch(psutil.Process(_pid())))
+    wait_until(lambda: find_uploader(Host.get()).is_ready)
     made: dict[str, PendingSnapshot] = {}
 
     def begin(number: int, options: Options) -> None:
@@ -140,6 +140,8 @@ def mixture(me: Rank, path: str) -> dict[str, Any]:
         made[where] = Snapshot.async_take(where, app, replicated=GLOBS, options=options)
 
     begin(0, by_process)
+    made[f"{path}/0"].wait()
+    assert not _has_torch(psutil.Process(_pid()))  # only a detached save needs it
     begin(1, by_thread)
     begin(2, by_detached)
     app["model"]["w0"].fill_(3)
@@ -313,7 +315,7 @@ def auto(me: Rank, path: str) -> list[dict[str, Any]]:
     with pays, add as added:
         save()
         save(0, 1)
-        wait_until(lambda: find_uploader(Host.get()).is_ready_for_ranks)
+        wait_until(lambda: find_uploader(Host.get()).is_ready)
         dist.barrier()
         save(0, 1)
         save(0)
@@ -342,7 +344,7 @@ def warmed(me: Rank, path: str) -> bool:
     add = mock.patch.object(Uploader, "add", autospec=True, side_effect=Uploader.add)
     with pays, add as added:
         warm_up(1 << 20, options=BY_AUTO)
-        wait_until(lambda: find_uploader(Host.get()).is_ready_for_ranks)
+        wait_until(lambda: find_uploader(Host.get()).is_ready)
         dist.barrier()
         Snapshot.async_take(path, state(me.rank), replicated=GLOBS, options=BY_AUTO).wait()
     return added.call_count == 1
@@ -389,11 +391,13 @@ def plain(me: Rank, path: str) -> dict[str, Any]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("actorsnap").addHandler(handler)
-    for number in range(2):
-        Snapshot.async_take(
-            f"{path}/{number}", state(me.rank), replicated=GLOBS, options=BY_PROCESS, store=store
-        ).wait()
-    me.say(lines)
+    add = mock.patch.object(Uploader, "add", autospec=True, side_effect=Uploader.add)
+    with add as added:
+        for number, options in enumerate((BY_PROCESS, DETACHED, DETACHED)):
+            Snapshot.async_take(
+                f"{path}/{number}", state(me.rank), replicated=GLOBS, options=options, store=store
+            ).wait()
+    me.say({"lines": lines, "num_by_process": added.call_count})
     me.hear()  # the store is this rank's
     return {}
 

@@ -9,7 +9,7 @@ import torch
 
 from actorsnap import StateDict
 from actorsnap.protocol.frames import Structure
-from actorsnap.runtime.structure import describe, rebuild
+from actorsnap.runtime.structure import describe_state, rebuild_state
 from actorsnap.state.capture import capture
 from actorsnap.state.leaves import Captured, Leaf
 
@@ -34,9 +34,9 @@ def told(found: Captured) -> list[object]:
 
 def test_what_is_described_comes_back() -> None:
     given = captured(step=3, rate=0.1, nan=float("nan"), big=1 << 100, none=None)
-    described = describe(given)
+    described = describe_state(given)
     data = msgspec.msgpack.encode(described.structure)
-    again = rebuild(msgspec.msgpack.decode(data, type=Structure), described.values)
+    again = rebuild_state(msgspec.msgpack.decode(data, type=Structure), described.values)
     assert told(again) == told(given)
     assert (again.globs, again.sharded) == (given.globs, given.sharded)
     assert any(isinstance(part, Leaf) and part.requires_grad for part in again.parts)
@@ -47,8 +47,8 @@ def test_who_else_holds_a_leaf_comes_back() -> None:
     first, second, third, *_ = given.leaves
     first.holders, second.holders, third.holders = (0, 2), (1, 3), (0, 2)
     second.rank_zero_wins = True
-    described = describe(given)
-    again = rebuild(described.structure, described.values)
+    described = describe_state(given)
+    again = rebuild_state(described.structure, described.values)
     who = [
         (leaf.holders, leaf.rank_zero_wins, leaf.scope)
         for state in (again, given)
@@ -57,11 +57,11 @@ def test_who_else_holds_a_leaf_comes_back() -> None:
     assert who[: len(who) // 2] == who[len(who) // 2 :]
     assert {holders for holders, *_ in who} == {(), (0, 2), (1, 3)}
     assert again.scopes == given.scopes
-    assert describe(captured(step=3)).digest != described.digest
+    assert describe_state(captured(step=3)).digest != described.digest
 
 
 def test_values_make_no_other_structure() -> None:
-    one, other = describe(captured(step=3)), describe(captured(step=4))
+    one, other = describe_state(captured(step=3)), describe_state(captured(step=4))
     assert one.digest == other.digest
     assert [a != b for a, b in zip(one.values, other.values, strict=True)].count(True) == 1
 
@@ -78,4 +78,4 @@ def test_whatever_else_differs_makes_another_structure() -> None:
         {"more": []},
         {"more": ()},
     ]
-    assert len({describe(captured(**values)).digest for values in states}) == len(states)
+    assert len({describe_state(captured(**values)).digest for values in states}) == len(states)

@@ -179,6 +179,6 @@ class _Coordinator:
         item: ToCoordinator | Lost | Broken = await self._network._up.receive()
         return item
 
-    def absence(self) -> str | None:
+    async def absence(self) -> str | None:
         away_s = self._network._away_s
         return "given up by the others" if away_s > self._network.lost_after_s else None

@@ -349,33 +349,44 @@ async def test_who_is_gone_since_the_save_before_is_lost(
     save.close()
 
 
-@pytest.mark.parametrize("leaves", ["", "before", "late"])
-async def test_who_may_return_is_lost_only_if_heard_in_the_save(
-    store: Any, open_port: Opener, leaves: str
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_another_process_continues_a_rank(
+    store: Any, open_port: Opener, rank: int, is_killed: bool
 ) -> None:
-    first, gone = (open_port(store, rank, may_return=True, beat_s=0.1) for rank in (0, 1))
-    with first.begin() as save, gone.begin() as other:
-        await other.participant.send(Ask(1))
-        assert await received(save.coordinator) == Ask(1)
-    if leaves == "before":
-        await closed(gone)
-        await until(lambda: 1 in first._left)
+    """Nobody is lost, and what is sent meanwhile waits in the mailbox."""
+    ports = [open_port(store, each, beat_s=0.1) for each in (0, 1)]
+    saves = [port.begin(lost_after_s=1.0) for port in ports]
+    await saves[1].participant.send(Ask(1))
+    assert await received(saves[0].coordinator) == Ask(1)
+    await coordinator(saves[0]).send(1, Tell("go"))
+    assert await received(saves[1].participant) == Tell("go")
+    session = ports[rank].session
+    if is_killed:
+        ports[rank]._mailbox.stop(is_continued=True)  # takes no leave
+        await until(lambda: not ports[rank]._mailbox._threads[1].is_alive())
     else:
-        gone._mailbox.stop()  # as if killed: it takes no leave
-        await until(lambda: not gone._mailbox._threads[1].is_alive())
-    with first.begin(lost_after_s=0.6) as save:
-        if leaves == "late":
-            await until(lambda: save.number in first._open)
-            raw(store, 0, Frame(Kind.BYE, 1, session_of(first)))
-        with anyio.move_on_after(1.0):
-            pytest.fail(f"unexpected: {await coordinator(save).receive()}", pytrace=False)
-        another = open_port(store, 1, may_return=True, first_number=save.number, beat_s=0.1)
-        other = another.begin(lost_after_s=0.6)
-        await other.participant.send(Ask(1, b"back"))
-        assert await received(save.coordinator) == Ask(1, b"back")
-        another._mailbox.stop()
-        lost = await received(save.coordinator)
-        assert isinstance(lost, Lost)
+        await anyio.to_thread.run_sync(lambda: ports[rank].close(is_continued=True))
+    await anyio.sleep(0.3)
+    if rank == 0:
+        await saves[1].participant.send(Ask(1, b"more"))
+    else:
+        await coordinator(saves[0]).send(1, Tell("more"))
+    await anyio.sleep(0.3)
+    number = saves[rank].number
+    successor = open_port(store, rank, session=session, first_number=number, beat_s=0.1)
+    saves[rank] = successor.begin(lost_after_s=1.0, number=number)
+    if rank == 0:
+        assert await received(saves[0].coordinator) == Ask(1, b"more")
+        await coordinator(saves[0]).send(1, Tell("done"))
+        assert await received(saves[1].participant) == Tell("done")
+    else:
+        assert await received(saves[1].participant) == Tell("more")
+        await saves[1].participant.send(Ask(1, b"done"))
+        assert await received(saves[0].coordinator) == Ask(1, b"done")
+    with anyio.move_on_after(1.5):
+        end = saves[1].participant if rank == 0 else coordinator(saves[0])
+        pytest.fail(f"unexpected: {await end.receive()}", pytrace=False)
 
 
 async def test_numbers_that_are_agreed_upon_elsewhere(store: Any, open_port: Opener) -> None:
@@ -439,7 +450,7 @@ async def test_a_coordinator_that_was_stopped_knows_it(store: Any, open_port: Op
     end, has_beaten = await beating(store, open_port, now)
     for step_s, text in ((19, None), (21, "was stopped for 21 s"), (1, "was stopped for 21 s")):
         now[0] += step_s
-        absence = end.absence()
+        absence = await end.absence()
         assert (absence is None) if text is None else (text in str(absence))
         await until(has_beaten)
 
@@ -468,7 +479,7 @@ async def test_a_coordinator_that_asks_for_no_messages_was_not_stopped(
     for _ in range(10):
         now[0] += 10
         await until(has_beaten)
-    assert end.absence() is None
+    assert await end.absence() is None
 
 
 async def test_a_message_that_cannot_be_encoded_breaks_its_save_only(

@@ -1,0 +1,316 @@
+"""Lets the engine of a call run in another place than the rank's mailbox.
+
+The trainer owns the mailbox. An engine in the uploader process uses ``RelayedEnds``; a ``Relay``
+passes messages between these and the ends of the mailbox. If the trainer ends after everything is
+staged, the process opens the mailbox itself and connects the same ``RelayedEnds`` to a relay of
+its own.
+
+It must not know links, processes or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
+
+import anyio
+import msgspec
+
+from actorsnap.protocol.calls import CoordinatorLost
+from actorsnap.protocol.messages import (
+    Aborted,
+    Arrived,
+    Failed,
+    Failure,
+    FromCoordinator,
+    Proceed,
+    Stage,
+    ToCoordinator,
+)
+from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+
+__all__ = ["Item", "Message", "Relay", "RelayedEnds", "Wire", "decode_item", "encode_item"]
+
+Message: TypeAlias = FromCoordinator | ToCoordinator
+Item: TypeAlias = FromCoordinator | ToCoordinator | Lost | Broken
+
+_item = msgspec.msgpack.Decoder(Item)
+
+
+def encode_item(item: Item) -> bytes:
+    """Encodes a message, or what a transport noticed, as msgpack."""
+    return msgspec.msgpack.encode(item)
+
+
+def decode_item(data: bytes) -> Item:
+    """Reverses ``encode_item``."""
+    item: Item = _item.decode(data)
+    return item
+
+
+class Wire(Protocol):
+    """The way from relayed ends to the mailbox. On the loop only."""
+
+    def post(self, to: int | None, message: Message) -> None:
+        """Sends ``message`` to rank ``to``, or to the coordinator if that is None. Never waits."""
+        ...
+
+    async def absence(self) -> str | None:
+        """See ``CoordinatorEnd``."""
+        ...
+
+
+class _Relayed:
+    """Items for one party, until it asks for them."""
+
+    def __init__(self) -> None:
+        self._in, self._out = anyio.create_memory_object_stream[Item | Moved](math.inf)
+
+    def put(self, item: Item | Moved) -> None:
+        self._in.send_nowait(item)
+
+    async def next(self) -> Item | Moved:
+        return await self._out.receive()
+
+    def close(self) -> None:
+        self._in.close()
+        self._out.close()
+
+
+class RelayedParticipant:
+    """A rank's end; see ``transport.base.ParticipantEnd``."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.items = _Relayed()
+
+    async def send(self, message: ToCoordinator) -> None:
+        self.wire.post(None, message)
+
+    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
+        item = await self.items.next()
+        assert isinstance(item, FromCoordinator | Lost | Broken | Moved)
+        return item
+
+    def has_coordinator(self) -> bool:
+        return True
+
+
+class RelayedCoordinator:
+    """The coordinator's end; see ``transport.base.CoordinatorEnd``."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.items = _Relayed()
+
+    async def send(self, rank: int, message: FromCoordinator) -> None:
+        self.wire.post(rank, message)
+
+    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
+        item = await self.items.next()
+        assert isinstance(item, ToCoordinator | Lost | Broken | Moved)
+        return item
+
+    async def absence(self) -> str | None:
+        return await self.wire.absence()
+
+
+class RelayedEnds:
+    """The ends of one call, for an engine. On the loop only.
+
+    Attributes:
+        participant: This rank's end.
+        coordinator: On rank 0.
+    """
+
+    def __init__(self, wire: Wire, *, rank: int) -> None:
+        self.participant = RelayedParticipant(wire)
+        self.coordinator = RelayedCoordinator(wire) if rank == 0 else None
+
+    def put(self, to_coordinator: bool, item: Item) -> None:
+        """Passes an item of the mailbox on to the engine."""
+        if to_coordinator:
+            assert self.coordinator is not None
+            self.coordinator.items.put(item)
+        else:
+            self.participant.items.put(item)
+
+    def move(self, wire: Wire) -> None:
+        """Connects the ends to another wire; messages on the way may be lost."""
+        for end in self._ends():
+            end.wire = wire
+            end.items.put(Moved())
+
+    def break_off(self, reason: str) -> None:
+        """Ends the call: nothing comes any more."""
+        for end in self._ends():
+            end.items.put(Broken(reason=reason))
+
+    def close(self) -> None:
+        """Releases the ends. Again does nothing."""
+        for end in self._ends():
+            end.items.close()
+
+    def _ends(self) -> list[RelayedParticipant | RelayedCoordinator]:
+        return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
+
+
+class Relay:
+    """The mailbox' side of one call; a ``Wire``. On the loop only.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        participant: This rank's end of the mailbox.
+        coordinator: On rank 0.
+        on_aborted: Called when the coordinator aborts the call.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        participant: ParticipantEnd,
+        coordinator: CoordinatorEnd | None,
+        on_aborted: Callable[[Failure], None],
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._participant = participant
+        self._coordinator = coordinator
+        self._on_aborted = on_aborted
+        self._put: Callable[[bool, Item], None] | None = None
+        self._kept: list[tuple[bool, Item]] | None = []
+        self._posted_in, self._posted_out = anyio.create_memory_object_stream[
+            tuple[int | None, Message] | anyio.Event
+        ](math.inf)
+        # What an engine that dies leaves undone is done with these.
+        self._rounds = dict.fromkeys(range(world_size), 0)
+        self._sent_outcome: Proceed | Aborted | None = None
+        self._outcome: Proceed | Aborted | Lost | Broken | None = None
+        self._over = anyio.Event()
+
+    async def run(self) -> None:
+        """Passes messages on until it is cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send_posted)
+            tasks.start_soon(self._pass_on, self._participant, False)
+            if self._coordinator is not None:
+                tasks.start_soon(self._pass_on, self._coordinator, True)
+
+    def attach(self, put: Callable[[bool, Item], None]) -> None:
+        """Passes everything received so far, and from now on, to an engine."""
+        self._put = put
+        for to_coordinator, item in self._kept or ():
+            put(to_coordinator, item)
+
+    def forget(self) -> None:
+        """Keeps items no longer: the engine has begun, and no other one can begin again."""
+        self._kept = None
+
+    def post(self, to: int | None, message: Message) -> None:
+        """See ``Wire``."""
+        if to is not None:
+            self._sent_outcome = _outcome_of(message) or self._sent_outcome
+        self._posted_in.send_nowait((to, message))
+
+    async def flush(self) -> None:
+        """Waits until everything that was posted is sent."""
+        sent = anyio.Event()
+        self._posted_in.send_nowait(sent)
+        await sent.wait()
+
+    async def absence(self) -> str | None:
+        """See ``Wire``."""
+        assert self._coordinator is not None
+        return await self._coordinator.absence()
+
+    async def conclude(
+        self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
+    ) -> Failure | None:
+        """Ends the call in place of an engine that is gone, on rank 0 for all ranks.
+
+        Args:
+            failure: Why there is no engine.
+            look: Looks whether the call has committed; None if the storage does not answer.
+
+        Returns:
+            The outcome: None if committed.
+        """
+        self._put = None
+        if self._coordinator is not None:
+            return await self._conclude_for_all(failure, look)
+        if self._outcome is None:
+            self.post(None, Failed(self._rank, failure))
+            await self._over.wait()
+        match self._outcome:
+            case Aborted(verdict):
+                return verdict
+            case Proceed():
+                return None
+            case Lost(rank=rank, silent_s=silent_s):
+                reason = CoordinatorLost.silent(rank, silent_s).reason
+            case Broken(reason=reason):
+                pass
+        return None if await look() else self._unknown(reason)
+
+    async def _conclude_for_all(
+        self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
+    ) -> Failure | None:
+        outcome = self._sent_outcome
+        if outcome is None:
+            is_committed = await look()
+            outcome = Proceed(0, is_last=True) if is_committed else Aborted(failure)
+        for rank in range(self._world_size):
+            message = outcome
+            if isinstance(outcome, Proceed):
+                message = Proceed(self._rounds[rank], is_last=True)
+            self.post(rank, message)
+        return outcome.failure if isinstance(outcome, Aborted) else None
+
+    def _unknown(self, reason: str) -> Failure:
+        return Failure(reason=reason, stage=Stage.COMMIT, rank=0, may_be_visible=True)
+
+    def _note(self, item: Item) -> None:
+        """Notes how the call has ended for this rank."""
+        outcome = item if isinstance(item, Lost | Broken) else _outcome_of(item)
+        if outcome is not None:
+            self._outcome = outcome
+            self._over.set()
+        if isinstance(item, Aborted):
+            self._on_aborted(item.failure)
+
+    async def _send_posted(self) -> None:
+        async for posted in self._posted_out:
+            if isinstance(posted, anyio.Event):
+                posted.set()
+                continue
+            to, message = posted
+            if to is None:
+                await self._participant.send(message)  # type: ignore[arg-type]
+            else:
+                assert self._coordinator is not None
+                await self._coordinator.send(to, message)  # type: ignore[arg-type]
+
+    async def _pass_on(self, end: ParticipantEnd | CoordinatorEnd, to_coordinator: bool) -> None:
+        while True:
+            item = await end.receive()
+            assert not isinstance(item, Moved)
+            if to_coordinator and isinstance(item, Arrived):
+                self._rounds[item.rank] = item.round
+            if self._kept is not None:
+                self._kept.append((to_coordinator, item))
+            if self._put is not None:
+                self._put(to_coordinator, item)
+            if not to_coordinator:
+                self._note(item)
+            if isinstance(item, Broken):
+                return
+
+
+def _outcome_of(message: object) -> Proceed | Aborted | None:
+    if isinstance(message, Aborted) or (isinstance(message, Proceed) and message.is_last):
+        return message
+    return None
