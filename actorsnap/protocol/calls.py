@@ -1,8 +1,4 @@
-"""What the machines of a save, of a restore and of the trainers' line have in common.
-
-Events that come to several of them, and commands that several give: each means the same in all.
-What only one of them hears or wants stands beside it.
-"""
+"""Events and commands of several machines, with the same meaning in each."""
 
 from __future__ import annotations
 
@@ -10,18 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actorsnap.protocol.messages import Failure, FromCoordinator, ToCoordinator
+from actorsnap.protocol.messages import FromCoordinator
 
 __all__ = [
     "CoordinatorLost",
     "DeadlinePassed",
-    "Finish",
-    "LookForCommit",
-    "Looked",
     "RankLost",
-    "Send",
     "SendToRank",
-    "StepFailed",
 ]
 
 # Events -------------------------------------------------------------------------------------
@@ -88,25 +79,7 @@ class CoordinatorLost(msgspec.Struct, frozen=True):
         return cls(f"rank {rank}, which coordinates, {how}", rank)
 
 
-class StepFailed(msgspec.Struct, frozen=True):
-    """Any command's work failed."""
-
-    failure: Failure
-
-
-class Looked(msgspec.Struct, frozen=True):
-    """The ending of ``LookForCommit``; None if the storage did not answer."""
-
-    is_committed: bool | None
-
-
 # Commands -----------------------------------------------------------------------------------
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send ``message`` to the coordinator."""
-
-    message: ToCoordinator
 
 
 class SendToRank(msgspec.Struct, frozen=True):
@@ -114,13 +87,3 @@ class SendToRank(msgspec.Struct, frozen=True):
 
     rank: int
     message: FromCoordinator
-
-
-class LookForCommit(msgspec.Struct, frozen=True):
-    """Look whether the commit object names this attempt."""
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """The end: committed, or aborted with a failure."""
-
-    failure: Failure | None

@@ -41,6 +41,7 @@ __all__ = [
     "direct_kinds",
     "direct_mixture",
     "direct_plain",
+    "direct_stopped_after_staging",
     "direct_stopped_trainer",
     "direct_unlike",
     "direct_warmed",
@@ -609,11 +610,43 @@ def direct_stopped_trainer(num_ranks: int, path: str, victim: int) -> dict[str, 
         answers = [rank.hear() for rank in others]
         world.ranks[victim].kill(signal.SIGCONT)
         stopped = world.ranks[victim].hear()
+        if not stopped["error"]:  # it has staged before it heard of the abort
+            world.ranks[victim].tell({"do": "wait"})
+            stopped = world.ranks[victim].hear()
         _begin(world, f"{path}/s", 3)
         again = _tell_all(world, {"do": "wait"})
         return {"others": answers, "stopped": stopped, "again": again}
     finally:
         world.end()
+
+
+def direct_stopped_after_staging(num_ranks: int, path: str, victim: int) -> dict[str, Any]:
+    """A trainer is stopped when all have staged, for longer than ``lost_after_s``."""
+    world = World(num_ranks, obey)
+    held = Held(path)
+    begun: list[Any] = []
+    try:
+        begun = _begin(world, f"{path}/s", 1)
+        said = _tell_all(world, {"do": "wait"})
+        assert not any(rank["error"] for rank in said), said
+        held.hold("manifest")
+        _begin(world, f"{path}/s", 2)
+        held.wait_held("manifest")
+        world.ranks[victim].kill(signal.SIGSTOP)
+        others = [rank for n, rank in enumerate(world.ranks) if n != victim]
+        for rank in others:
+            rank.tell({"do": "wait"})
+        time.sleep(1.5 * LOST_AFTER_S)
+        held.let("manifest")
+        answers = [rank.hear() for rank in others]
+        world.ranks[victim].kill(signal.SIGCONT)
+        world.ranks[victim].tell({"do": "wait"})
+        stopped = world.ranks[victim].hear()
+        begun = _begin(world, f"{path}/s", 3)
+        again = _tell_all(world, {"do": "wait"})
+        return {"others": answers, "stopped": stopped, "again": again}
+    finally:
+        _end(world, begun)
 
 
 def direct_detached(num_ranks: int, path: str) -> dict[str, Any]:

@@ -320,6 +320,22 @@ def test_a_trainer_is_stopped_while_it_stages(director: Director, tmp_path: Path
     check_saved(tmp_path / "s", 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_trainer_that_is_stopped_after_it_has_staged_is_lost(
+    director: Director, tmp_path: Path, victim: int
+) -> None:
+    """Its process goes on, but heartbeats are the trainer's."""
+    said = director.play(
+        "direct_stopped_after_staging", num_ranks=3, path=str(tmp_path), victim=victim
+    )
+    for rank in [*said["others"], said["stopped"]]:
+        assert rank["error"] == "SnapshotAborted", said
+        assert rank is said["stopped"] or f"rank {victim}" in rank["text"], said
+    assert [rank["error"] for rank in said["again"]] == [""] * 3
+    check_saved(tmp_path / "s", 3)
+
+
 def test_processes_commit_what_all_trainers_had_staged(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_detached", num_ranks=3, path=str(tmp_path))
     assert said == {"was_alive": True, "is_committed": True}
