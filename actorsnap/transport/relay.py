@@ -10,6 +10,7 @@ It must not know links, processes or torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
@@ -193,8 +194,8 @@ class Relay:
         self._over = anyio.Event()
 
     async def run(self) -> None:
-        """Passes messages on until it is cancelled."""
-        async with anyio.create_task_group() as tasks:
+        """Passes messages on until it is cancelled; once."""
+        async with self._posted_in, self._posted_out, anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_posted)
             tasks.start_soon(self._pass_on, self._participant, False)
             if self._coordinator is not None:
@@ -214,7 +215,8 @@ class Relay:
         """See ``Wire``."""
         if to is not None:
             self._sent_outcome = _outcome_of(message) or self._sent_outcome
-        self._posted_in.send_nowait((to, message))
+        with contextlib.suppress(anyio.ClosedResourceError):  # the call has ended
+            self._posted_in.send_nowait((to, message))
 
     async def flush(self) -> None:
         """Waits until everything that was posted is sent."""
