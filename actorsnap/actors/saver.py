@@ -281,7 +281,8 @@ class Saver:
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
         """Reports what this rank holds; returns its leaves by scope, and its part of the plan."""
-        captured, before = self._captured, self._before
+        # ``answer`` outlives this call: it must not refer to the trainer's memory.
+        sharded, before = self._captured.sharded, self._before
         scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
         remembered = b"" if before is None else before[0]
 
@@ -290,7 +291,7 @@ class Saver:
             if question.inventory:
                 return encode(InventoryAnswer(inventory))
             if question.sharded:
-                return encode(ShardedAnswer(captured.sharded))
+                return encode(ShardedAnswer(sharded))
             return encode(ItemsAnswer({digest: lists[digest] for digest in question.lists}))
 
         joined = Joined(self._release, inventory_digest(inventory), remembered)
