@@ -16,45 +16,47 @@ import json
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from actorsnap.format.layout import data_key
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Inventory, Scope, item_digest
+from actorsnap.planning.inventory import Inventory, Scope, inventory_digest, item_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
-from actorsnap.protocol.calls import Send, SendToRank
-from actorsnap.protocol.coordinator import (
-    CommitWritten,
-    CoordinatorMachine,
-    CoordinatorState,
-    WriteCommit,
-)
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Called, ToCoordinator, Token
-from actorsnap.protocol.participant import (
-    Begun,
-    ChunkStored,
-    CompleteObject,
-    JoinObjects,
-    ManifestStored,
-    ObjectCompleted,
-    ObjectReleased,
-    ObjectsOpened,
-    ObjectWork,
+from actorsnap.protocol.rounds import (
+    Answer,
+    Continue,
+    Coordinator,
+    CoordinatorEvent,
+    CoordinatorState,
+    Decide,
+    Decided,
+    End,
+    Enter,
+    Participant,
     ParticipantEvent,
-    ParticipantMachine,
     ParticipantState,
-    Planned,
-    ReleaseObject,
-    StagingEnded,
-    StartStoring,
-    StoreManifest,
+    Reached,
+    Report,
+    SendTo,
+)
+from actorsnap.protocol.save import (
+    Assignment,
+    InventoryAnswer,
+    ItemsAnswer,
+    Joined,
+    Question,
+    SaveDecisions,
+    Stored,
+    decode,
+    encode,
 )
 from actorsnap.release import RELEASE
 from actorsnap.transport.mailbox import PIECE_BYTES, Frame, Kind
@@ -68,7 +70,12 @@ SESSION = b"8 bytes."
 BEAT_S = 5.0
 MAX_REPEATED_BYTES = 200
 
-Begin = Callable[[int, int, int], Begun]
+
+class Held(NamedTuple):
+    """What a rank holds."""
+
+    inventory: Inventory
+    lists: Mapping[bytes, tuple[Item, ...]]
 
 
 # Jobs ---------------------------------------------------------------------------------------
@@ -93,39 +100,39 @@ def tensors(count: int, rows: int, first_row: int | None = None) -> tuple[Item, 
     )
 
 
-def ddp(ranks: int, count: int) -> list[Begun]:
+def ddp(ranks: int, count: int) -> list[Held]:
     """All hold the same; a few bytes of each rank's own."""
     items = tensors(count, 1024)
-    return [begun(4096, {None: items})] * ranks
+    return [held(4096, {None: items})] * ranks
 
 
-def fsdp(ranks: int, count: int) -> list[Begun]:
+def fsdp(ranks: int, count: int) -> list[Held]:
     """Each holds a shard of its own of everything. The last one's are smaller."""
-    full = begun(count * 8192 * 4, {})
-    return [full] * (ranks - 1) + [begun(count * 8192, {})]
+    full = held(count * 8192 * 4, {})
+    return [full] * (ranks - 1) + [held(count * 8192, {})]
 
 
-def hsdp(ranks: int, count: int) -> list[Begun]:
+def hsdp(ranks: int, count: int) -> list[Held]:
     """Replicas of 64 shards: rank r holds shard r % 64."""
     num_shards = min(64, ranks // 2)
     rows = 4096 // num_shards
     shards = [
-        begun(4096, {tuple(range(shard, ranks, num_shards)): tensors(count, rows, shard * rows)})
+        held(4096, {tuple(range(shard, ranks, num_shards)): tensors(count, rows, shard * rows)})
         for shard in range(num_shards)
     ]
     return [shards[rank % num_shards] for rank in range(ranks)]
 
 
-JOBS: dict[str, Callable[[int, int], list[Begun]]] = {"DDP": ddp, "FSDP": fsdp, "HSDP": hsdp}
+JOBS: dict[str, Callable[[int, int], list[Held]]] = {"DDP": ddp, "FSDP": fsdp, "HSDP": hsdp}
 
 
-def begun(private_bytes: int, scopes: Mapping[tuple[int, ...] | None, tuple[Item, ...]]) -> Begun:
+def held(private_bytes: int, scopes: Mapping[tuple[int, ...] | None, tuple[Item, ...]]) -> Held:
     lists = {item_digest(items): items for items in scopes.values()}
     found = tuple(
         Scope(ranks, digest, sum(item.nbytes for item in lists[digest]))
         for ranks, digest in zip(scopes, lists, strict=True)
     )
-    return Begun(Inventory(private_bytes, found), lists)
+    return Held(Inventory(private_bytes, found), lists)
 
 
 # A save -------------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ class Traffic:
 class Save:
     """One save by all ranks; ``memory`` and ``plans`` are of the save before."""
 
-    job: list[Begun]
+    job: list[Held]
     memory: Memory
     plans: dict[int, tuple[bytes, RankPlan]]
     up: Traffic = field(default_factory=Traffic)
@@ -162,94 +169,111 @@ class Save:
     heard: list[ToCoordinator] = field(default_factory=list)
 
     def run(self) -> None:
-        coordinator = new_coordinator(len(self.job), self.memory)
-        ranks = [ParticipantMachine(rank=rank, release=RELEASE) for rank in range(len(self.job))]
-        keys: list[list[str]] = [[] for _ in ranks]
+        coordinator = Coordinator(world_size=len(self.job))
+        decisions = new_decisions(len(self.job), self.memory)
+        ranks = [Rank(rank, held, self.plans.get(rank)) for rank, held in enumerate(self.job)]
         for rank in range(1, len(self.job)):
             called = msgspec.msgpack.encode(Called(rank, LABEL.digest))
             self.up.count(Kind.UP, rank, called)  # for the roll call, in front of the coordinator
-        to_do: deque[tuple[int, Any]] = deque(
-            (rank, msgspec.structs.replace(begun, remembered=self.plans.get(rank)))
-            for rank, begun in enumerate(self.job)
-        )
+        to_do: deque[tuple[int, Any]] = deque((rank.number, next(rank.work)) for rank in ranks)
         while to_do:
-            rank, event = to_do.popleft()
-            if rank >= 0:
-                self._of_rank(ranks[rank], event, keys[rank], to_do)
+            number, event = to_do.popleft()
+            if number >= 0:
+                self._of_rank(ranks[number], event, to_do)
             else:
-                self._of_coordinator(coordinator, event, to_do)
-        assert coordinator.state is CoordinatorState.COMMITTED
-        assert {rank.state for rank in ranks} == {ParticipantState.COMMITTED}
+                self._of_coordinator(coordinator, decisions, event, to_do)
+        assert coordinator.state is CoordinatorState.PASSED
+        assert {rank.machine.state for rank in ranks} == {ParticipantState.ENDED}
+        self.plans.update((rank.number, rank.plan) for rank in ranks if rank.plan is not None)
 
-    def _of_rank(
-        self,
-        machine: ParticipantMachine,
-        event: ParticipantEvent,
-        keys: list[str],
-        to_do: deque[tuple[int, Any]],
-    ) -> None:
-        rank = machine.rank
-        for command in machine.handle(event):
+    def _of_rank(self, rank: Rank, event: ParticipantEvent, to_do: deque[tuple[int, Any]]) -> None:
+        for command in rank.machine.handle(event):
             match command:
-                case Send():
-                    if rank > 0:  # messages to oneself do not touch the store
-                        payload = msgspec.msgpack.encode(command.message)
-                        self.up.count(Kind.UP, rank, payload)
-                    self.heard.append(command.message)
-                    to_do.append((-1, command.message))
-                case StartStoring():
-                    self.plans[rank] = (command.digest, command.plan)
-                    to_do.extend((rank, event) for event in stored(command, keys))
-                case JoinObjects():
-                    for token in command.tokens:
-                        number = keys.index(token.opened(ATTEMPT)[0])
-                        to_do.append((rank, ChunkStored(number)))
-                case CompleteObject():
-                    to_do.append((rank, ObjectCompleted(command.object)))
-                case ReleaseObject():
-                    to_do.append((rank, ObjectReleased(command.object)))
-                case StoreManifest():
-                    to_do.append((rank, ManifestStored(100_000 + rank, 0x9E3779B9)))
+                case Report(message):
+                    if rank.number > 0:  # messages to oneself do not touch the store
+                        self.up.count(Kind.UP, rank.number, msgspec.msgpack.encode(message))
+                    self.heard.append(message)
+                    to_do.append((-1, message))
+                case Answer(question):
+                    to_do.append((rank.number, rank.answer(question)))
+                case Enter(payload):
+                    to_do.append((rank.number, rank.work.send(payload)))
+                case End(failure):
+                    assert failure is None
 
     def _of_coordinator(
-        self, machine: CoordinatorMachine, event: ToCoordinator, to_do: deque[tuple[int, Any]]
+        self,
+        machine: Coordinator,
+        decisions: SaveDecisions,
+        event: CoordinatorEvent,
+        to_do: deque[tuple[int, Any]],
     ) -> None:
-        encoded: tuple[object, bytes] = (None, b"")
         for command in machine.handle(event):
             match command:
-                case SendToRank():
-                    if command.rank > 0:
-                        if encoded[0] is not command.message:
-                            encoded = (command.message, msgspec.msgpack.encode(command.message))
-                        self.down.count(Kind.DOWN, 0, encoded[1])
-                    to_do.append((command.rank, command.message))
-                case WriteCommit():
-                    to_do.append((-1, CommitWritten()))
+                case SendTo(rank, message):
+                    if rank > 0:
+                        self.down.count(Kind.DOWN, 0, msgspec.msgpack.encode(message))
+                    to_do.append((rank, message))
+                case Decide():
+                    to_do.append((-1, decide(decisions, command)))
 
 
-def stored(command: StartStoring, keys: list[str]) -> list[ParticipantEvent]:
-    """What happens on a rank that has its plan: one chunk per object, and one of its own."""
-    work, opened, events = [], [], list[ParticipantEvent]()
-    for share in command.plan.shares:
-        for part in share.parts:
-            key = data_key(command.attempt, "model", share.rank, share.first + part.number)
-            if part.opens:
-                events.append(ChunkStored(len(keys)))
-                if part.is_shared:
-                    opened.append(Token.of(command.attempt, key, key.encode()))
-            keys.append(key)
-            work.append(ObjectWork(1, part.opens, part.is_shared))
-    events += [StagingEnded(), ChunkStored(len(work))]
-    if opened:
-        events.append(ObjectsOpened(tuple(opened)))
-    return [Planned((*work, ObjectWork(1))), *events]
+class Rank:
+    """A rank's part in a save, where all work takes no time.
+
+    Attributes:
+        work: Yields each arrival; is sent the decisions.
+        plan: The last one, with its digest.
+    """
+
+    def __init__(self, number: int, held: Held, plan: tuple[bytes, RankPlan] | None) -> None:
+        self.number = number
+        self.machine = Participant(rank=number)
+        self.work = self._work()
+        self.plan = plan
+        self._held = held
+
+    def answer(self, payload: bytes) -> Reached:
+        question = decode(payload, Question)
+        if question.inventory:
+            return Reached(encode(InventoryAnswer(self._held.inventory)))
+        lists = {digest: self._held.lists[digest] for digest in question.lists}
+        return Reached(encode(ItemsAnswer(lists)))
+
+    def _work(self) -> Generator[Reached, bytes, None]:
+        remembered = b"" if self.plan is None else self.plan[0]
+        joined = Joined(RELEASE, inventory_digest(self._held.inventory), remembered)
+        assignment = decode((yield Reached(encode(joined))), Assignment)
+        if assignment.plan is not None:
+            self.plan = (assignment.digest, assignment.plan)
+        if assignment.shares_objects:
+            yield Reached(encode(self._tokens()))
+            yield Reached()
+        stored = Stored(100_000 + self.number, 0x9E3779B9)
+        yield Reached(encode(stored), commits=True)
+
+    def _tokens(self) -> list[Token]:
+        assert self.plan is not None
+        keys = [
+            data_key(ATTEMPT, "model", share.rank, share.first + part.number)
+            for share in self.plan[1].shares
+            for part in share.parts
+            if part.opens and part.is_shared
+        ]
+        return [Token.of(ATTEMPT, key, key.encode()) for key in keys]
 
 
-def new_coordinator(world_size: int, memory: Memory) -> CoordinatorMachine:
-    return CoordinatorMachine(
+def decide(decisions: SaveDecisions, command: Decide) -> Decided:
+    if command.commits:
+        decisions.records(command.payloads)
+        return Decided(Continue(is_last=True))
+    return Decided(decisions.decide(command.round, command.payloads))
+
+
+def new_decisions(world_size: int, memory: Memory) -> SaveDecisions:
+    return SaveDecisions(
         attempt=ATTEMPT,
         url=URL,
-        fsync=True,
         save=SaveRecord(world_size=world_size),
         release=RELEASE,
         rules=RULES,
@@ -259,16 +283,18 @@ def new_coordinator(world_size: int, memory: Memory) -> CoordinatorMachine:
 
 def replay(world_size: int, frames: Iterable[bytes], memory: Memory) -> None:
     """All that the coordinator's process does for a save: decode, decide, encode."""
-    machine = new_coordinator(world_size, memory)
+    machine = Coordinator(world_size=world_size)
+    decisions = new_decisions(world_size, memory)
     decoder = msgspec.msgpack.Decoder(ToCoordinator)
     for frame in frames:
-        encoded: object = None
-        for command in machine.handle(decoder.decode(frame)):
-            if isinstance(command, SendToRank) and command.message is not encoded:
-                encoded = command.message
-                msgspec.msgpack.encode(encoded)
-    machine.handle(CommitWritten())
-    assert machine.is_final
+        commands = deque(machine.handle(decoder.decode(frame)))
+        while commands:
+            match commands.popleft():
+                case SendTo(_, message):
+                    msgspec.msgpack.encode(message)
+                case Decide() as command:
+                    commands += machine.handle(decide(decisions, command))
+    assert machine.state is CoordinatorState.PASSED
 
 
 # Rows ---------------------------------------------------------------------------------------
@@ -304,8 +330,8 @@ def measure(name: str, ranks: int, count: int) -> dict[str, Any]:
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     begin = time.process_time()
-    lists = {digest: items for begun in job for digest, items in begun.lists.items()}
-    plan_save([begun.inventory for begun in job], lists, RULES)
+    lists = {digest: items for held in job for digest, items in held.lists.items()}
+    plan_save([held.inventory for held in job], lists, RULES)
     plan_s = time.process_time() - begin
     rows = {
         which: {

@@ -13,24 +13,19 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_diagrams_show_what_tables_and_rules_lead_to() -> None:
-    coordinator = parts()["coordinator diagram"]
-    assert "[*] --> joining" in coordinator
-    assert "committing --> committed : CommitWritten" in coordinator
-    # By way of `_assign_if_known`, and of `_abort` where the plan fails.
-    [stores] = [line for line in coordinator.splitlines() if "joining --> storing" in line]
-    assert stores.split(" : ")[1].split(", ") == [
-        "Items",
-        "Join",
-        "Offer",
-        "ShardedTensors",
-    ]
-    assert "storing --> committed" not in coordinator
-    assert "committed --> [*]" in coordinator
-    rank = parts()["rank diagram"]
-    assert "looking --> aborted : Aborted, Looked" in rank
-    assert "reported --> looking : CoordinatorLost" in rank
-    assert "storing --> looking" not in rank
+    coordinator = parts()["rounds coordinator diagram"]
+    assert "[*] --> gathering" in coordinator
+    assert "committing --> passed : Decided" in coordinator
+    # By way of `_decide_if_all_arrived`: ranks that skip rounds may have arrived before.
+    assert "deciding --> committing : Arrived, Decided" in coordinator
+    assert "gathering --> passed" not in coordinator
+    assert "passed --> [*]" not in coordinator  # the outcome is repeated
+    rank = parts()["rounds rank diagram"]
+    assert "waiting --> working : Ask, Proceed" in rank
+    assert "failed --> ended : Aborted, CoordinatorGone, Proceed" in rank
+    assert "failed --> working" not in rank
     assert "failed --> [*]" not in rank
+    assert "ended --> [*]" in rank
 
 
 def test_a_page_without_a_part_is_refused() -> None:

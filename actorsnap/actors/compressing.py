@@ -7,7 +7,7 @@ stored as it is. This module must not know which chunks there are, nor why they 
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -66,7 +66,7 @@ class CompressedStore:
     Args:
         num_threads: So many chunks are compressed at once. Of more, in turns, none would be ready
             before all are, and the link would wait.
-        at_once: So many are compressed or sent at most; None: as the budget has memory.
+        max_bytes: Limit of the chunks that are compressed or sent at once; None: the budget's.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class CompressedStore:
         budget: Budget,
         run_blocking: RunBlocking,
         num_threads: int,
-        at_once: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self._threads = anyio.CapacityLimiter(num_threads)
-        self._room = anyio.CapacityLimiter(at_once or math.inf)
+        self._room = Budget(max_bytes or sys.maxsize, allocate=lambda _: memoryview(b""))
         self._storage = storage
         self._codec = codec
         self._budget = budget
@@ -107,7 +107,7 @@ class CompressedStore:
         Cancellation: a turn that a thread has begun ends first.
         """
         nbytes = sum(map(len, views))
-        async with self._room:
+        with await self._room.lease(nbytes):
             if row is not None:
                 row.note(Wait.MEMORY)
             lease, packing = await self._compress(key, start, views, itemsizes, row)

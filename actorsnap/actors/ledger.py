@@ -13,15 +13,17 @@ from actorsnap.format.manifest import (
     CompositeEntry,
     Entry,
     ObjectRecord,
+    RankManifest,
+    SaveRecord,
     Stored,
     StoredChunk,
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ObjectPlan
-from actorsnap.state.leaves import Leaf, Part
+from actorsnap.state.leaves import Captured, Leaf, Part
 from actorsnap.state.tree import part_path
 
-__all__ = ["ChecksumLedger", "entries_of"]
+__all__ = ["ChecksumLedger", "manifest_of"]
 
 
 class ChecksumLedger:
@@ -35,7 +37,7 @@ class ChecksumLedger:
     """
 
     def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
-        self._plan = plan
+        self.plan = plan
         self._items = items
         self._chunks: dict[int, StoredChunk] = {}
         self._first = [0]
@@ -50,7 +52,7 @@ class ChecksumLedger:
     @property
     def key(self) -> str:
         """The object's key."""
-        return self._plan.key
+        return self.plan.key
 
     def block_bytes(self, item: int) -> int:
         """The size of the blocks of item ``item``."""
@@ -78,7 +80,7 @@ class ChecksumLedger:
         Raises:
             RuntimeError: chunks are missing.
         """
-        planned_bytes = sum([chunk.stop - chunk.start for chunk in self._plan.chunks])
+        planned_bytes = sum([chunk.stop - chunk.start for chunk in self.plan.chunks])
         if self._recorded_bytes != planned_bytes:
             raise RuntimeError(
                 f"{self.key}: {self._recorded_bytes} of {planned_bytes} bytes were stored"
@@ -92,33 +94,51 @@ class ChecksumLedger:
         """
         values = tuple(self._values[self._first[item] : self._first[item + 1]])
         assert None not in values, "a block was never hashed"
-        return Stored(number, self._plan.starts[item], self._plan.ends[item], values)  # type: ignore[arg-type]
+        return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
 
     def to_record(self) -> ObjectRecord:
         """What the rank manifest says of the object."""
         return ObjectRecord(
-            key=self._plan.key,
-            size=self._plan.size,
-            header_bytes=len(self._plan.header),
-            header_crc32c=crc32c(self._plan.header),
+            key=self.plan.key,
+            size=self.plan.size,
+            header_bytes=len(self.plan.header),
+            header_crc32c=crc32c(self.plan.header),
             chunks=tuple([self._chunks[start] for start in sorted(self._chunks)]),
         )
 
 
-def entries_of(
-    parts: Sequence[Part], plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
-) -> tuple[Entry, ...]:
-    """The entries of the rank manifest, in traversal order.
+def manifest_of(
+    captured: Captured,
+    ledgers: Sequence[ChecksumLedger],
+    *,
+    attempt: str,
+    rank: int,
+    save: SaveRecord,
+) -> RankManifest:
+    """Returns the rank manifest.
 
     Args:
-        parts: See ``Captured``.
-        plans: Of the rank's objects; what other ranks store of ``parts`` is in none.
-        ledgers: One per plan, complete.
+        captured: The rank's state; leaves that other ranks store are in no plan.
+        ledgers: Of all objects of the rank, complete.
     """
+    for ledger in ledgers:
+        ledger.check_complete()
+    return RankManifest(
+        attempt=attempt,
+        rank=rank,
+        objects=tuple([ledger.to_record() for ledger in ledgers]),
+        entries=_entries_of(captured.parts, ledgers),
+        save=save,
+        optimizers=captured.optimizers,
+    )
+
+
+def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tuple[Entry, ...]:
+    """Returns the entries in traversal order."""
     num_leaves = sum(isinstance(part, Leaf) for part in parts)
     places: list[list[tuple[int, int]]] = [[] for _ in range(num_leaves)]
-    for number, plan in enumerate(plans):
-        for position, item in enumerate(plan.items):
+    for number, ledger in enumerate(ledgers):
+        for position, item in enumerate(ledger.plan.items):
             places[item].append((number, position))
     entries: list[Entry] = []
     absent: set[str] = set()
@@ -132,7 +152,7 @@ def entries_of(
             absent.add(part.item.path)
         for number, position in found:
             stored = ledgers[number].stored(position, number)
-            entries.append(part.entry(stored, plans[number].boxes[position]))
+            entries.append(part.entry(stored, ledgers[number].plan.boxes[position]))
     if absent:
         entries = [entry for entry in entries if not _refers_to(entry, absent)]
     return tuple(entries)

@@ -28,10 +28,13 @@ class RankObjects:
 
     Args:
         storage: Stays the caller's.
-        attempt: Whose they are.
+        attempt: The attempt that they belong to.
         resumed: Dead attempts, the newest first, whose objects are used.
         is_compressed: Each chunk is an object of its own: there is nothing to open.
         recorder: Gets what is done when, if anybody wants to know.
+
+    Attributes:
+        plans, storage, attempt: As given.
     """
 
     def __init__(
@@ -44,9 +47,9 @@ class RankObjects:
         is_compressed: bool,
         recorder: Recorder | None,
     ) -> None:
-        self._plans = plans
-        self._storage = storage
-        self._attempt = attempt
+        self.plans = plans
+        self.storage = storage
+        self.attempt = attempt
         self._resumed = resumed
         self._is_compressed = is_compressed
         self._recorder = recorder
@@ -63,24 +66,24 @@ class RankObjects:
             StorageError: one could not be opened.
         Cancellation: what is open stays so until ``delete``.
         """
-        opens = [number for number, plan in enumerate(self._plans) if plan.opens]
+        opens = [number for number, plan in enumerate(self.plans) if plan.opens]
         # Each may cost a request, and who joins waits for the last one.
         await for_each(opens, self._open, at_once=_MAX_OPENING)
         return tuple(
-            Token.of(self._attempt, self._plans[number].key, self._writers[number].token)
+            Token.of(self.attempt, self.plans[number].key, self._writers[number].token)
             for number in opens
-            if self._plans[number].is_shared
+            if self.plans[number].has_joiners
         )
 
     async def _open(self, number: int) -> None:
-        plan = self._plans[number]
-        name = plan.key.removeprefix(f"{self._attempt}/")
+        plan = self.plans[number]
+        name = plan.key.removeprefix(f"{self.attempt}/")
         older = [f"{attempt}/{name}" for attempt in self._resumed]
         with row_of(self._recorder, "objects") as row:
             self._writers[number] = (
                 CompressedObject(plan.key, plan.size)
                 if self._is_compressed
-                else await self._storage.writer(plan.key, plan.size, older=older)
+                else await self.storage.writer(plan.key, plan.size, older=older)
             )
             if row is not None:
                 row.note(Work.OPEN, plan.key)
@@ -92,19 +95,19 @@ class RankObjects:
         Raises:
             StorageError: one could not be opened.
         """
-        for key, token in [each.opened(self._attempt) for each in tokens]:
+        for key, token in [each.opened(self.attempt) for each in tokens]:
             number = self._number_of[key]
             if self._is_compressed:
-                self._writers[number] = CompressedObject(key, self._plans[number].size)
+                self._writers[number] = CompressedObject(key, self.plans[number].size)
                 self._opened[number].set()
                 continue
             try:
-                self._writers[number] = await self._storage.join_writer(token)
+                self._writers[number] = await self.storage.join_writer(token)
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
                     key=key,
-                    backend=self._storage.url,
+                    backend=self.storage.url,
                     detail="another rank has created this object, and this rank does not see it: "
                     "save to a path on storage that all ranks share",
                 ) from error
@@ -120,7 +123,7 @@ class RankObjects:
         with row_of(self._recorder, "objects") as row:
             await self._writers[number].complete()
             if row is not None:
-                row.note(Work.COMPLETE, self._plans[number].key)
+                row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
 
     async def release(self, number: int) -> None:
@@ -131,7 +134,7 @@ class RankObjects:
     async def put(self, key: str, data: bytes) -> None:
         """Stores an object beside them, which goes with them."""
         self._beside.append(key)
-        await self._storage.put(key, [memoryview(data)])
+        await self.storage.put(key, [memoryview(data)])
 
     async def delete(self) -> None:
         """Deletes what this rank has opened or put; what it has joined, it gives up.
@@ -143,10 +146,10 @@ class RankObjects:
             if number not in self._ended:
                 await writer.abort()
         if self._is_compressed:
-            keys = [chunk_key(plan.key, c.start) for plan in self._plans for c in plan.chunks]
+            keys = [chunk_key(plan.key, c.start) for plan in self.plans for c in plan.chunks]
         else:
-            keys = [plan.key for plan in self._plans if plan.opens]
+            keys = [plan.key for plan in self.plans if plan.opens]
         # The manifest first: what is left if this is interrupted does not look complete.
         keys = [*self._beside, *keys]
         if keys:
-            await self._storage.delete(keys)
+            await self.storage.delete(keys)

@@ -7,7 +7,6 @@ manifest. The rounds in between are those of ``protocol.save``.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from actorsnap.actors.compressing import CompressedStore
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
-from actorsnap.actors.ledger import ChecksumLedger, entries_of
+from actorsnap.actors.ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.objects import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
@@ -34,7 +33,7 @@ from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageEr
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import RankManifest, encode_rank_manifest
+from actorsnap.format.manifest import encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
@@ -52,7 +51,7 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
-from actorsnap.state.leaves import Captured, Leaf
+from actorsnap.state.leaves import Captured
 from actorsnap.state.memory import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
@@ -65,7 +64,7 @@ logger = Lines(__name__)
 _RELEASED = MemorySource(0, 0, None)
 
 _MAX_COMPRESSED_BYTES = 64 << 20
-"""Memory for compressed chunks when the budget is lent to copies in another process."""
+"""Memory for compressed chunks, in bytes, when the budget is lent to copies in another process."""
 
 _HEAD_START_S = 0.002
 """Seconds for which uploaders leave the GIL and the CPUs to the trainer after it was woken: else it
@@ -141,8 +140,8 @@ class Saver:
             machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=timeout_s
         )
         self._open_storage = open_storage
-        self._captured = captured
-        self._leaves: list[Leaf] = [] if isinstance(captured, Failure) else captured.leaves
+        self._captured = Captured() if isinstance(captured, Failure) else captured
+        self._leaves = self._captured.leaves
         self._settings = settings
         self._budget = budget
         self._errands = errands
@@ -158,9 +157,7 @@ class Saver:
         # Why the work ends: the first reason counts.
         self._failure: Failure | None = captured if isinstance(captured, Failure) else None
         self._has_stopped = False
-        # Once the rank has its part of the plan:
-        self._attempt = ""
-        self._storage: Storage
+        # None until the rank has its part of the plan.
         self._objects: RankObjects | None = None
 
     def request_cancel(self, reason: str) -> None:
@@ -242,15 +239,13 @@ class Saver:
     # The save -------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        row = None if self._recorder is None else self._recorder.add_row("participant")
-        with self._during(Stage.JOIN):
+        with self._during(Stage.JOIN), row_of(self._recorder, "participant") as row:
             scopes, assignment = await self._join()
-        if row is not None:
-            row.note(Work.AGREE)
-        self._attempt = assignment.attempt
+            if row is not None:
+                row.note(Work.AGREE)
         if self._stager is not None:
             self._stager.prepare(assignment)
-        storage = self._storage = await self._open_storage(assignment)
+        storage = await self._open_storage(assignment)
         with self._during(Stage.PLAN):
             plans = await self._errands.run_blocking(self._pack, assignment, scopes)
         objects = self._objects = RankObjects(
@@ -266,18 +261,18 @@ class Saver:
             for plan in plans
         ]
         self._board.plan(sum(plan.nbytes for plan in plans))
-        await self._store_objects(assignment, objects, plans, ledgers)
+        await self._store_objects(assignment, objects, ledgers)
         if assignment.shares_objects:
             await self._rounds.arrive()
-            await self._complete_shared(objects, plans)
-        stored = await self._store_manifest(assignment, plans, ledgers)
+            await self._complete_shared(objects)
+        stored = await self._store_manifest(assignment, objects, ledgers)
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
         """Reports what this rank holds; returns its leaves by scope, and its part of the plan."""
-        captured, before = self._captured, self._before
-        assert isinstance(captured, Captured)
-        scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory, captured)
+        # ``answer`` outlives this call: it must not refer to the trainer's memory.
+        sharded, before = self._captured.sharded, self._before
+        scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
         remembered = b"" if before is None else before[0]
 
         def answer(payload: bytes) -> bytes:
@@ -285,7 +280,7 @@ class Saver:
             if question.inventory:
                 return encode(InventoryAnswer(inventory))
             if question.sharded:
-                return encode(ShardedAnswer(captured.sharded))
+                return encode(ShardedAnswer(sharded))
             return encode(ItemsAnswer({digest: lists[digest] for digest in question.lists}))
 
         joined = Joined(self._release, inventory_digest(inventory), remembered)
@@ -299,48 +294,34 @@ class Saver:
         return scopes, assignment
 
     async def _store_objects(
-        self,
-        assignment: Assignment,
-        objects: RankObjects,
-        plans: Sequence[ObjectPlan],
-        ledgers: Sequence[ChecksumLedger],
+        self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
     ) -> None:
         """Stages all chunks and stores them; completes the objects that no other rank writes to."""
-        order = write_order(plans)
+        plans, order = objects.plans, write_order(objects.plans)
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
         # Copies are bounded by the budget; views of live memory need only keep up.
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
         may_store, begin = anyio.Event(), anyio.Event()
-        if not copies:
-            may_store.set()
-        staging = self._staging(StagingOrder(plans, order, staged_in, may_store), plans)
+        staging = self._staging(StagingOrder(plans, order, staged_in, may_store))
         pending = [len(plan.chunks) for plan in plans]
 
-        async def finish(number: int) -> None:
-            plan = plans[number]
-            with self._during(Stage.STORE, plan.key):
-                if not plan.opens:
-                    await objects.release(number)
-                elif not plan.is_shared:
-                    await objects.complete(number)
-
-        async def report(number: int) -> None:
+        def report(number: int) -> None:
             pending[number] -= 1
             assert pending[number] >= 0
-            if not pending[number]:
-                tasks.start_soon(finish, number)
+            if not pending[number] and not plans[number].has_joiners:
+                tasks.start_soon(self._finish, objects, number)
 
         compressed = None
         if assignment.rules.codec is not None:
             compressed = CompressedStore(
-                self._storage,
+                objects.storage,
                 codec=assignment.rules.codec,
                 budget=self._budget,
                 run_blocking=self._errands.run_bulk,
                 num_threads=self._settings.num_copiers,
-                at_once=None if self._stager is None else _chunks_beyond_budget(plans),
+                max_bytes=None if self._stager is None else _MAX_COMPRESSED_BYTES,
             )
         try:
             async with anyio.create_task_group() as watch:
@@ -358,7 +339,7 @@ class Saver:
                             run_blocking=self._errands.run_bulk,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
-                            has_blocking_io=self._storage.capabilities.has_blocking_io,
+                            has_blocking_io=objects.storage.capabilities.has_blocking_io,
                             resumes=bool(assignment.resumed),
                             board=self._board,
                             pace=self._settings.pace,
@@ -405,31 +386,37 @@ class Saver:
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         """Lets uploaders begin when staging permits."""
-        await may_store.wait()
         if self._settings.copies:
+            await may_store.wait()
             await anyio.sleep(_HEAD_START_S)
         begin.set()
 
-    async def _complete_shared(self, objects: RankObjects, plans: Sequence[ObjectPlan]) -> None:
+    async def _complete_shared(self, objects: RankObjects) -> None:
         """Completes the objects of this rank that other ranks have written to as well."""
-        shared = [n for n, plan in enumerate(plans) if plan.opens and plan.is_shared]
         async with anyio.create_task_group() as tasks:
-            for number in shared:
-                tasks.start_soon(self._complete, objects, number, plans[number].key)
+            for number, plan in enumerate(objects.plans):
+                if plan.has_joiners:
+                    tasks.start_soon(self._finish, objects, number)
 
-    async def _complete(self, objects: RankObjects, number: int, key: str) -> None:
-        with self._during(Stage.STORE, key):
-            await objects.complete(number)
+    async def _finish(self, objects: RankObjects, number: int) -> None:
+        plan = objects.plans[number]
+        with self._during(Stage.STORE, plan.key):
+            await (objects.complete(number) if plan.opens else objects.release(number))
 
     async def _store_manifest(
-        self, assignment: Assignment, plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
+        self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
     ) -> Stored:
-        key = manifest_key(assignment.attempt, self._rank)
-        objects = self._objects
-        assert objects is not None
+        key = manifest_key(objects.attempt, self._rank)
+
+        def encode_manifest() -> bytes:
+            attempt, save = objects.attempt, assignment.save
+            manifest = manifest_of(
+                self._captured, ledgers, attempt=attempt, rank=self._rank, save=save
+            )
+            return encode_rank_manifest(manifest)
+
         with self._during(Stage.STORE, key), row_of(self._recorder, "objects") as row:
-            encode_all = functools.partial(self._encode_manifest, assignment, plans, ledgers)
-            data = await self._errands.run_blocking(encode_all)
+            data = await self._errands.run_blocking(encode_manifest)
             await objects.put(key, data)
             if row is not None:
                 row.note(Work.MANIFEST, key, 0, len(data))
@@ -438,9 +425,9 @@ class Saver:
     # Pure parts -----------------------------------------------------------------------------------
 
     def _take_inventory(
-        self, captured: Captured
+        self,
     ) -> tuple[list[list[int]], Inventory, Mapping[bytes, tuple[Item, ...]]]:
-        scopes = captured.scopes
+        captured, scopes = self._captured, self._captured.scopes
         inventory, lists = build_inventory(
             [leaf.item for leaf in self._leaves],
             scopes.items(),
@@ -465,34 +452,16 @@ class Saver:
             check_memory(plans, assignment.rules, self._budget.limit_bytes)
         return plans
 
-    def _encode_manifest(
-        self, assignment: Assignment, plans: Sequence[ObjectPlan], ledgers: Sequence[ChecksumLedger]
-    ) -> bytes:
-        assert isinstance(self._captured, Captured)
-        for ledger in ledgers:
-            ledger.check_complete()
-        return encode_rank_manifest(
-            RankManifest(
-                attempt=assignment.attempt,
-                rank=self._rank,
-                objects=tuple([ledger.to_record() for ledger in ledgers]),
-                entries=entries_of(self._captured.parts, plans, ledgers),
-                save=assignment.save,
-                optimizers=self._captured.optimizers,
-            )
-        )
-
-    def _staging(self, order: StagingOrder, plans: Sequence[ObjectPlan]) -> Staging:
+    def _staging(self, order: StagingOrder) -> Staging:
         if self._stager is not None:
             return self._stager.make(order)
-        copies = self._settings.copies
         return StagingActor(
             order,
-            sources=[sources_of(plan, self._leaves) for plan in plans],
-            copies=copies,
+            sources=[sources_of(plan, self._leaves) for plan in order.objects],
+            copies=self._settings.copies,
             budget=self._budget,
             run_blocking=self._errands.run_blocking,
-            num_copiers=self._settings.num_copiers if copies else 1,
+            num_copiers=self._settings.num_copiers if self._settings.copies else 1,
             board=self._board,
             recorder=self._recorder,
             fence=self._fence,
@@ -503,7 +472,9 @@ class Saver:
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
         """Looks in the storage: the coordinator is gone, and it may have committed."""
-        if await is_committed(self._storage, self._errands, self._attempt):
+        objects = self._objects
+        assert objects is not None
+        if await is_committed(objects.storage, self._errands, objects.attempt):
             return None
         return Failure(
             reason=failure.reason, stage=Stage.COMMIT, rank=failure.rank, may_be_visible=True
@@ -513,10 +484,3 @@ class Saver:
         """Deletes what this rank wrote. Bounded; a failure is only logged, as it leaves garbage."""
         if self._objects is not None:
             await self._errands.clean_up(self._objects.delete)
-
-
-def _chunks_beyond_budget(plans: Sequence[ObjectPlan]) -> int:
-    """Returns the number of chunks to compress at once when the budget is lent to the copies in
-    another process."""
-    largest = max([chunk.stop - chunk.start for plan in plans for chunk in plan.chunks], default=1)
-    return max(1, _MAX_COMPRESSED_BYTES // largest)

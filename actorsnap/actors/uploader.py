@@ -37,7 +37,7 @@ class UploaderActor:
         writer_of: The writer of an object, by its number; waits until it is open.
         ledgers: Per object, where its checksums go.
         begin: Nothing is stored before this is set.
-        report: Awaited with the object's number after each chunk.
+        report: Called with the object's number after each chunk.
         is_stopped: Asked between two blocks, on any thread: True lets the rest go.
         has_blocking_io: Whether the writers may be called from worker threads.
         resumes: Whether to ask the writers for what dead attempts have left.
@@ -54,7 +54,7 @@ class UploaderActor:
         ledgers: Sequence[ChecksumLedger],
         begin: anyio.Event,
         run_blocking: RunBlocking,
-        report: Callable[[int], Awaitable[None]],
+        report: Callable[[int], None],
         is_stopped: Callable[[], bool],
         has_blocking_io: bool,
         resumes: bool,
@@ -95,7 +95,7 @@ class UploaderActor:
                     finally:
                         if staged.lease is not None:
                             staged.lease.release()
-                    await self._report(staged.chunk.object)
+                    self._report(staged.chunk.object)
 
     def _note_received(self, row: Row) -> None:
         assert self._recorder is not None

@@ -156,6 +156,11 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
         """How many bytes this rank writes."""
         return self.chunks[-1].stop - self.chunks[0].start
 
+    @property
+    def has_joiners(self) -> bool:
+        """Whether this rank opens the object for other ranks, too."""
+        return self.opens and self.is_shared
+
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
         """The parts of leaves that lie in ``chunk``, in order. Empty leaves have none."""
         start, stop = max(chunk.start, len(self.header)), chunk.stop

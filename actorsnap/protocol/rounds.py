@@ -24,7 +24,7 @@ Messages are the exception: a late or repeated one has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -200,8 +200,10 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         self._next = dict.fromkeys(range(world_size), 0)
         self._asked: dict[int, Ask] = {}
         self._num_answered: dict[int, int] = {}
-        # The ranks that the round waits for, if it waits for answers only.
-        self._questioned: frozenset[int] = frozenset()
+        # The ranks that the next decision is about, and those of them that have not arrived. Kept,
+        # not computed: there is an arrival per rank and round, and there may be thousands of ranks.
+        self._parties = frozenset(range(world_size))
+        self._awaited = set(self._parties)
         self._sent: dict[int, Proceed] = {}
 
     @property
@@ -212,22 +214,13 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
     @property
     def awaited(self) -> tuple[int, ...]:
         """The ranks that have not arrived yet."""
-        if self.state is not _C.GATHERING:
-            return ()
-        return tuple(sorted(self._parties() - self._payloads.keys()))
+        return tuple(sorted(self._awaited)) if self.state is _C.GATHERING else ()
 
     def validate(self) -> None:
         assert (self.failure is not None) == (self.state is _C.ABORTED)
-        if self.state is _C.GATHERING:
-            assert self.awaited
+        assert self._awaited or self.state is not _C.GATHERING
         if self.state is _C.COMMITTING:
-            assert len(self._parties()) == self.world_size
-        assert self._payloads.keys() <= self._next.keys()
-
-    def _parties(self) -> frozenset[int]:
-        return self._questioned or frozenset(
-            rank for rank, at in self._next.items() if at == self.round
-        )
+            assert len(self._parties) == self.world_size
 
     def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
         rank = event.rank
@@ -242,15 +235,19 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
             return []  # it came twice
         self._num_answered[rank] = event.num_asked
         self._payloads[rank] = event.payload
+        self._awaited.discard(rank)
         return self._decide_if_all_arrived()
 
+    def _gather(self, parties: Iterable[int]) -> None:
+        self.state = _C.GATHERING
+        self._parties = frozenset(parties)
+        self._awaited = set(self._parties - self._payloads.keys())
+
     def _decide_if_all_arrived(self) -> list[CoordinatorCommand]:
-        parties = self._parties()
-        if self.state is not _C.GATHERING or not parties <= self._payloads.keys():
+        if self.state is not _C.GATHERING or self._awaited:
             return []
         self.state = _C.COMMITTING if self._commits else _C.DECIDING
-        self._questioned = frozenset()
-        payloads = {rank: self._payloads.pop(rank) for rank in sorted(parties)}
+        payloads = {rank: self._payloads.pop(rank) for rank in sorted(self._parties)}
         return [Decide(self.round, payloads, self._commits)]
 
     def _on_decided(self, event: Decided) -> list[CoordinatorCommand]:
@@ -263,8 +260,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
                 return self._abort(failure)
 
     def _ask(self, questions: Mapping[int, bytes]) -> list[CoordinatorCommand]:
-        self.state = _C.GATHERING
-        self._questioned = frozenset(questions)
+        self._gather(questions)
         for rank, payload in questions.items():
             before = self._asked.get(rank)
             num_asked = 1 if before is None else before.num_asked + 1
@@ -272,18 +268,24 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         return [SendTo(rank, self._asked[rank]) for rank in questions]
 
     def _continue(self, decision: Continue) -> list[CoordinatorCommand]:
-        parties = sorted(self._parties())
-        for rank in parties:
+        ranks = self._in_round()
+        for rank in ranks:
             self._next[rank] = self.round + 1 + decision.skips.get(rank, 0)
             payload = decision.payloads.get(rank, decision.common)
             self._sent[rank] = Proceed(self.round, payload, self._next[rank], decision.is_last)
             self._num_answered.pop(rank, None)
+        sends: list[CoordinatorCommand] = [SendTo(rank, self._sent[rank]) for rank in ranks]
+        if decision.is_last:
+            self.state = _C.PASSED
+            return sends
         self.round += 1
         self._commits = decision.commits_next
         self._asked = {}
-        self.state = _C.PASSED if decision.is_last else _C.GATHERING
-        sends: list[CoordinatorCommand] = [SendTo(rank, self._sent[rank]) for rank in parties]
+        self._gather(self._in_round())
         return [*sends, *self._decide_if_all_arrived()]
+
+    def _in_round(self) -> list[int]:
+        return [rank for rank, at in self._next.items() if at == self.round]
 
     def _on_failed(self, event: Failed | Lost | Overdue) -> list[CoordinatorCommand]:
         return self._abort(event.failure)

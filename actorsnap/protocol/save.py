@@ -12,7 +12,7 @@ The rounds:
 3. *Stored*, the commit round: Each rank has stored its manifest.
 
 Inventories, item lists and the plan of the previous save are remembered by their digests
-(``PlanCache``): a rank that saves the same state again sends digests only.
+(``protocol.memory``): a rank that saves the same state again sends digests only.
 """
 
 from __future__ import annotations

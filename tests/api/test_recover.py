@@ -30,6 +30,7 @@ from actorsnap import (
     UsageError,
 )
 from actorsnap.format.claims import copy_claim_key, encode_copy_claim
+from actorsnap.format.compression import Codec
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt, manifest_key
 from actorsnap.format.manifest import (
@@ -176,9 +177,9 @@ async def save_by_ranks(
     return states
 
 
-@pytest.mark.parametrize("compression", [None, 1])
-async def test_many_ranks_wrote_it(tmp_path: Path, compression: int | None) -> None:
-    how: dict[str, Any] = {"compression": compression, "step": 7, "metadata": METADATA}
+@pytest.mark.parametrize("codec", [None, Codec(name="zstd", level=1)])
+async def test_many_ranks_wrote_it(tmp_path: Path, codec: Codec | None) -> None:
+    how: dict[str, Any] = {"codec": codec, "step": 7, "metadata": METADATA}
     states = await save_by_ranks(tmp_path, **how)
     was, before = commit_at(tmp_path), files_in(tmp_path)
     assert len({key for key in before if "/manifest/" in key}) == 4

@@ -20,8 +20,9 @@ import torch
 from actorsnap import StateDict
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
-from actorsnap.testing import SimulatedSave, run_blocking_in_thread
+from actorsnap.testing import run_blocking_in_thread
 from tests.actors.parts import part_of
+from tests.support.world import SimulatedSave
 
 NUM_RANKS = 4
 ATTEMPT = "20260101T000000-00000000-1-00000000"
