@@ -29,7 +29,7 @@ from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import Called, ToCoordinator, Token
+from actorsnap.protocol.messages import ToCoordinator, Token
 from actorsnap.protocol.rounds import (
     Answer,
     Continue,
@@ -59,7 +59,7 @@ from actorsnap.protocol.save import (
     encode,
 )
 from actorsnap.release import RELEASE
-from actorsnap.transport.mailbox import PIECE_BYTES, Frame, Kind
+from actorsnap.transport.mailbox import PIECE_BYTES, Frame, Kind, Pulse
 from bench.local import LOAD_AT_START, machine, note
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -172,9 +172,6 @@ class Save:
         coordinator = Coordinator(world_size=len(self.job))
         decisions = new_decisions(len(self.job), self.memory)
         ranks = [Rank(rank, held, self.plans.get(rank)) for rank, held in enumerate(self.job)]
-        for rank in range(1, len(self.job)):
-            called = msgspec.msgpack.encode(Called(rank, LABEL.digest))
-            self.up.count(Kind.UP, rank, called)  # for the roll call, in front of the coordinator
         to_do: deque[tuple[int, Any]] = deque((rank.number, next(rank.work)) for rank in ranks)
         while to_do:
             number, event = to_do.popleft()
@@ -301,8 +298,8 @@ def replay(world_size: int, frames: Iterable[bytes], memory: Memory) -> None:
 
 
 def beats_bytes_s(ranks: int) -> float:
-    numbers = msgspec.msgpack.encode((7,))
-    beat = len(msgspec.msgpack.encode(Frame(Kind.BEAT, ranks - 1, SESSION, payload=numbers)))
+    pulse = msgspec.msgpack.encode(Pulse(BEAT_S, (7,), (), (LABEL.digest,)))
+    beat = len(msgspec.msgpack.encode(Frame(Kind.BEAT, ranks - 1, SESSION, payload=pulse)))
     return (ranks - 1) * beat / BEAT_S
 
 

@@ -18,7 +18,6 @@ from actorsnap.protocol.messages import (
     Aborted,
     Absent,
     AskLabel,
-    Called,
     Failed,
     Failure,
     FromCoordinator,
@@ -29,6 +28,7 @@ from actorsnap.protocol.messages import (
 from actorsnap.protocol.roll import (
     REMIND_AFTER_S,
     SETTLE_S,
+    Called,
     Refuse,
     Reminded,
     RollEvent,
@@ -41,7 +41,7 @@ from actorsnap.protocol.roll import (
     awaiting,
     overdue,
 )
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
 
 __all__ = ["Caller", "Roll"]
 
@@ -75,17 +75,13 @@ class Caller:
     Args:
         end: The transport's.
         label: What this rank calls.
-        has_label: False if the call's input is bad: the rank then reports its failure only.
-        timeout_s: Seconds from ``call`` until rank 0 must have answered.
+        timeout_s: Seconds from ``begin`` until rank 0 must have answered.
     """
 
-    def __init__(
-        self, end: ParticipantEnd, *, rank: int, label: Label, has_label: bool, timeout_s: float
-    ) -> None:
+    def __init__(self, end: ParticipantEnd, *, rank: int, label: Label, timeout_s: float) -> None:
         self._end = end
         self._rank = rank
         self._label = label
-        self._has_called = not has_label
         self._is_waiting = rank > 0
         self._alarms_s = [*REMIND_AFTER_S, timeout_s + _PATIENCE_S]
         self._timeout_s = timeout_s
@@ -99,17 +95,12 @@ class Caller:
         """See ``ParticipantEnd``."""
         return self._end.has_coordinator()
 
-    async def call(self) -> None:
-        """Reports the call to rank 0, once. The first of all messages."""
-        if self._begun_s == math.inf:
-            self._begun_s = anyio.current_time()
-        if not self._has_called:
-            self._has_called = True
-            await self._end.send(Called(self._rank, self._label.digest))
+    def begin(self) -> None:
+        """Starts the clock: this rank has called."""
+        self._begun_s = anyio.current_time()
 
     async def send(self, message: ToCoordinator) -> None:
         """See ``ParticipantEnd``."""
-        await self.call()
         await self._end.send(message)
         if isinstance(message, Failed):
             self._failure = message.failure
@@ -195,13 +186,17 @@ class Roll:
         """See ``CoordinatorEnd``. Returns ``Failed`` once if the call is refused; after that, only
         ``Lost`` and ``Broken``."""
         while True:
-            message: ToCoordinator | Lost | Broken | Moved | None = None
+            message: ToCoordinator | Began | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
                 message = await self._end.receive()
             match message:
                 case None:
                     event: RollEvent = self._on_alarm()
-                case Called() | Labelled():
+                case Began() if self._machine.is_final:
+                    continue
+                case Began():
+                    event = Called(message.rank, message.tag)
+                case Labelled():
                     event = message
                 case Failed() if not self._machine.is_final:
                     event = message

@@ -1,7 +1,7 @@
 """What identifies a call that all ranks make together: its kind, its path and its step.
 
-Ranks send a short digest of it (``messages.Called``); ``protocol.roll`` compares. This module knows
-the label and how it is shown to people.
+Ranks send a short digest of it with their first heartbeat; ``protocol.roll`` compares. This module
+knows the label and how it is shown to people.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ __all__ = [
     "Arrived",
     "Ask",
     "AskLabel",
-    "Called",
     "Failed",
     "Failure",
     "FromCoordinator",
@@ -118,13 +117,6 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 # To the coordinator -------------------------------------------------------------------------
-
-
-class Called(_Message, frozen=True, tag="c"):
-    """The rank has made a call; ``label`` is the digest of its ``Label``. Its first message."""
-
-    rank: int
-    label: bytes
 
 
 class Labelled(_Message, frozen=True, tag="l"):
@@ -232,5 +224,5 @@ class Aborted(_Message, frozen=True, tag="X"):
     failure: Failure
 
 
-ToCoordinator: TypeAlias = Called | Labelled | Arrived | Failed
+ToCoordinator: TypeAlias = Labelled | Arrived | Failed
 FromCoordinator: TypeAlias = AskLabel | Absent | Ask | Proceed | Repeat | Aborted

@@ -1,6 +1,6 @@
 """The roll call at the beginning of each call that ranks make together, as a table.
 
-Every rank first reports which call it makes (``Called``, with a digest of its ``Label``). The
+The first heartbeat of every rank says which call it makes, by a digest of its ``Label``. The
 machine runs in rank 0's process, in front of the machine that decides the call: that of a save, of
 the line of a save by uploader processes, or of a restore. Its actor (``actors.roll``) passes it
 what it needs; everything else goes on to the other machine.
@@ -36,7 +36,6 @@ from actorsnap.protocol.machine import Machine, Table
 from actorsnap.protocol.messages import (
     Absent,
     AskLabel,
-    Called,
     Failed,
     Failure,
     Labelled,
@@ -46,6 +45,7 @@ from actorsnap.protocol.messages import (
 __all__ = [
     "REMIND_AFTER_S",
     "SETTLE_S",
+    "Called",
     "Refuse",
     "Reminded",
     "RollCommand",
@@ -74,6 +74,13 @@ class RollState(StrEnum):
     SETTLING = "settling"
     CALLED = "called"
     REFUSED = "refused"
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A rank makes a call; ``label`` is the digest of its ``Label``."""
+
+    rank: int
+    label: bytes
 
 
 class Reminded(msgspec.Struct, frozen=True):

@@ -15,8 +15,6 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import anyio
-
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.lines import Lines
 from actorsnap.options import Options
@@ -144,27 +142,21 @@ class Team:
         Raises:
             UsageError: in a process forked from the one that the group was found in.
         """
-        save = self.port.begin(lost_after_s=options.lost_after_s)
+        tag = b"" if label is None else label.digest
+        save = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
         shown = Label(CallKind.TAKE, "") if label is None else label
-        caller = Caller(
-            save.participant,
-            rank=self.rank,
-            label=shown,
-            has_label=label is not None,
-            timeout_s=options.timeout_s,
-        )
+        caller = Caller(save.participant, rank=self.rank, label=shown, timeout_s=options.timeout_s)
         roll = None
         if save.coordinator is not None:
             machine = RollMachine(label=shown, world_size=self.world_size)
             roll = Roll(save.coordinator, machine=machine, timeout_s=options.timeout_s)
 
-        async def report() -> None:
-            with contextlib.suppress(anyio.ClosedResourceError):
-                if roll is not None:
-                    roll.begin()
-                await caller.call()
+        def start() -> None:
+            for end in (caller, roll):
+                if end is not None:
+                    end.begin()
 
-        self._host.submit(report())
+        self._host.call_soon(start)
         return Call(save, caller, roll)
 
     def join(self, label: Label | None, options: Options) -> Membership:

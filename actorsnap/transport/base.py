@@ -15,7 +15,19 @@ import msgspec
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
-__all__ = ["Broken", "CoordinatorEnd", "Lost", "Moved", "ParticipantEnd"]
+__all__ = ["Began", "Broken", "CoordinatorEnd", "Lost", "Moved", "ParticipantEnd"]
+
+
+class Began(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank takes part in this save, as its first heartbeat says. Given once per rank, to the
+    coordinator, before any message of the rank.
+
+    Attributes:
+        tag: What the rank began the save with.
+    """
+
+    rank: int
+    tag: bytes
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Lost"):
@@ -66,7 +78,7 @@ class CoordinatorEnd(Protocol):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """Hands a message over; returns when it is queued."""
 
-    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | Began | Lost | Broken | Moved:
         """The next message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:

@@ -125,11 +125,17 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
         every_s: So often it comes, and so often the sender wants to hear of the others.
         open: Numbers of the sender's saves in flight.
         awaited: Numbers of others' saves that the sender has not begun yet, but will.
+        tags: What the saves in ``open`` were begun with.
     """
 
     every_s: float
     open: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
+    tags: tuple[bytes, ...] = ()
+
+    def tag(self, number: int) -> bytes | None:
+        """Returns the tag of a save; None if it is not in ``open``."""
+        return dict(zip(self.open, self.tags, strict=True)).get(number)
 
 
 @dataclass(frozen=True, slots=True)

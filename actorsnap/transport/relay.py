@@ -29,7 +29,7 @@ from actorsnap.protocol.messages import (
     Stage,
     ToCoordinator,
 )
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
 
 __all__ = ["Item", "Message", "Relay", "RelayedEnds", "Wire", "decode_item", "encode_item"]
 
@@ -300,6 +300,8 @@ class Relay:
         while True:
             item = await end.receive()
             assert not isinstance(item, Moved)
+            if isinstance(item, Began):
+                continue  # the call is the same on all ranks
             if to_coordinator and isinstance(item, Arrived):
                 self._rounds[item.rank] = item.round
             if self._kept is not None:

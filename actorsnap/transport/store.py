@@ -45,7 +45,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.lines import Lines
-from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.base import Began, Broken, Lost
 from actorsnap.transport.mailbox import (
     Arrived,
     Beat,
@@ -97,16 +97,17 @@ class _End(Generic[In]):
         self._number = number
         self._lost_after_s = lost_after_s
         self._look_s = min(_MAX_LOOK_S, lost_after_s / 8)
-        self._items: deque[In | Lost | Broken] = deque()
+        self._items: deque[In | Began | Lost | Broken] = deque()
         self._came: anyio.Event | None = None
         self._heard: dict[int, float] = {}
         self._reported: set[int] = set()
+        self._begun: set[int] = set()
         self._is_broken = False
         self._is_closed = False
         self._asked_s: float | None = None
         self._away_s = 0.0
 
-    def put(self, item: In | Lost | Broken) -> None:
+    def put(self, item: In | Began | Lost | Broken) -> None:
         if self._is_broken:
             return
         self._is_broken = isinstance(item, Broken)
@@ -205,6 +206,11 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
     colleague: StoreParticipant[Up, Down]
 
+    def began(self, rank: int, tag: bytes | None) -> None:
+        if tag and rank not in self._begun:
+            self._begun.add(rank)
+            self.put(Began(rank=rank, tag=tag))
+
     async def absence(self) -> str | None:
         """See ``transport.base.CoordinatorEnd``."""
         self._port._look(2 * self._look_s)
@@ -222,8 +228,8 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
         else:
             self._port._send_down(rank, self._number, message)
 
-    async def receive(self) -> Up | Lost | Broken:
-        return cast("Up | Lost | Broken", await super().receive())
+    async def receive(self) -> Up | Began | Lost | Broken:
+        return cast("Up | Began | Lost | Broken", await super().receive())
 
 
 class StoreSave(Generic[Up, Down]):
@@ -231,13 +237,17 @@ class StoreSave(Generic[Up, Down]):
 
     Attributes:
         number: The same on all ranks, if all begin their saves in the same order.
+        tag: See ``Began``.
         participant: This rank's end.
         coordinator: On rank 0.
     """
 
-    def __init__(self, port: StorePort[Up, Down], number: int, lost_after_s: float) -> None:
+    def __init__(
+        self, port: StorePort[Up, Down], number: int, lost_after_s: float, tag: bytes
+    ) -> None:
         self._port = port
         self.number = number
+        self.tag = tag
         self.lost_after_s = lost_after_s
         self.participant: StoreParticipant[Up, Down] = StoreParticipant(port, number, lost_after_s)
         self.coordinator: StoreCoordinator[Up, Down] | None = None
@@ -385,13 +395,14 @@ class StorePort(Generic[Up, Down]):
         return self._next_number
 
     def begin(
-        self, *, lost_after_s: float = 30.0, number: int | None = None
+        self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
     ) -> StoreSave[Up, Down]:
         """Takes the next number. From any thread, in the same order on all ranks.
 
         Args:
             number: Instead, one that is agreed upon elsewhere. It must be larger than all
                 before; those left out are nobody's.
+            tag: See ``Began``; if it is empty there is none.
 
         Raises:
             UsageError: in a process forked from the port's.
@@ -403,7 +414,7 @@ class StorePort(Generic[Up, Down]):
             assert number >= self._next_number
             self._run_on_loop(functools.partial(self._leave_out, number))
         self._next_number = number + 1
-        save = StoreSave(self, number, lost_after_s)
+        save = StoreSave(self, number, lost_after_s, tag)
         self._run_on_loop(lambda: self._register(save))
         return save
 
@@ -570,6 +581,7 @@ class StorePort(Generic[Up, Down]):
         if self._session is not None:
             self._on_coordinator_left()
         self._session = session
+        self._set_beat()  # rank 0 hears of the saves first
         for number, message in self._before_welcome:
             self._send_up(number, message)
         self._before_welcome.clear()
@@ -622,13 +634,17 @@ class StorePort(Generic[Up, Down]):
         for number in (*pulse.open, *pulse.awaited):
             self._heard(number, sender)
         for number in pulse.open:
-            if number in self._open:
+            save = self._open.get(number)
+            if save is not None and save.coordinator is not None:
+                save.coordinator.began(sender, pulse.tag(number))
+            elif save is not None:
                 # To another rank than 0 only rank 0 sends anything.
-                self._open[number].participant.is_coordinated = True
+                save.participant.is_coordinated = True
         awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
         before = self._awaited.pop(sender, None)
         if awaited:
-            self._awaited[sender] = Pulse(pulse.every_s, tuple(awaited))
+            tags = tuple([pulse.tag(number) or b"" for number in awaited])
+            self._awaited[sender] = Pulse(pulse.every_s, tuple(awaited), tags=tags)
         if self._awaited.get(sender) != before:
             self._set_beat()
 
@@ -670,6 +686,10 @@ class StorePort(Generic[Up, Down]):
         if number in self._forgotten:
             self._break([save], f"this rank is more than {_MAX_KEPT_NUMBERS} saves behind others")
             return
+        if save.coordinator is not None:
+            save.coordinator.began(_COORDINATOR, save.tag)
+            for rank, pulse in self._awaited.items():
+                save.coordinator.began(rank, pulse.tag(number))
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
@@ -738,7 +758,8 @@ class StorePort(Generic[Up, Down]):
             frame = Frame(Kind.HELLO, self.rank, self._token)
         else:
             assert self._session is not None
-            pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)))
+            tags = tuple([save.tag for save in self._open.values()])
+            pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)), tags)
             payload = msgspec.msgpack.encode(pulse)
             frame = Frame(Kind.BEAT, self.rank, self._session, payload=payload)
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)

@@ -12,9 +12,9 @@ import trio.testing
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Called, Failed, Failure, Labelled, Stage
+from actorsnap.protocol.messages import Aborted, Arrived, Failed, Failure, Labelled, Stage
 from actorsnap.protocol.roll import RollMachine
-from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.base import Began, Broken, Lost
 from tests.support.network import SimulatedNetwork
 
 TIMEOUT_S = 3600.0
@@ -41,14 +41,13 @@ class Ranks:
             self.network.participant(rank),
             rank=rank,
             label=label,
-            has_label=True,
             timeout_s=TIMEOUT_S,
         )
-        self.network.begin(rank)
+        self.network.begin(rank, label.digest)
         async with anyio.create_task_group() as tasks:
             if rank == 0:
                 tasks.start_soon(self.coordinate, label)
-            await caller.call()
+            caller.begin()
             await caller.send(Arrived(rank, 0))
             self.heard[rank] = await caller.receive()
             self.ended_s[rank] = anyio.current_time()
@@ -143,11 +142,9 @@ async def test_a_slow_rank_0_is_not_said_to_be_absent(caplog: pytest.LogCaptureF
     """It has called, and does not look at messages yet."""
     network = SimulatedNetwork(2)
     network.begin(0)
-    caller = Caller(
-        network.participant(1), rank=1, label=LABEL, has_label=True, timeout_s=TIMEOUT_S
-    )
+    caller = Caller(network.participant(1), rank=1, label=LABEL, timeout_s=TIMEOUT_S)
     with anyio.move_on_after(2 * TIMEOUT_S):
-        await caller.call()
+        caller.begin()
         await caller.receive()
     assert reminders(caplog) == []
 
@@ -197,8 +194,8 @@ async def test_after_a_refusal_only_losses_go_on() -> None:
     )
     end.begin()
     for message in (
-        Called(0, LABEL.digest),
-        Called(1, other.digest),
+        Began(rank=0, tag=LABEL.digest),
+        Began(rank=1, tag=other.digest),
         Labelled(1, other),
         Arrived(1, 0),
         Failed(1, Failure(reason="the other call failed", stage=Stage.JOIN, rank=1)),
@@ -234,11 +231,9 @@ async def test_who_waits_for_a_slow_rank_0_says_so_at_the_deadline() -> None:
     """It has called, but ``state_dict()`` hangs there, and so nobody looks at messages."""
     network = SimulatedNetwork(2)
     network.begin(0)
-    caller = Caller(
-        network.participant(1), rank=1, label=LABEL, has_label=True, timeout_s=TIMEOUT_S
-    )
+    caller = Caller(network.participant(1), rank=1, label=LABEL, timeout_s=TIMEOUT_S)
     begun_s = anyio.current_time()
-    await caller.call()
+    caller.begin()
     message = await caller.receive()
     assert isinstance(message, Aborted)
     assert message.failure.rank == 0
@@ -247,8 +242,7 @@ async def test_who_waits_for_a_slow_rank_0_says_so_at_the_deadline() -> None:
         "has not answered"
     )
     assert anyio.current_time() - begun_s == pytest.approx(TIMEOUT_S, abs=4.0)
-    sent = [await network.coordinator().receive() for _ in range(2)]
-    assert sent == [Called(1, LABEL.digest), Failed(1, message.failure)]
+    assert await network.coordinator().receive() == Failed(1, message.failure)
 
 
 @pytest.mark.parametrize("has_called", [False, True])
@@ -256,9 +250,7 @@ async def test_a_cancelled_rank_waits_for_a_rank_0_that_has_called(has_called: b
     network = SimulatedNetwork(2)
     if has_called:
         network.begin(0)
-    caller = Caller(
-        network.participant(1), rank=1, label=LABEL, has_label=True, timeout_s=TIMEOUT_S
-    )
+    caller = Caller(network.participant(1), rank=1, label=LABEL, timeout_s=TIMEOUT_S)
     failure = Failure(reason="the caller was cancelled", stage=Stage.CANCEL, rank=1)
     heard: list[object] = []
 

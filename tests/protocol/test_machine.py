@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorsnap.protocol import line, rounds
+from actorsnap.protocol import rounds
 from actorsnap.protocol.machine import Machine, ProtocolViolation, Table
 
 
@@ -84,7 +84,6 @@ def test_whatever_is_late_is_harmless() -> None:
 @pytest.mark.parametrize(
     ("table", "states", "finals"),
     [
-        (line._TABLE, line.LineState, {"here", "committed", "aborted"}),
         (rounds._COORDINATOR, rounds.CoordinatorState, set()),
         (rounds._PARTICIPANT, rounds.ParticipantState, {"ended"}),
     ],

@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, ParticipantEnd
+from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, ParticipantEnd
 
 __all__ = ["SimulatedNetwork"]
 
@@ -104,9 +104,11 @@ class SimulatedNetwork:
         """The coordinator's end."""
         return _Coordinator(self)
 
-    def begin(self, rank: int) -> None:
+    def begin(self, rank: int, tag: bytes = b"") -> None:
         """The rank takes part from now on: its silence will be noticed."""
         self._begun.add(rank)
+        if tag:
+            self._carry(rank, self._up, Began(rank=rank, tag=tag))
 
     def silence(self, rank: int, for_s: float = math.inf) -> None:
         """The rank says and hears nothing for so long; the others notice if that is too long.
@@ -175,8 +177,8 @@ class _Coordinator:
         await anyio.lowlevel.checkpoint()
         self._network._carry(0, self._network._down[rank], message)
 
-    async def receive(self) -> ToCoordinator | Lost | Broken:
-        item: ToCoordinator | Lost | Broken = await self._network._up.receive()
+    async def receive(self) -> ToCoordinator | Began | Lost | Broken:
+        item: ToCoordinator | Began | Lost | Broken = await self._network._up.receive()
         return item
 
     async def absence(self) -> str | None:

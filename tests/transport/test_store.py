@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.base import Began, Broken, Lost
 from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
@@ -347,6 +347,24 @@ async def test_who_is_gone_since_the_save_before_is_lost(
     assert isinstance(lost, Lost)
     assert lost.rank == gone
     save.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_coordinator_hears_once_of_every_rank_that_begins(
+    store: Any, open_port: Opener, first: int
+) -> None:
+    ports = [open_port(store, each, beat_s=0.05) for each in (0, 1)]
+    saves: list[Any] = [None, None]
+    for rank in (first, 1 - first):
+        saves[rank] = ports[rank].begin(tag=bytes([rank + 1]))
+        await anyio.sleep(0.3)
+    await saves[1].participant.send(Ask(1))
+    found = [await received(coordinator(saves[0])) for _ in range(3)]
+    ranks = [found.pop(found.index(Began(rank=rank, tag=bytes([rank + 1])))) for rank in (0, 1)]
+    assert len(ranks) == 2
+    assert found == [Ask(1)]
+    await anyio.sleep(0.3)  # more heartbeats
+    await nothing(coordinator(saves[0]))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
