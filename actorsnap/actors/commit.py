@@ -18,12 +18,10 @@ from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import find_commit
 from actorsnap.actors.trace import Recorder, Work, row_of
 from actorsnap.errors import (
-    ActorSnapError,
     ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
-    describe,
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -33,7 +31,7 @@ from actorsnap.format.manifest import (
     encode_commit,
 )
 from actorsnap.lines import Lines
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.storage.many import for_each
@@ -223,11 +221,11 @@ class CommitActor:
                 detail="another snapshot was committed at this path meanwhile",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
-        return Failure(
-            reason=str(error) if isinstance(error, ActorSnapError) else describe(error),
+        return Failure.caused_by(
+            error,
             stage=Stage.COMMIT,
             rank=0,
-            key=(error.key if isinstance(error, StorageError) else None) or COMMIT_KEY,
+            key=COMMIT_KEY,
             may_be_visible=visible in (_Visible.OURS, _Visible.UNKNOWN),
         )
 

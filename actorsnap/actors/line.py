@@ -20,11 +20,11 @@ from actorsnap.protocol.calls import (
     Send,
     SendToRank,
 )
+from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.line import EndInProcess, HandOver, LineEvent, LineMachine, SaveHere
 from actorsnap.protocol.messages import (
     Arrived,
     Failed,
-    Failure,
     FromCoordinator,
     Handed,
     SaveInTrainers,

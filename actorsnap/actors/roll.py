@@ -13,6 +13,7 @@ import anyio
 
 from actorsnap.lines import Lines
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import (
     Aborted,
@@ -20,10 +21,8 @@ from actorsnap.protocol.messages import (
     AskLabel,
     Called,
     Failed,
-    Failure,
     FromCoordinator,
     Labelled,
-    Stage,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (

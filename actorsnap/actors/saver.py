@@ -30,7 +30,7 @@ from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
 from actorsnap.actors.uploader import UploaderActor
-from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
+from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
@@ -38,7 +38,8 @@ from actorsnap.format.manifest import RankManifest, encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
-from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Token
 from actorsnap.protocol.rounds import Participant
 from actorsnap.protocol.save import (
     Assignment,
@@ -239,16 +240,14 @@ class Saver:
         if not isinstance(error, ActorSnapError):
             logger.debug("%s: %s failed", self._board.label, stage, exc_info=error)
         self._on_failure(error)
-        if isinstance(error, StorageError) and error.key:
-            key = error.key
+        failure = Failure.caused_by(error, stage=stage, rank=rank, key=key)
         if self._recorder is not None:
-            self._recorder.mark(f"{stage} failed", key=key or "", error=describe(error))
+            self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
         if isinstance(error, StateChanged):
             return Failure.of(StateChanged(path=error.path, rank=rank), stage=stage, rank=rank)
         if stage is Stage.PLAN and isinstance(error, UsageError):
             return Failure.of(error, stage=stage, rank=rank)
-        reason = str(error) if isinstance(error, ActorSnapError) else describe(error)
-        return Failure(reason=reason, stage=stage, rank=rank, key=key)
+        return failure
 
     # The save -------------------------------------------------------------------------------------
 

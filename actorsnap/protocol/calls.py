@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actorsnap.protocol.messages import Failure, FromCoordinator, ToCoordinator
+from actorsnap.protocol.failure import Failure
+from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
 __all__ = [
     "CoordinatorLost",

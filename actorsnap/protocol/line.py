@@ -38,18 +38,17 @@ from actorsnap.protocol.calls import (
     Send,
     SendToRank,
 )
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.machine import Machine, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
     Committed,
     Failed,
-    Failure,
     FromCoordinator,
     Handed,
     Meet,
     SaveInTrainers,
-    Stage,
     ToCoordinator,
     unlike_processes,
 )

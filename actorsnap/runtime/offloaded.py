@@ -24,9 +24,9 @@ from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import SnapshotAborted, printable
 from actorsnap.lines import Lines
 from actorsnap.planning.packing import write_order
+from actorsnap.protocol.failure import Failure, Stage, decode, encode
 from actorsnap.protocol.frames import (
     ChunksStaged,
-    Fault,
     Finished,
     Recorded,
     Save,
@@ -36,7 +36,6 @@ from actorsnap.protocol.frames import (
     StagingWanted,
     ToProcess,
 )
-from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -228,10 +227,9 @@ class OffloadedSave(Job):
         if before is None:
             self._tasks.start_soon(self._stage, frame)
         elif self._cause is not None:
-            self._say_failed()
+            self._say_failed(self._cause)
         elif (before.rules, before.plan) != (frame.rules, frame.plan):
-            fault = Fault("RuntimeError", "the plan is not the same as before")
-            self._say(StagingFailed(self._number, [fault]))
+            self._say_failed(RuntimeError("the plan is not the same as before"))
         else:
             self._say(ChunksStaged(self._number, list(self._offsets.items())))
             if self._has_staged:
@@ -268,8 +266,8 @@ class OffloadedSave(Job):
             self._observation.adopt(record, frame.retries)
 
     def on_finished(self, frame: Finished) -> None:
-        if frame.faults is not None:
-            self._error = Fault.to_error(frame.faults)
+        if frame.error is not None:
+            self._error = decode(frame.error)
             if self._cause is not None:
                 self._error.__cause__ = self._cause
         self._finish()
@@ -328,7 +326,7 @@ class OffloadedSave(Job):
             cause = first_error(error)
             assert isinstance(cause, Exception)
             self._cause = cause
-            self._say_failed()
+            self._say_failed(cause)
             return
         self._captured = None
         self._has_staged = True
@@ -338,9 +336,8 @@ class OffloadedSave(Job):
         self.board.enter(Phase.STORING)
         self.staged.set_result(None)
 
-    def _say_failed(self) -> None:
-        assert self._cause is not None
-        self._say(StagingFailed(self._number, Fault.chain(self._cause)))
+    def _say_failed(self, cause: Exception) -> None:
+        self._say(StagingFailed(self._number, encode(cause)))
 
     async def _stage_all(self, frame: StagingWanted) -> None:
         assert self._captured is not None

@@ -19,9 +19,9 @@ from actorsnap.actors.line import LineActor
 from actorsnap.actors.reader import find_commit
 from actorsnap.errors import (
     ActorSnapError,
-    describe,
 )
 from actorsnap.lines import Lines
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.frames import Save, StagingWanted, TeamPlace
 from actorsnap.protocol.line import (
     Assigned,
@@ -31,7 +31,6 @@ from actorsnap.protocol.line import (
     ProcessFinished,
     ProcessGone,
 )
-from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -39,7 +38,7 @@ from actorsnap.runtime.offload import Uploader
 from actorsnap.runtime.offloaded import GRACE_S, OffloadedSave
 from actorsnap.runtime.place import open_place
 from actorsnap.runtime.ranks import Membership
-from actorsnap.runtime.saving import SaveJob, failure_of
+from actorsnap.runtime.saving import SaveJob
 from actorsnap.state.leaves import Captured
 
 __all__ = ["OffloadedTeamSave"]
@@ -137,7 +136,7 @@ class OffloadedTeamSave(OffloadedSave):
         elif failure is not self._told:
             self._error = failure.to_error()
             if failure.rank == self.rank:
-                self._error.__cause__ = self._cause
+                self._error.__cause__ = self._cause or self._error.__cause__
             if self._told is None:
                 self._log_abort(failure)  # else the process has
         self._ended.set()
@@ -154,7 +153,7 @@ class OffloadedTeamSave(OffloadedSave):
                     await self._describe()
             except Exception as error:
                 self._cause = error
-                self._give_up(Failure(reason=describe(error), stage=Stage.JOIN, rank=self.rank))
+                self._give_up(Failure.caused_by(error, stage=Stage.JOIN, rank=self.rank))
                 return
             await self._may_hand_over.wait()
             if self._is_given_up:
@@ -254,9 +253,9 @@ class OffloadedTeamSave(OffloadedSave):
         """The process has told the outcome, the line concludes."""
         error = self._error
         if isinstance(error, ActorSnapError):
-            self._told = failure_of(error)
+            self._told = Failure.of_save(error, stage=Stage.JOIN, rank=0)
         elif error is not None:
-            self._told = Failure(reason=describe(error), stage=Stage.STORE, rank=self.rank)
+            self._told = Failure.caused_by(error, stage=Stage.STORE, rank=self.rank)
         self._post(ProcessFinished(self._told))
 
     # Where there is no process

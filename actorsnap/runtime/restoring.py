@@ -28,8 +28,8 @@ from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
 from actorsnap.runtime.exchange import Reading
 from actorsnap.runtime.host import Host, Script

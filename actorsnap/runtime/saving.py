@@ -31,7 +31,6 @@ from actorsnap.errors import (
     NotASnapshot,
     ObjectExists,
     SnapshotAborted,
-    StateChanged,
     StorageError,
     UnsupportedFormat,
 )
@@ -40,7 +39,7 @@ from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_o
 from actorsnap.lines import Lines
 from actorsnap.options import chunk_within
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -54,7 +53,7 @@ from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 
-__all__ = ["SaveJob", "failure_of"]
+__all__ = ["SaveJob"]
 
 logger = Lines(__name__)
 
@@ -263,7 +262,7 @@ class SaveJob(Job):
                 except ActorSnapError as error:
                     if self._membership is None:
                         raise
-                    self._captured = failure_of(error)
+                    self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
             committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
@@ -530,7 +529,7 @@ class SaveJob(Job):
     def _error(self, failure: Failure) -> ActorSnapError:
         error = failure.to_error()
         if failure.rank in (None, self.rank):
-            error.__cause__ = self._cause
+            error.__cause__ = self._cause or error.__cause__
         elif not isinstance(error, SnapshotAborted):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
@@ -563,21 +562,6 @@ class SaveJob(Job):
 def _where(error: BaseException) -> dict[str, object]:
     """Where a save failed, as fields of a log line."""
     return {name: getattr(error, name, None) for name in ("stage", "key")}
-
-
-def failure_of(error: ActorSnapError) -> Failure:
-    """What rank 0 tells the others of an error that it has met itself."""
-    if isinstance(error, StateChanged):
-        return Failure.of(error, stage=Stage.STAGE, rank=error.rank)
-    if isinstance(error, SnapshotAborted):
-        return Failure(
-            reason=error.reason,
-            stage=Stage(error.stage),
-            rank=error.rank,
-            key=error.key,
-            may_be_visible=error.may_be_committed,
-        )
-    return Failure.of(error, stage=Stage.JOIN, rank=0)
 
 
 def _utc(seconds: float) -> str:

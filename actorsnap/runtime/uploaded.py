@@ -19,11 +19,11 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import ProgressBoard, Recorder
 from actorsnap.options import Options
 from actorsnap.planning.packing import Chunk
+from actorsnap.protocol.failure import EncodedError, Failure, decode, encode
 from actorsnap.protocol.frames import (
     Begun,
     ChunksReleased,
     ChunksStaged,
-    Fault,
     FromProcess,
     Progressed,
     Recorded,
@@ -34,7 +34,6 @@ from actorsnap.protocol.frames import (
     StagingWanted,
     Structure,
 )
-from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.save import Assignment
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import SaveRequest
@@ -68,7 +67,7 @@ class Trainer(Protocol):
         """See ``ArenaView.view``."""
         ...
 
-    def ended(self, number: int, faults: list[Fault] | None) -> None:
+    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
         """Tells it an outcome."""
         ...
 
@@ -184,8 +183,7 @@ class UploadedSave:
         self._in.close()
         self._out.close()
         error = self._job.finished.exception()
-        faults = None if error is None else Fault.chain(error)
-        self._trainer.ended(self._number, faults)
+        self._trainer.ended(self._number, None if error is None else encode(error))
 
     def prepare(self, assignment: Assignment) -> None:
         """Lets the trainer begin, while this process packs."""
@@ -244,7 +242,7 @@ class _ArenaStaging:
                     case StagingWaits():
                         self._order.full.set()
                     case StagingFailed():
-                        raise Fault.to_error(frame.faults)
+                        raise decode(frame.error)
                     case StagingEnded():
                         break
         self._order.full.set()

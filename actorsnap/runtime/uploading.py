@@ -25,6 +25,7 @@ from typing import TypeAlias
 import anyio
 
 from actorsnap.errors import printable
+from actorsnap.protocol.failure import EncodedError, encode_value
 from actorsnap.protocol.frames import (
     Alive,
     AttemptsEnded,
@@ -34,7 +35,6 @@ from actorsnap.protocol.frames import (
     ChangePace,
     EndSave,
     ExpectRanks,
-    Fault,
     Finished,
     FromProcess,
     LeaveTeam,
@@ -48,7 +48,6 @@ from actorsnap.protocol.frames import (
     TeamPlace,
     ToProcess,
 )
-from actorsnap.protocol.messages import sendable
 from actorsnap.release import RELEASE
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
@@ -212,11 +211,11 @@ class _Service:
         """See ``Trainer``."""
         return self._arena.view(offset, nbytes)
 
-    def ended(self, number: int, faults: list[Fault] | None) -> None:
+    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
         """See ``Trainer``."""
         del self._saves[number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
-        self._link.send(Finished(number, faults))
+        self._link.send(Finished(number, error))
         if self._idle is not None and not self._saves:
             self._idle.set()
 
@@ -338,6 +337,6 @@ class _Forwarder(logging.Handler):
                 if name not in _USUAL and isinstance(value, str | int | float | None)
             }
             text = printable(self.format(record))
-            self._service.log(record.levelno, record.name, text, sendable(fields))
+            self._service.log(record.levelno, record.name, text, encode_value(fields))
         except Exception:
             self.handleError(record)

@@ -11,8 +11,15 @@ import trio.testing
 
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Called, Failed, Failure, Labelled, Stage
+from actorsnap.protocol.messages import (
+    Aborted,
+    Arrived,
+    Called,
+    Failed,
+    Labelled,
+)
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.transport.base import Broken, Lost
 from tests.support.network import SimulatedNetwork

@@ -18,6 +18,7 @@ from actorsnap.protocol.calls import (
     Send,
     SendToRank,
 )
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.line import (
     Assigned,
     EndInProcess,
@@ -35,11 +36,9 @@ from actorsnap.protocol.messages import (
     Arrived,
     Committed,
     Failed,
-    Failure,
     Handed,
     Meet,
     SaveInTrainers,
-    Stage,
 )
 
 KILLED = Failure(reason="the uploader process was killed", stage=Stage.STORE, rank=1)

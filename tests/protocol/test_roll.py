@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, SnapshotAborted, UsageError
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label, named_ranks
 from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
@@ -20,9 +21,7 @@ from actorsnap.protocol.messages import (
     AskLabel,
     Called,
     Failed,
-    Failure,
     Labelled,
-    Stage,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (
