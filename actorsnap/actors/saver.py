@@ -28,7 +28,7 @@ from actorsnap.actors.objects import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.staging import StagingActor, sources_of
-from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, Phase, ProgressBoard, Recorder, Work
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.checksum import crc32c
@@ -108,7 +108,7 @@ class Saver:
         on_eager_staged: Called when everything but the lazy part is copied.
         remembered: The plan of the group's last save, with its digest.
         timeout_s: The coordinator's.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -133,7 +133,7 @@ class Saver:
         on_eager_staged: Callable[[], None] = lambda: None,
         remembered: tuple[bytes, RankPlan] | None = None,
         timeout_s: float = math.inf,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
         self._rank = rank
@@ -241,8 +241,7 @@ class Saver:
             logger.debug("%s: %s failed", self._board.label, stage, exc_info=error)
         self._on_failure(error)
         failure = Failure.caused_by(error, stage=stage, rank=rank, key=key)
-        if self._recorder is not None:
-            self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
+        self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
         if isinstance(error, StateChanged):
             return Failure.of(StateChanged(path=error.path, rank=rank), stage=stage, rank=rank)
         if stage is Stage.PLAN and isinstance(error, UsageError):
@@ -252,11 +251,10 @@ class Saver:
     # The save -------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        row = None if self._recorder is None else self._recorder.add_row("participant")
+        row = self._recorder.add_row("participant")
         with self._during(Stage.JOIN):
             scopes, assignment = await self._join()
-        if row is not None:
-            row.note(Work.AGREE)
+        row.note(Work.AGREE)
         self._attempt = assignment.attempt
         if self._stager is not None:
             self._stager.prepare(assignment)
@@ -408,8 +406,7 @@ class Saver:
             self._announce_staged()
 
     def _announce_staged(self) -> None:
-        if self._recorder is not None:
-            self._recorder.mark("staged")
+        self._recorder.mark("staged")
         self._board.enter(Phase.STORING)
         self._on_staged()
 
@@ -437,12 +434,11 @@ class Saver:
         key = manifest_key(assignment.attempt, self._rank)
         objects = self._objects
         assert objects is not None
-        with self._during(Stage.STORE, key), row_of(self._recorder, "objects") as row:
+        with self._during(Stage.STORE, key), self._recorder.row("objects") as row:
             encode_all = functools.partial(self._encode_manifest, assignment, plans, ledgers)
             data = await self._errands.run_blocking(encode_all)
             await objects.put(key, data)
-            if row is not None:
-                row.note(Work.MANIFEST, key, 0, len(data))
+            row.note(Work.MANIFEST, key, 0, len(data))
         return Stored(len(data), crc32c(data))
 
     # Pure parts -----------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ class OffloadedSave(Job):
             metadata=msgspec.json.encode(request.metadata),
             step=request.step,
             after=after,
-            records=self._observation is not None,
+            records=self._observation.is_watched,
         )
 
     def on_begun(self) -> None:
@@ -257,13 +257,12 @@ class OffloadedSave(Job):
         self.board.add(hashed=hashed, stored=stored)
 
     def on_recorded(self, frame: Recorded) -> None:
-        if self._observation is not None:
-            self._observation.attempt = frame.attempt
-            record = msgspec.msgpack.decode(frame.record, type=Record)
-            # When the trainer may go on is known here.
-            marks = [mark for mark in record.marks if mark.name != "staged"]
-            record = msgspec.structs.replace(record, marks=marks)
-            self._observation.adopt(record, frame.retries)
+        self._observation.attempt = frame.attempt
+        record = msgspec.msgpack.decode(frame.record, type=Record)
+        # When the trainer may go on is known here.
+        marks = [mark for mark in record.marks if mark.name != "staged"]
+        record = msgspec.structs.replace(record, marks=marks)
+        self._observation.adopt(record, frame.retries)
 
     def on_finished(self, frame: Finished) -> None:
         if frame.error is not None:
@@ -298,7 +297,7 @@ class OffloadedSave(Job):
             fence=self.fence,
             observation=self._observation,
         )
-        self._captured = self._observation = None
+        self._captured, self._observation = None, Observation("save")
         job.board.subscribe(lambda: self.board.show(job.board.latest))
         if self.fence is not None:
             _pass_on(job.eager_staged, self.eager_staged)
@@ -330,8 +329,7 @@ class OffloadedSave(Job):
             return
         self._captured = None
         self._has_staged = True
-        if self._observation is not None:
-            self._observation.recorder.mark("staged")
+        self._observation.recorder.mark("staged")
         self._say(StagingEnded(self._number))
         self.board.enter(Phase.STORING)
         self.staged.set_result(None)
@@ -358,7 +356,7 @@ class OffloadedSave(Job):
             # One chunk waits for each thread, so that none idles while the loop hands on the last.
             num_copiers=2 * self._host.num_workers,
             board=self.board,
-            recorder=None if self._observation is None else self._observation.recorder,
+            recorder=self._observation.recorder,
             fence=self.fence,
             on_eager_staged=self._on_eager_staged,
         )

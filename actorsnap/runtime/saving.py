@@ -106,7 +106,7 @@ class SaveJob(Job):
         self._stager = stager
         self._after = after
         self._cause = cause
-        self._recorder = None if observation is None else observation.recorder
+        self._recorder = self._observation.recorder
         self._resumed: tuple[str, ...] = ()
         # Of rank 0; the others are told.
         self._attempt = host.new_attempt() if self.rank == 0 else None
@@ -162,7 +162,7 @@ class SaveJob(Job):
                         run_blocking=self._host.run_blocking,
                         run_bulk=self._host.run_bulk,
                         label=self.label,
-                        on_retry=None if self._observation is None else self._observation.on_retry,
+                        on_retry=self._observation.on_retry,
                         deadline=anyio.current_time() + self._request.left_s,
                     )
                 )
@@ -243,8 +243,7 @@ class SaveJob(Job):
         )
 
     async def _end_observation(self, error: BaseException | None) -> None:
-        if self._observation is not None:
-            self._observation.attempt = self._told
+        self._observation.attempt = self._told
         await super()._end_observation(error)
 
     async def _save(self, errands: Errands) -> None:

@@ -181,8 +181,7 @@ def _prepare(
         leaves = captured.leaves
         lazy = find_lazy(call.app_state, leaves, is_guarded=was_guarded)
         fence = Fence(lazy, leaves)
-    if observation is not None:
-        observation.caller.note(Work.CAPTURE)
+    observation.caller.note(Work.CAPTURE)
     request = SaveRequest(
         place=place,
         overwrite=call.overwrite,

@@ -126,7 +126,7 @@ class UploadedSave:
             rebuild(structure, current),
             copies=True,
             membership=membership,
-            observation=Observation("save", [self._send_record]) if frame.records else None,
+            observation=Observation("save", [self._send_record] if frame.records else ()),
             stager=self,
             after=frame.after,
         )
