@@ -652,7 +652,10 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def _print_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Aligned on a terminal, with tabs between them in a pipe."""
+    """Prints cells aligned on a terminal, with tabs between them in a pipe.
+
+    Not by ``rich.table``, which cuts paths at the terminal's width: see decision 0001.
+    """
     if not sys.stdout.isatty():
         sys.stdout.writelines("\t".join(map(_one_line, row)) + "\n" for row in rows)
         return

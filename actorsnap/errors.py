@@ -53,7 +53,6 @@ __all__ = [
     "did_you_mean",
     "notes_of",
     "printable",
-    "rebuild",
     "text_of",
 ]
 
@@ -112,18 +111,6 @@ def describe(error: BaseException) -> str:
     """Returns the class, the message and the notes of an exception on one line. Never raises."""
     name, text = type(error).__name__, text_of(error)
     return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
-
-
-def rebuild(kind: str, fields: dict[str, Any]) -> ActorSnapError:
-    """The error of the class named ``kind`` with these ``fields``, as another process said it.
-
-    Raises:
-        LookupError, TypeError: there is no such error.
-    """
-    if kind not in __all__:
-        raise LookupError(kind)
-    error: ActorSnapError = globals()[kind](**fields)
-    return error
 
 
 class ActorSnapError(Exception):

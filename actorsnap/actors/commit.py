@@ -16,14 +16,12 @@ import anyio.lowlevel
 
 from actorsnap.actors.errands import Errands, first_error
 from actorsnap.actors.reader import find_commit
-from actorsnap.actors.trace import Recorder, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, Recorder, Work
 from actorsnap.errors import (
-    ActorSnapError,
     ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
-    describe,
 )
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -33,7 +31,7 @@ from actorsnap.format.manifest import (
     encode_commit,
 )
 from actorsnap.lines import Lines
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.storage.many import for_each
@@ -102,7 +100,7 @@ class CommitActor:
         deadline: The call's, as the event loop's time.
         absence: Returns why other ranks have given this process up; None if they have not.
         on_failure: Gets the exception of a failed commit, before it is reported.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
 
     Attributes:
         committed: The commit object, once it was written.
@@ -120,7 +118,7 @@ class CommitActor:
         deadline: float,
         absence: Callable[[], Awaitable[str | None]],
         on_failure: Callable[[BaseException], None],
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self._template = template
         self._records = records
@@ -163,13 +161,12 @@ class CommitActor:
             if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
             self._is_asked = True
-            with row_of(self._recorder, "coordinator") as row:
+            with self._recorder.row("coordinator") as row:
                 if self._template.overwrite:
                     await self._storage.put(COMMIT_KEY, [memoryview(data)])
                 else:
                     await self._storage.put_if_absent(COMMIT_KEY, data)
-                if row is not None:
-                    row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
+                row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
         except BaseException as error:  # any error of a backend: stored data must not be lost
             if ends_this_task(error):
                 raise
@@ -223,11 +220,11 @@ class CommitActor:
                 detail="another snapshot was committed at this path meanwhile",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
-        return Failure(
-            reason=str(error) if isinstance(error, ActorSnapError) else describe(error),
+        return Failure.caused_by(
+            error,
             stage=Stage.COMMIT,
             rank=0,
-            key=(error.key if isinstance(error, StorageError) else None) or COMMIT_KEY,
+            key=COMMIT_KEY,
             may_be_visible=visible in (_Visible.OURS, _Visible.UNKNOWN),
         )
 

@@ -93,7 +93,7 @@ class CompressedStore:
         views: Sequence[memoryview],
         itemsizes: Sequence[int],
         checksum: int,
-        row: Row | None,
+        row: Row,
     ) -> StoredChunk:
         """Stores the chunk of the object ``key`` that begins at its byte ``start``.
 
@@ -108,8 +108,7 @@ class CompressedStore:
         """
         nbytes = sum(map(len, views))
         with await self._room.lease(nbytes):
-            if row is not None:
-                row.note(Wait.MEMORY)
+            row.note(Wait.MEMORY)
             lease, packing = await self._compress(key, start, views, itemsizes, row)
             with lease:
                 if packing.frames:
@@ -118,8 +117,7 @@ class CompressedStore:
                     checksum = packing.checksum
         if not packing.frames:
             await self._storage.put(chunk_key(key, start), views)
-        if row is not None:
-            row.note(Work.STORE, key, start, packing.size or nbytes)
+        row.note(Work.STORE, key, start, packing.size or nbytes)
         return StoredChunk(start, start + nbytes, checksum, tuple(packing.frames))
 
     async def _compress(
@@ -128,15 +126,13 @@ class CompressedStore:
         start: int,
         views: Sequence[memoryview],
         itemsizes: Sequence[int],
-        row: Row | None,
+        row: Row,
     ) -> tuple[Lease, _Packing]:
         """Returns memory that holds the frames, and which these are."""
         async with self._threads:
-            if row is not None:
-                row.note(Wait.THREAD)
+            row.note(Wait.THREAD)
             lease = await self._budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
-            if row is not None:
-                row.note(Wait.MEMORY)
+            row.note(Wait.MEMORY)
             try:
                 packing = _Packing(views, itemsizes, self._codec, lease.view)
                 while await self._run_blocking(_take_turn, packing, key, start, row):
@@ -160,9 +156,7 @@ def shrinks(done_bytes: int, packed_bytes: int, num_frames: int, *, of_bytes: in
     return not is_tried or packed_bytes <= done_bytes * (1 - _MIN_SAVED)
 
 
-def _take_turn(packing: _Packing, key: str, start: int, row: Row | None) -> bool:
-    if row is None:
-        return packing.turn()
+def _take_turn(packing: _Packing, key: str, start: int, row: Row) -> bool:
     row.note(Wait.THREAD)
     done = packing.done
     is_left = packing.turn()

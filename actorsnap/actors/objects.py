@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import anyio
 
 from actorsnap.actors.compressing import CompressedObject
-from actorsnap.actors.trace import Recorder, Work, row_of
+from actorsnap.actors.trace import Recorder, Work
 from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key
 from actorsnap.planning.packing import ObjectPlan
@@ -31,7 +31,7 @@ class RankObjects:
         attempt: The attempt that they belong to.
         resumed: Dead attempts, the newest first, whose objects are used.
         is_compressed: Each chunk is an object of its own: there is nothing to open.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
 
     Attributes:
         plans, storage, attempt: As given.
@@ -45,7 +45,7 @@ class RankObjects:
         attempt: str,
         resumed: Sequence[str],
         is_compressed: bool,
-        recorder: Recorder | None,
+        recorder: Recorder,
     ) -> None:
         self.plans = plans
         self.storage = storage
@@ -79,14 +79,13 @@ class RankObjects:
         plan = self.plans[number]
         name = plan.key.removeprefix(f"{self.attempt}/")
         older = [f"{attempt}/{name}" for attempt in self._resumed]
-        with row_of(self._recorder, "objects") as row:
+        with self._recorder.row("objects") as row:
             self._writers[number] = (
                 CompressedObject(plan.key, plan.size)
                 if self._is_compressed
                 else await self.storage.writer(plan.key, plan.size, older=older)
             )
-            if row is not None:
-                row.note(Work.OPEN, plan.key)
+            row.note(Work.OPEN, plan.key)
         self._opened[number].set()
 
     async def join(self, tokens: Sequence[Token]) -> None:
@@ -120,10 +119,9 @@ class RankObjects:
 
     async def complete(self, number: int) -> None:
         """Makes an object durable that this rank has opened."""
-        with row_of(self._recorder, "objects") as row:
+        with self._recorder.row("objects") as row:
             await self._writers[number].complete()
-            if row is not None:
-                row.note(Work.COMPLETE, self.plans[number].key)
+            row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
 
     async def release(self, number: int) -> None:

@@ -18,7 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.actors.budget import Budget, Purpose
-from actorsnap.actors.trace import Recorder, Row, Wait, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, Recorder, Row, Wait, Work
 from actorsnap.errors import (
     ChecksumMismatch,
     FormatError,
@@ -338,7 +338,7 @@ class FetcherPool:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class FetcherPool:
         chunk_bytes: int,
         max_gap_bytes: int,
         num_fetchers: int,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self._storage = storage
         self._run_blocking = run_blocking
@@ -376,11 +376,10 @@ class FetcherPool:
         has_ended = False
         read_bytes: list[int] = []  # by read; threads may append to it
 
-        def drain(row: Row | None) -> bool:
+        def drain(row: Row) -> bool:
             """Reads on this thread for a while; True if there may be more."""
             nbytes = 0
-            if row is not None:
-                row.note(Wait.THREAD)
+            row.note(Wait.THREAD)
             for read in ready:
                 with _missing_is_damage(read):
                     read_bytes.append(self._read_in_place(requests, read, row))
@@ -390,7 +389,7 @@ class FetcherPool:
             return False
 
         async def work() -> None:
-            with row_of(self._recorder, "fetcher") as row:
+            with self._recorder.row("fetcher") as row:
                 while await self._run_blocking(drain, row):
                     pass
                 for read in rest:
@@ -456,7 +455,7 @@ class FetcherPool:
         return in_place, others, chunks
 
     async def _fetch_one(
-        self, requests: Sequence[Request], read: Read, chunks: ChunkMap | None, row: Row | None
+        self, requests: Sequence[Request], read: Read, chunks: ChunkMap | None, row: Row
     ) -> None:
         if chunks is not None:
             await self._fetch_compressed(requests, read, chunks, row)
@@ -464,30 +463,24 @@ class FetcherPool:
         place = read.key, read.start, read.stop - read.start
         if _is_addressable(requests, read):
             targets = await self._run_blocking(lambda: list(_targets(requests, read)))
-            if row is not None:
-                row.note(Wait.THREAD)
+            row.note(Wait.THREAD)
             await self._storage.read_into(read.key, read.start, [t.view for t in targets])
-            if row is not None:
-                row.note(Work.READ, *place)
+            row.note(Work.READ, *place)
             if self._verify:
-                verify = (
-                    _verify_all if row is None else row.around(_verify_all, Work.VERIFY, *place)
-                )
+                verify = row.around(_verify_all, Work.VERIFY, *place)
                 await self._run_blocking(verify, targets)
             return
         with await self._budget.lease(read.stop - read.start, Purpose.READING) as lease:
-            if row is not None:
-                row.note(Wait.MEMORY)
+            row.note(Wait.MEMORY)
             if self._storage.capabilities.has_blocking_io:
                 await self._run_blocking(self._read_through, requests, read, lease.view, row)
             else:
                 await self._storage.read_into(read.key, read.start, [lease.view])
-                if row is not None:
-                    row.note(Work.READ, *place)
+                row.note(Work.READ, *place)
                 await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
     async def _fetch_compressed(
-        self, requests: Sequence[Request], read: Read, chunks: ChunkMap, row: Row | None
+        self, requests: Sequence[Request], read: Read, chunks: ChunkMap, row: Row
     ) -> None:
         nbytes = read.stop - read.start
         if _is_addressable(requests, read):
@@ -495,12 +488,10 @@ class FetcherPool:
             await self._fill(requests, read, chunks, [target.view for target in targets], row)
             if self._verify:
                 await self._run_blocking(_verify_all, targets)
-                if row is not None:
-                    row.note(Work.VERIFY, read.key, read.start, nbytes)
+                row.note(Work.VERIFY, read.key, read.start, nbytes)
             return
         with await self._budget.lease(nbytes, Purpose.READING) as lease:
-            if row is not None:
-                row.note(Wait.MEMORY)
+            row.note(Wait.MEMORY)
             await self._fill(requests, read, chunks, [lease.view], row)
             await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
@@ -510,15 +501,14 @@ class FetcherPool:
         read: Read,
         chunks: ChunkMap,
         views: Sequence[memoryview],
-        row: Row | None,
+        row: Row,
     ) -> None:
         """Fills ``views`` with the bytes of a compressed object that ``read`` says."""
         extents = list(chunks.extents(read.start, read.stop))
         scratch_bytes = max([1, *[extent.size for extent in extents if extent.frames]])
         decompress = functools.partial(_decompress, requests, read)
         with await self._budget.lease(scratch_bytes, Purpose.DECOMPRESSING) as lease:
-            if row is not None:
-                row.note(Wait.MEMORY)
+            row.note(Wait.MEMORY)
             for extent in extents:
                 into = _Window(views, read.start).within(extent.start, extent.stop)
                 stored = [lease.view[: extent.size]] if extent.frames else into.views
@@ -528,28 +518,25 @@ class FetcherPool:
                     )
                     continue
                 await self._storage.read_into(extent.key, extent.offset, stored)
-                if row is not None:
-                    row.note(Work.READ, extent.key, extent.offset, extent.size)
+                row.note(Work.READ, extent.key, extent.offset, extent.size)
                 if extent.frames:
                     await self._run_blocking(decompress, extent, stored[0], into, row)
 
     def _read_extent(
         self,
-        decompress: Callable[[Extent, memoryview, _Window, Row | None], None],
+        decompress: Callable[[Extent, memoryview, _Window, Row], None],
         extent: Extent,
         stored: Sequence[memoryview],
         into: _Window,
-        row: Row | None,
+        row: Row,
     ) -> None:
-        if row is not None:
-            row.note(Wait.THREAD)
+        row.note(Wait.THREAD)
         self._storage.read_into_blocking(extent.key, extent.offset, [stored])
-        if row is not None:
-            row.note(Work.READ, extent.key, extent.offset, extent.size)
+        row.note(Work.READ, extent.key, extent.offset, extent.size)
         if extent.frames:
             decompress(extent, stored[0], into, row)
 
-    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row | None) -> int:
+    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row) -> int:
         """Returns how many bytes were filled and verified."""
         filled: list[int] = []
         batches = self._batches(requests, read, row, filled)
@@ -557,7 +544,7 @@ class FetcherPool:
         return sum(filled)
 
     def _batches(
-        self, requests: Sequence[Request], read: Read, row: Row | None, filled: list[int]
+        self, requests: Sequence[Request], read: Read, row: Row, filled: list[int]
     ) -> Iterator[Sequence[memoryview]]:
         """Views to fill, up to 1 MiB at a time, verified while they are in the CPU's cache."""
         at, nbytes = read.start, 0
@@ -575,28 +562,24 @@ class FetcherPool:
         filled.append(nbytes)
 
     def _end_batch(
-        self, batch: Sequence[_Target], key: str, at: int, nbytes: int, row: Row | None
+        self, batch: Sequence[_Target], key: str, at: int, nbytes: int, row: Row
     ) -> None:
         """Verifies what was just read."""
-        if row is not None:
-            row.note(Work.READ, key, at, nbytes)
+        row.note(Work.READ, key, at, nbytes)
         if self._verify:
             _verify_all(batch)
-            if row is not None:
-                row.note(Work.VERIFY, key, at, nbytes)
+            row.note(Work.VERIFY, key, at, nbytes)
 
     def _read_through(
-        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row | None
+        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row
     ) -> None:
-        if row is not None:
-            row.note(Wait.THREAD)
+        row.note(Wait.THREAD)
         self._storage.read_into_blocking(read.key, read.start, [[memory]])
-        if row is not None:
-            row.note(Work.READ, read.key, read.start, len(memory))
+        row.note(Work.READ, read.key, read.start, len(memory))
         self._deliver(requests, read, memory, row)
 
     def _deliver(
-        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row | None
+        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row
     ) -> None:
         at = 0
         for gap, part in zip(read.gaps, read.parts, strict=True):
@@ -610,8 +593,7 @@ class FetcherPool:
                 request.sink.view(part.start, part.stop)[:] = view
             else:
                 request.sink.copy_from(part.start, view)
-        if row is not None:
-            row.note(Work.PLACE, read.key, read.start, len(memory))
+        row.note(Work.PLACE, read.key, read.start, len(memory))
 
 
 @contextmanager
@@ -655,15 +637,14 @@ def _decompress(
     extent: Extent,
     stored: memoryview,
     into: _Window,
-    row: Row | None,
+    row: Row,
 ) -> None:
     """Fills ``into`` with what the frames of an extent have of it.
 
     Raises:
         ChecksumMismatch: one is damaged; names what was wanted of it.
     """
-    if row is not None:
-        row.note(Wait.THREAD)
+    row.note(Wait.THREAD)
     unpacker = Unpacker(extent.key)
     scratch = memoryview(b"")
     at, position = extent.start, 0
@@ -687,8 +668,7 @@ def _decompress(
                 view[:] = scratch[low : low + len(view)]
                 low += len(view)
         at, position = stop, position + size
-    if row is not None:
-        row.note(Work.DECOMPRESS, extent.key, extent.start, extent.stop - extent.start)
+    row.note(Work.DECOMPRESS, extent.key, extent.start, extent.stop - extent.start)
 
 
 def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -> str:

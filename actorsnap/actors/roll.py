@@ -13,16 +13,15 @@ import anyio
 
 from actorsnap.lines import Lines
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import (
     Aborted,
     Absent,
     AskLabel,
     Failed,
-    Failure,
     FromCoordinator,
     Labelled,
-    Stage,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (

@@ -14,7 +14,8 @@ import anyio.lowlevel
 from actorsnap.errors import ActorSnapError, RestoreAborted
 from actorsnap.protocol import rounds
 from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.messages import Failed, Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Failed
 from actorsnap.protocol.rounds import (
     Abort,
     Answer,

@@ -27,9 +27,9 @@ from actorsnap.actors.objects import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.staging import StagingActor, sources_of
-from actorsnap.actors.trace import Phase, ProgressBoard, Recorder, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, Phase, ProgressBoard, Recorder, Work
 from actorsnap.actors.uploader import UploaderActor
-from actorsnap.errors import ActorSnapError, StateChanged, StorageError, UsageError, describe
+from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
@@ -37,7 +37,8 @@ from actorsnap.format.manifest import encode_rank_manifest
 from actorsnap.lines import Lines
 from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
-from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Token
 from actorsnap.protocol.rounds import Participant
 from actorsnap.protocol.save import (
     Assignment,
@@ -106,7 +107,7 @@ class Saver:
         on_eager_staged: Called when everything but the lazy part is copied.
         remembered: The plan of the group's last save, with its digest.
         timeout_s: The coordinator's.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -131,7 +132,7 @@ class Saver:
         on_eager_staged: Callable[[], None] = lambda: None,
         remembered: tuple[bytes, RankPlan] | None = None,
         timeout_s: float = math.inf,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
         self._rank = rank
@@ -225,24 +226,20 @@ class Saver:
         if not isinstance(error, ActorSnapError):
             logger.debug("%s: %s failed", self._board.label, stage, exc_info=error)
         self._on_failure(error)
-        if isinstance(error, StorageError) and error.key:
-            key = error.key
-        if self._recorder is not None:
-            self._recorder.mark(f"{stage} failed", key=key or "", error=describe(error))
+        failure = Failure.caused_by(error, stage=stage, rank=rank, key=key)
+        self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
         if isinstance(error, StateChanged):
             return Failure.of(StateChanged(path=error.path, rank=rank), stage=stage, rank=rank)
         if stage is Stage.PLAN and isinstance(error, UsageError):
             return Failure.of(error, stage=stage, rank=rank)
-        reason = str(error) if isinstance(error, ActorSnapError) else describe(error)
-        return Failure(reason=reason, stage=stage, rank=rank, key=key)
+        return failure
 
     # The save -------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        with self._during(Stage.JOIN), row_of(self._recorder, "participant") as row:
+        with self._during(Stage.JOIN), self._recorder.row("participant") as row:
             scopes, assignment = await self._join()
-            if row is not None:
-                row.note(Work.AGREE)
+            row.note(Work.AGREE)
         if self._stager is not None:
             self._stager.prepare(assignment)
         storage = await self._open_storage(assignment)
@@ -379,8 +376,7 @@ class Saver:
             self._announce_staged()
 
     def _announce_staged(self) -> None:
-        if self._recorder is not None:
-            self._recorder.mark("staged")
+        self._recorder.mark("staged")
         self._board.enter(Phase.STORING)
         self._on_staged()
 
@@ -415,11 +411,10 @@ class Saver:
             )
             return encode_rank_manifest(manifest)
 
-        with self._during(Stage.STORE, key), row_of(self._recorder, "objects") as row:
+        with self._during(Stage.STORE, key), self._recorder.row("objects") as row:
             data = await self._errands.run_blocking(encode_manifest)
             await objects.put(key, data)
-            if row is not None:
-                row.note(Work.MANIFEST, key, 0, len(data))
+            row.note(Work.MANIFEST, key, 0, len(data))
         return Stored(len(data), crc32c(data))
 
     # Pure parts -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import anyio
 from actorsnap.actors.budget import Budget, Lease
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
-from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.state.leaves import Leaf
 from actorsnap.state.memory import ByteSource, PartSource, gather
@@ -39,7 +39,7 @@ class StagingActor:
             only what cannot be read in place.
         budget: Lends the memory for copies.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
         fence: Says which chunk comes next, and hears of each that is copied. Without one they are
             copied in the order of ``order``.
         on_eager_staged: Called when all is copied that is not to be copied lazily; with a fence.
@@ -55,7 +55,7 @@ class StagingActor:
         run_blocking: RunBlocking,
         num_copiers: int,
         board: ProgressBoard,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
         fence: Fence | None = None,
         on_eager_staged: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,7 +118,7 @@ class StagingActor:
                 self._on_eager_staged()
 
     async def _stage_next(self, chunks: Iterator[Chunk], copier: int) -> None:
-        with row_of(self._recorder, "staging") as row:
+        with self._recorder.row("staging") as row:
             while (chunk := await self._next(chunks, copier)) is not None:
                 staged = await self._stage(chunk, row)
                 try:
@@ -129,16 +129,14 @@ class StagingActor:
                         staged.lease.release()
                     raise
                 self._board.add(staged=chunk.stop - chunk.start)
-                if row is not None:
-                    self._note_sent(row)
+                self._note_sent(row)
 
     def _note_sent(self, row: Row) -> None:
-        assert self._recorder is not None
         row.note(Wait.ROOM)
-        self._recorder.sample("staged chunks", self._out.statistics().current_buffer_used)
-        self._recorder.sample("leased bytes", self._budget.statistics().leased_bytes)
+        self._recorder.sample("staged chunks", lambda: self._out.statistics().current_buffer_used)
+        self._recorder.sample("leased bytes", lambda: self._budget.statistics().leased_bytes)
 
-    async def _stage(self, chunk: Chunk, row: Row | None) -> StagedChunk:
+    async def _stage(self, chunk: Chunk, row: Row) -> StagedChunk:
         plan = self._objects[chunk.object]
         sources = self._sources[chunk.object]
         pieces = list(plan.pieces(chunk))
@@ -152,10 +150,8 @@ class StagingActor:
         if self._budget.would_wait(nbytes):
             self._full.set()
         lease = await self._lease(nbytes)
-        copy = gather
-        if row is not None:
-            row.note(Wait.MEMORY)
-            copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
+        row.note(Wait.MEMORY)
+        copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
         try:
             await self._run_blocking(copy, sources, pieces, lease.view, lease.pin)
         except BaseException:

@@ -2,8 +2,8 @@
 
 The board is for whoever waits: it holds only the latest state, so that a slow reader skips
 states, never holds up a save, and nothing queues for it. The recorder is for whoever wants to
-know afterwards where the time went; a call has one only if somebody asked. It knows no files and
-no clock but the one it is given.
+know afterwards where the time went; a call that nobody watches has ``NULL_RECORDER``. It knows no
+files and no clock but the one it is given.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
 from actorsnap.lines import Lines
 
 __all__ = [
+    "NULL_RECORDER",
     "Mark",
     "Phase",
     "Progress",
@@ -33,7 +34,6 @@ __all__ = [
     "Totals",
     "Wait",
     "Work",
-    "row_of",
 ]
 
 T = TypeVar("T")
@@ -374,17 +374,56 @@ class Recorder:
         if len(self.marks) < _MAX_SPANS:
             self.marks.append(Mark(self._clock(), name, details))
 
-    def sample(self, name: str, value: int) -> None:
+    def sample(self, name: str, measure: Callable[[], int]) -> None:
         """Notes a quantity; on any thread."""
         if len(self.samples) < _MAX_SPANS:
-            self.samples.append(Sample(self._clock(), name, value))
+            self.samples.append(Sample(self._clock(), name, measure()))
 
 
-@contextmanager
-def row_of(recorder: Recorder | None, actor: str) -> Iterator[Row | None]:
-    """``recorder.row``; None where nothing is recorded."""
-    if recorder is None:
-        yield None
-        return
-    with recorder.row(actor) as row:
-        yield row
+class _NullRow(Row):
+    """A row that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("", lambda: 0)
+
+    def restart(self) -> None:
+        """Does nothing."""
+
+    def note(self, kind: Kind, key: str = "", offset: int = 0, nbytes: int = 0) -> None:
+        """Does nothing."""
+
+    def around(
+        self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
+    ) -> Callable[P, T]:
+        """Returns ``fn``."""
+        return fn
+
+
+class _NullRecorder(Recorder):
+    """The recorder of a call that nobody watches: it keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0)
+        self._row = _NullRow()
+
+    def add_row(self, actor: str) -> Row:
+        """Returns a row that keeps nothing."""
+        return self._row
+
+    @contextmanager
+    def row(self, actor: str) -> Iterator[Row]:
+        """Yields a row that keeps nothing."""
+        yield self._row
+
+    def adopt(self, record: Record) -> None:
+        """Does nothing."""
+
+    def mark(self, name: str, **details: str | int | float) -> None:
+        """Does nothing."""
+
+    def sample(self, name: str, measure: Callable[[], int]) -> None:
+        """Does nothing: not even ``measure``, which may cost microseconds."""
+
+
+NULL_RECORDER: Final[Recorder] = _NullRecorder()
+"""Recorder of all calls that nobody watches."""

@@ -18,7 +18,7 @@ from actorsnap.actors.compressing import CompressedStore
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.ledger import ChecksumLedger
 from actorsnap.actors.pace import Pace
-from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
+from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
@@ -43,7 +43,7 @@ class UploaderActor:
         resumes: Whether to ask the writers for what dead attempts have left.
         pace: Says when to work; None: always.
         compressed: Stores chunks of compressed objects; None where the objects are plain.
-        recorder: Gets what is done when, if anybody wants to know.
+        recorder: Records what is done when.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class UploaderActor:
         board: ProgressBoard,
         pace: Pace | None = None,
         compressed: CompressedStore | None = None,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self._compressed = compressed
         self._chunks = chunks
@@ -86,10 +86,9 @@ class UploaderActor:
         """
         async with self._chunks:
             await self._begin.wait()
-            with row_of(self._recorder, "uploader") as row:
+            with self._recorder.row("uploader") as row:
                 async for staged in self._chunks:
-                    if row is not None:
-                        self._note_received(row)
+                    self._note_received(row)
                     try:
                         await self._store(staged, row)
                     finally:
@@ -98,23 +97,23 @@ class UploaderActor:
                     self._report(staged.chunk.object)
 
     def _note_received(self, row: Row) -> None:
-        assert self._recorder is not None
         row.note(Wait.CHUNK)
-        self._recorder.sample("staged chunks", self._chunks.statistics().current_buffer_used)
+        self._recorder.sample(
+            "staged chunks", lambda: self._chunks.statistics().current_buffer_used
+        )
 
-    async def _store(self, staged: StagedChunk, row: Row | None) -> None:
+    async def _store(self, staged: StagedChunk, row: Row) -> None:
         writer = await self._writer_of(staged.chunk.object)
-        if row is not None:
-            row.note(Wait.OBJECT)
+        row.note(Wait.OBJECT)
         if self._pace is None:
             await self._store_now(staged, writer, row)
             return
         async with self._pace.working() as has_rested:
-            if row is not None and has_rested:
+            if has_rested:
                 row.note(Wait.PACE)
             await self._store_now(staged, writer, row)
 
-    async def _store_now(self, staged: StagedChunk, writer: ObjectWriter, row: Row | None) -> None:
+    async def _store_now(self, staged: StagedChunk, writer: ObjectWriter, row: Row) -> None:
         ledger = self._ledgers[staged.chunk.object]
         nbytes = staged.chunk.stop - staged.chunk.start
         if self._has_blocking_io and self._compressed is None:
@@ -128,7 +127,7 @@ class UploaderActor:
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
             key, at = ledger.key, staged.chunk.start
-            hashing = _hash if row is None else row.around(_hash, Work.HASH, key, at, nbytes)
+            hashing = row.around(_hash, Work.HASH, key, at, nbytes)
             views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
             self._board.add(hashed=nbytes)
             views = [staged.head, *views]
@@ -140,8 +139,7 @@ class UploaderActor:
                 is_reused = self._resumes and await writer.reuse(at, views, whole)
                 if not is_reused:
                     await writer.write_at(at, views, whole)
-                if row is not None:
-                    row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
+                row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
             self._board.add(stored=nbytes)
         ledger.record(staged, checksums)
 
@@ -164,11 +162,10 @@ def _hash_and_write(
     staged: StagedChunk,
     ledger: ChecksumLedger,
     is_stopped: Callable[[], bool],
-    row: Row | None,
+    row: Row,
 ) -> list[int] | None:
     """Returns the checksums of the blocks; None if it was stopped before the last one."""
-    if row is not None:
-        row.note(Wait.THREAD)
+    row.note(Wait.THREAD)
     checksums: list[int] = []
     at = staged.chunk.start
     batch: list[memoryview] = [staged.head]
@@ -197,12 +194,9 @@ def _write(
     at: int,
     batch: Sequence[memoryview],
     nbytes: int,
-    row: Row | None,
+    row: Row,
 ) -> None:
     """Writes a batch that was just hashed."""
-    if row is None:
-        writer.write_at_blocking(at, batch)
-        return
     row.note(Work.HASH, key, at, nbytes)
     writer.write_at_blocking(at, batch)
     row.note(Work.STORE, key, at, nbytes)

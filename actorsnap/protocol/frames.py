@@ -12,18 +12,14 @@ counts the chunks in ``packing.write_order``.
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, attribute_of, printable, rebuild, text_of
 from actorsnap.format.manifest import MemoryFormat
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
-from actorsnap.protocol.messages import sendable
+from actorsnap.protocol.failure import EncodedError
 
 __all__ = [
     "AbsenceAsked",
@@ -39,7 +35,6 @@ __all__ = [
     "ChunksStaged",
     "EndReceived",
     "EndSave",
-    "Fault",
     "Finished",
     "FromProcess",
     "LeaveTeam",
@@ -60,65 +55,6 @@ __all__ = [
     "TeamRank",
     "ToProcess",
 ]
-
-_MAX_CAUSES = 8
-
-
-class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An exception of another process.
-
-    Attributes:
-        kind: Name of its class.
-        fields: Of an ``ActorSnapError``; of an ``OSError`` its number, text and file name.
-    """
-
-    kind: str
-    text: str
-    fields: dict[str, Any] = {}
-
-    @classmethod
-    def chain(cls, error: BaseException) -> list[Fault]:
-        """The error, its cause, the cause of that, and so on. Never raises: who waits for it would
-        wait for ever.
-        """
-        faults: list[Fault] = []
-        seen: BaseException | None = error
-        while seen is not None and len(faults) < _MAX_CAUSES:
-            faults.append(cls._of(seen))
-            seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-        return faults
-
-    @classmethod
-    def _of(cls, error: BaseException) -> Fault:
-        kind, text = type(error).__name__, printable(text_of(error))
-        fields: dict[str, Any] = {}
-        if isinstance(error, ActorSnapError):
-            fields = attribute_of(error, "fields") or {}
-        elif isinstance(error, OSError) and isinstance(attribute_of(error, "errno"), int):
-            fields = {name: attribute_of(error, name) for name in ("errno", "strerror", "filename")}
-        return cls(kind, text, sendable(fields))
-
-    @staticmethod
-    def to_error(faults: Sequence[Fault]) -> Exception:
-        """The first of a chain, with the others as its causes."""
-        first: Exception | None = None
-        for fault in reversed(faults):
-            error = fault._rebuilt()
-            error.__cause__ = first
-            first = error
-        assert first is not None
-        return first
-
-    def _rebuilt(self) -> Exception:
-        with suppress(LookupError, TypeError):
-            return rebuild(self.kind, self.fields)
-        if "errno" in self.fields:
-            return OSError(*[self.fields[name] for name in ("errno", "strerror", "filename")])
-        kind = getattr(builtins, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            with suppress(TypeError):  # one that is made of more than a text
-                return kind(self.text)
-        return RuntimeError(f"{self.kind}: {self.text}")
 
 
 class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -250,10 +186,10 @@ class StagingEnded(_Frame, frozen=True, tag="e"):
 
 
 class StagingFailed(_Frame, frozen=True, tag="f"):
-    """No more chunks come: the error, and what caused it."""
+    """No more chunks come."""
 
     number: int
-    faults: list[Fault]
+    error: tuple[EncodedError, ...]
 
 
 class CancelSave(_Frame, frozen=True, tag="x"):
@@ -434,11 +370,11 @@ class Finished(_Frame, frozen=True, tag="f"):
     """The outcome.
 
     Attributes:
-        faults: None if it is committed; else the error, and what caused it.
+        error: None if it is committed.
     """
 
     number: int
-    faults: list[Fault] | None
+    error: tuple[EncodedError, ...] | None
 
 
 class Recorded(_Frame, frozen=True, tag="t"):

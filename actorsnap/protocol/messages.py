@@ -8,12 +8,11 @@ its attempt: the transport tells saves apart, and gives none of one to another.
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ActorSnapError, SnapshotAborted, printable, rebuild
+from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.labels import Label
 
 __all__ = [
@@ -23,93 +22,13 @@ __all__ = [
     "Ask",
     "AskLabel",
     "Failed",
-    "Failure",
     "FromCoordinator",
     "Labelled",
     "Proceed",
     "Repeat",
-    "Stage",
     "ToCoordinator",
     "Token",
-    "sendable",
 ]
-
-
-class Stage(StrEnum):
-    """Where in a save or a restore something failed."""
-
-    CAPTURE = "capture"
-    JOIN = "join"
-    PLAN = "plan"
-    STAGE = "stage"
-    STORE = "store"
-    COMMIT = "commit"
-    COMPARE = "compare"
-    READ = "read"
-    LOAD = "load"
-    CANCEL = "cancel"
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why an attempt ends without commit, or a restore; the same on every rank.
-
-    Attributes:
-        reason: For people.
-        stage: Where it began.
-        rank: On which rank, or None.
-        key: The object concerned, or None.
-        error: The error to raise on every rank: name of a class in ``errors`` and its fields,
-            as msgpack. Empty: ``SnapshotAborted``, from the above.
-        may_be_visible: The commit failed in a way that may have left the commit object in
-            place. What it names must then stay, or readers would find a broken snapshot.
-    """
-
-    reason: str
-    stage: Stage
-    rank: int | None = None
-    key: str | None = None
-    error: bytes = b""
-    may_be_visible: bool = False
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "reason", printable(self.reason))
-        if self.key is not None:
-            msgspec.structs.force_setattr(self, "key", printable(self.key))
-
-    @classmethod
-    def of(
-        cls, error: ActorSnapError, *, stage: Stage, rank: int | None = None, key: str | None = None
-    ) -> Failure:
-        """The failure that is to be raised as ``error`` is."""
-        fields = sendable(error.fields)
-        packed = msgspec.msgpack.encode((type(error).__name__, fields))
-        return cls(reason=str(error), stage=stage, rank=rank, key=key, error=packed)
-
-    def to_error(self) -> ActorSnapError:
-        """What every rank raises. A new one at each call."""
-        if self.error:
-            return rebuild(*msgspec.msgpack.decode(self.error, type=tuple[str, dict[str, Any]]))
-        return SnapshotAborted(
-            reason=self.reason,
-            rank=self.rank,
-            stage=str(self.stage),
-            key=self.key,
-            may_be_committed=self.may_be_visible,
-        )
-
-
-def sendable(value: Any) -> Any:
-    """Fields of an error, as msgpack can say them; what it cannot say as the name of its class."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {name: sendable(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [sendable(item) for item in value]
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return str(value)
-    is_plain = value is None or isinstance(value, int | float | bytes)
-    return value if is_plain else f"<{type(value).__name__}>"
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):

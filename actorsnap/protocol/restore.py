@@ -20,12 +20,12 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from actorsnap.errors import IncompatibleState, RestoreAborted, SnapshotReplaced
+from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.rounds import Continue
 
-__all__ = ["Comparison", "Ready", "RestoreDecisions", "Totals", "Weighed", "aborted"]
+__all__ = ["Comparison", "Ready", "RestoreDecisions", "Totals", "Weighed"]
 
 T = TypeVar("T")
 
@@ -74,12 +74,6 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
-
-
-def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
-    """Returns a failure that is raised as ``RestoreAborted``."""
-    error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
-    return Failure.of(error, stage=stage, rank=rank)
 
 
 class RestoreDecisions:

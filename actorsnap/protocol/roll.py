@@ -29,17 +29,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import RestoreAborted, UsageError
+from actorsnap.errors import UsageError
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.labels import Label, named_ranks
 from actorsnap.protocol.machine import Machine, Table
 from actorsnap.protocol.messages import (
     Absent,
     AskLabel,
     Failed,
-    Failure,
     Labelled,
-    Stage,
 )
 
 __all__ = [
@@ -133,8 +132,7 @@ def aborted(label: Label, reason: str, rank: int | None) -> Failure:
     """Returns a failure that is raised as the call's own error."""
     if label.kind.is_save:
         return Failure(reason=reason, stage=Stage.JOIN, rank=rank)
-    error = RestoreAborted(reason=reason, rank=rank, stage=str(Stage.JOIN))
-    return Failure.of(error, stage=Stage.JOIN, rank=rank)
+    return restore_aborted(reason, Stage.JOIN, rank)
 
 
 class RollMachine(Machine[RollState, RollEvent, RollCommand]):

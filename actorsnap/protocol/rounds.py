@@ -30,13 +30,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.machine import Machine, Row, Table
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
     Ask,
     Failed,
-    Failure,
     Proceed,
     Repeat,
 )

@@ -32,8 +32,9 @@ from actorsnap.planning.inventory import (
 )
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import Failure, Stage, Token
+from actorsnap.protocol.messages import Token
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 
 __all__ = [

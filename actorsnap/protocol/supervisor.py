@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 
 __all__ = [
     "AbortSave",

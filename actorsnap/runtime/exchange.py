@@ -48,7 +48,7 @@ class Reading:
         index: Of the snapshot.
         parts: By escaped top-level key.
         team: Whose ranks restore; None where this is the only one.
-        observation: Gets what is done when, if anybody wants to know.
+        observation: Records what is done when.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Reading:
         index: Index,
         parts: Mapping[str, KeyRestore],
         team: Team | None,
-        observation: Observation | None = None,
+        observation: Observation,
     ) -> None:
         self._source = source
         self._index = index
@@ -223,11 +223,10 @@ class Reading:
         assert team is not None
         commons = self._shared(share)
         rank = share.members.index(team.rank)
-        on_retry = None if self._observation is None else self._observation.on_retry
-        opened = source.opened(host, "read", self._index.attempt, on_retry)
+        observation = self._observation
+        opened = source.opened(host, "read", self._index.attempt, observation.on_retry)
         async with opened as (storage, _, errands):
-            recorder = None if self._observation is None else self._observation.recorder
-            fetcher = source.fetcher(host, storage, recorder=recorder)
+            fetcher = source.fetcher(host, storage, recorder=observation.recorder)
 
             async def read(wanted: Sequence[tuple[Stored, memoryview]]) -> None:
                 requests = []

@@ -63,7 +63,7 @@ class Job(abc.ABC):
     Args:
         membership: None where this is the only rank.
         fence: See ``Saver``.
-        observation: Gets what is done when, if anybody wants to know.
+        observation: Records what is done when.
 
     Attributes:
         rank: Of this process, in the save.
@@ -87,7 +87,7 @@ class Job(abc.ABC):
         self._host = host
         self._request = request
         self._membership = membership
-        self._observation = observation
+        self._observation = observation or Observation("save")
         self._has_begun = False
         self._cancel_reason: str | None = None
         self.fence = fence
@@ -211,9 +211,7 @@ class Job(abc.ABC):
 
     async def _end_observation(self, error: BaseException | None) -> None:
         """Hands over what was recorded; before the outcome is told."""
-        observation, self._observation = self._observation, None
-        if observation is None:
-            return
+        observation, self._observation = self._observation, Observation("save")
         await observation.end(
             self._host,
             url=self.url,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import anyio
 
-from actorsnap.actors.trace import Record, Recorder
+from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder
 from actorsnap.errors import (
     StorageError,
     UsageError,
@@ -40,8 +40,8 @@ a worker thread."""
 _PATIENCE_S = 5.0
 
 
-def observe(op: str, options: Options) -> Observation | None:
-    """Begins to watch a call; None if nobody wants to know. In the caller's thread.
+def observe(op: str, options: Options) -> Observation:
+    """Begins to watch a call, if the options ask for it. In the caller's thread.
 
     Raises:
         UsageError: ``Options.otel`` is ``"on"``, and OpenTelemetry is not installed.
@@ -58,7 +58,7 @@ def observe(op: str, options: Options) -> Observation | None:
         found = None
     if found is not None:
         sinks.append(found.export)
-    return Observation(op, sinks) if sinks else None
+    return Observation(op, sinks)
 
 
 class Observation:
@@ -66,16 +66,18 @@ class Observation:
 
     Args:
         op: ``save`` or ``restore``.
-        sinks: Where what was recorded goes.
+        sinks: Where what was recorded goes. If there are none, nothing is recorded.
 
     Attributes:
+        is_watched: Something is recorded.
         recorder: For the call's actors.
         caller: What the caller's thread does.
         attempt: Whose objects are written or read, as soon as that is known.
     """
 
-    def __init__(self, op: str, sinks: Sequence[Sink]) -> None:
-        self.recorder = Recorder(time.monotonic_ns)
+    def __init__(self, op: str, sinks: Sequence[Sink] = ()) -> None:
+        self.is_watched = bool(sinks)
+        self.recorder = Recorder(time.monotonic_ns) if sinks else NULL_RECORDER
         self.caller = self.recorder.add_row("caller")
         self.attempt = ""
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -116,6 +118,8 @@ class Observation:
             url, rank, world_size, outcome, error: See ``About``.
         Cancellation: as without.
         """
+        if not self.is_watched:
+            return
         about = About(
             op=self._op,
             url=printable(url),

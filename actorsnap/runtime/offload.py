@@ -26,6 +26,7 @@ import anyio
 from actorsnap.actors.errands import first_error
 from actorsnap.lines import Lines
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
+from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.frames import (
     AbsenceAsked,
     Alive,
@@ -50,7 +51,6 @@ from actorsnap.protocol.frames import (
     TakeOverPrepared,
     ToProcess,
 )
-from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.supervisor import (
     AbortSave,
     AskedToCancel,

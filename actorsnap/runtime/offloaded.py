@@ -29,11 +29,11 @@ from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import SnapshotAborted, describe, printable
 from actorsnap.lines import Lines
 from actorsnap.planning.packing import write_order
+from actorsnap.protocol.failure import Failure, Stage, decode, encode
 from actorsnap.protocol.frames import (
     AbsenceReported,
     ChunksStaged,
     EndReceived,
-    Fault,
     Finished,
     MessageSent,
     Recorded,
@@ -44,7 +44,6 @@ from actorsnap.protocol.frames import (
     StagingWanted,
     ToProcess,
 )
-from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -243,7 +242,7 @@ class OffloadedSave(Job):
             metadata=msgspec.json.encode(request.metadata),
             step=request.step,
             after=after,
-            records=self._observation is not None,
+            records=self._observation.is_watched,
             team=None if self._relay is None else self._team.as_rank(),
         )
 
@@ -307,10 +306,9 @@ class OffloadedSave(Job):
         if before is None:
             self._tasks.start_soon(self._stage, frame)
         elif self._cause is not None:
-            self._say_failed()
+            self._say_failed(self._cause)
         elif (before.rules, before.plan) != (frame.rules, frame.plan):
-            fault = Fault("RuntimeError", "the plan is not the same as before")
-            self._say(StagingFailed(self._number, [fault]))
+            self._say_failed(RuntimeError("the plan is not the same as before"))
         else:
             self._say(ChunksStaged(self._number, list(self._offsets.items())))
             if self._has_staged:
@@ -338,17 +336,16 @@ class OffloadedSave(Job):
         self.board.add(hashed=hashed, stored=stored)
 
     def on_recorded(self, frame: Recorded) -> None:
-        if self._observation is not None:
-            self._observation.attempt = frame.attempt
-            record = msgspec.msgpack.decode(frame.record, type=Record)
-            # When the trainer may go on is known here.
-            marks = [mark for mark in record.marks if mark.name != "staged"]
-            record = msgspec.structs.replace(record, marks=marks)
-            self._observation.adopt(record, frame.retries)
+        self._observation.attempt = frame.attempt
+        record = msgspec.msgpack.decode(frame.record, type=Record)
+        # When the trainer may go on is known here.
+        marks = [mark for mark in record.marks if mark.name != "staged"]
+        record = msgspec.structs.replace(record, marks=marks)
+        self._observation.adopt(record, frame.retries)
 
     def on_finished(self, frame: Finished) -> None:
-        if frame.faults is not None:
-            self._error = Fault.to_error(frame.faults)
+        if frame.error is not None:
+            self._error = decode(frame.error)
             if self._cause is not None:
                 self._error.__cause__ = self._cause
         self._ended.set()
@@ -416,7 +413,7 @@ class OffloadedSave(Job):
             fence=self.fence,
             observation=self._observation,
         )
-        self._captured = self._observation = None
+        self._captured, self._observation = None, Observation("save")
         job.board.subscribe(lambda: self.board.show(job.board.latest))
         if self.fence is not None:
             _pass_on(job.eager_staged, self.eager_staged)
@@ -451,14 +448,13 @@ class OffloadedSave(Job):
             cause = first_error(error)
             assert isinstance(cause, Exception)
             self._cause = cause
-            self._say_failed()
+            self._say_failed(cause)
             return
         if self._relay is not None and self._may_detach:
             await self._prepare_detaching()
         self._captured = None
         self._has_staged = True
-        if self._observation is not None:
-            self._observation.recorder.mark("staged")
+        self._observation.recorder.mark("staged")
         self._say(StagingEnded(self._number))
         self.board.enter(Phase.STORING)
         self.staged.set_result(None)
@@ -475,9 +471,8 @@ class OffloadedSave(Job):
             self.on_take_over_prepared(describe(error))
         await self._moved.wait()
 
-    def _say_failed(self) -> None:
-        assert self._cause is not None
-        self._say(StagingFailed(self._number, Fault.chain(self._cause)))
+    def _say_failed(self, cause: Exception) -> None:
+        self._say(StagingFailed(self._number, encode(cause)))
 
     async def _stage_all(self, frame: StagingWanted) -> None:
         assert self._captured is not None
@@ -498,7 +493,7 @@ class OffloadedSave(Job):
             # One chunk waits for each thread, so that none idles while the loop hands on the last.
             num_copiers=2 * self._host.num_workers,
             board=self.board,
-            recorder=None if self._observation is None else self._observation.recorder,
+            recorder=self._observation.recorder,
             fence=self.fence,
             on_eager_staged=self._on_eager_staged,
         )

@@ -184,8 +184,7 @@ async def fetch_wanted(
             "num_fetchers": 1,
         }
     if requests:
-        on_retry = None
-        if observation is not None:
-            changes["recorder"], on_retry = observation.recorder, observation.on_retry
-        async with source.opened(host, "read", index.attempt, on_retry) as (storage, _, _):
-            await source.fetcher(host, storage, **changes).fetch(requests)
+        watch = observation or Observation("read")
+        async with source.opened(host, "read", index.attempt, watch.on_retry) as (storage, _, _):
+            fetcher = source.fetcher(host, storage, recorder=watch.recorder, **changes)
+            await fetcher.fetch(requests)

@@ -28,8 +28,8 @@ from actorsnap.lines import Lines
 from actorsnap.options import Options
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Stage
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
 from actorsnap.runtime.exchange import Reading
 from actorsnap.runtime.host import Host, Script
@@ -155,8 +155,6 @@ def _watched(
 ) -> Script[RestoreReport]:
     """``restore_by``, with what it does recorded where somebody wants to know."""
     observation = observe("restore", source.options)
-    if observation is None:
-        return (yield from restore_by(rounds, source, app_state, strict=strict))
     end = functools.partial(
         observation.end,
         url=source.place.url,
@@ -188,6 +186,7 @@ def restore_by(
 ) -> Script[RestoreReport]:
     """One rank's part in a restore."""
     check_flag("strict", strict)
+    observation = observation or Observation("restore")
     compared, reading = yield from _compare(rounds, source, app_state, observation)
     wants = reading.wants(Host.get())
     try:
@@ -196,21 +195,18 @@ def restore_by(
         for hint in compared.hints:
             error.add_note(hint)
         raise
-    if observation is not None:
-        observation.caller.note(Work.AGREE)
+    observation.caller.note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
     yield from rounds.perform(
         lambda host, arrive: reading.read(host, plan, arrive, rounds.scope),
     )
-    if observation is not None:
-        observation.caller.note(Wait.READS)
+    observation.caller.note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)
     report = load(
         compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=rounds.team
     )
-    if observation is not None:
-        observation.caller.note(Work.LOAD)
+    observation.caller.note(Work.LOAD)
     yield from rounds.arrive()
     return report
 
@@ -224,7 +220,7 @@ def plan_restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
-        compared, reading = yield from _compare(rounds, source, app_state)
+        compared, reading = yield from _compare(rounds, source, app_state, Observation("restore"))
         plan = yield from _agree(rounds, compared.message(reading.wants(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
@@ -249,22 +245,20 @@ def _compare(
     rounds: Rounds,
     source: Source,
     app_state: AppState,
-    observation: Observation | None = None,
+    observation: Observation,
 ) -> Script[tuple[Compared, Reading]]:
     """Reads the index; compares when all ranks have read the same."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
-    if observation is not None:
-        observation.attempt = index.attempt
-        observation.caller.note(Work.INDEX)
+    observation.attempt = index.attempt
+    observation.caller.note(Work.INDEX)
     ready = Ready(printable(source.place.url), index.attempt)
     yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = state_dicts(app_state, rounds.team)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
     # By names that can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
-    if observation is not None:
-        observation.caller.note(Work.COMPARE)
+    observation.caller.note(Work.COMPARE)
     return compared, Reading(source, index, parts, rounds.team, observation)
 
 

@@ -15,9 +15,8 @@ from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActo
 from actorsnap.errors import ActorSnapError, describe
 from actorsnap.lines import Lines
 from actorsnap.options import Options
+from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.labels import Label
-from actorsnap.protocol.messages import Failure, Stage
-from actorsnap.protocol.restore import aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.ranks import Team
@@ -131,7 +130,7 @@ class Together:
         self._participant = ParticipantActor(
             machine=Participant(rank=team.rank),
             end=self._call.participant,
-            aborted=aborted,
+            aborted=restore_aborted,
             timeout_s=options.timeout_s,
         )
         self._coordinator: CoordinatorActor | None = None
@@ -140,7 +139,7 @@ class Together:
                 machine=Coordinator(world_size=team.world_size),
                 end=self._call.coordinator,
                 decisions=decisions,
-                aborted=aborted,
+                aborted=restore_aborted,
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
@@ -160,7 +159,7 @@ class Together:
             raise
         finally:
             stage = self._participant.stage
-            self._participant.abandon(aborted("the runtime was stopped", stage, None))
+            self._participant.abandon(restore_aborted("the runtime was stopped", stage, None))
             self._call.close()
 
     def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
@@ -187,18 +186,18 @@ class Together:
         if verdict is None or (is_same and not was_over):
             return
         # An error of another rank came here by a round, as a copy without the note on its origin.
-        raise verdict from None if is_same else error
+        raise verdict from verdict.__cause__ if is_same else error
 
     def close(self) -> None:
         """Takes leave if the outcome is not known: the caller was interrupted."""
         if not self._participant.is_over:
-            failure = aborted("the caller was interrupted", Stage.CANCEL, self.rank)
+            failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))
 
     def _failure_of(self, error: Exception) -> Failure:
         rank, stage = self.rank, self._participant.stage
         if not isinstance(error, ActorSnapError):
-            return aborted(describe(error), stage, rank)
+            return restore_aborted(describe(error), stage, rank, error)
         return Failure.of(error, stage=stage, rank=rank)
 
 

@@ -30,7 +30,6 @@ from actorsnap.errors import (
     NotASnapshot,
     ObjectExists,
     SnapshotAborted,
-    StateChanged,
     StorageError,
     UnsupportedFormat,
 )
@@ -39,7 +38,7 @@ from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_o
 from actorsnap.lines import Lines
 from actorsnap.options import chunk_within
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -53,7 +52,7 @@ from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 
-__all__ = ["SaveJob", "failure_of"]
+__all__ = ["SaveJob"]
 
 logger = Lines(__name__)
 
@@ -106,7 +105,7 @@ class SaveJob(Job):
         self._stager = stager
         self._after = after
         self._cause = cause
-        self._recorder = None if observation is None else observation.recorder
+        self._recorder = self._observation.recorder
         self._resumed: tuple[str, ...] = ()
         # Of rank 0; the others are told.
         self._attempt = host.new_attempt() if self.rank == 0 else None
@@ -153,7 +152,7 @@ class SaveJob(Job):
                         run_blocking=self._host.run_blocking,
                         run_bulk=self._host.run_bulk,
                         label=self.label,
-                        on_retry=None if self._observation is None else self._observation.on_retry,
+                        on_retry=self._observation.on_retry,
                         deadline=anyio.current_time() + self._request.left_s,
                     )
                 )
@@ -234,8 +233,7 @@ class SaveJob(Job):
         )
 
     async def _end_observation(self, error: BaseException | None) -> None:
-        if self._observation is not None:
-            self._observation.attempt = self._told
+        self._observation.attempt = self._told
         await super()._end_observation(error)
 
     async def _save(self, errands: Errands) -> None:
@@ -253,7 +251,7 @@ class SaveJob(Job):
                 except ActorSnapError as error:
                     if self._membership is None:
                         raise
-                    self._captured = failure_of(error)
+                    self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
             committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             # From now on whoever comes last collects what this attempt leaves.
@@ -516,7 +514,7 @@ class SaveJob(Job):
     def _error(self, failure: Failure) -> ActorSnapError:
         error = failure.to_error()
         if failure.rank in (None, self.rank):
-            error.__cause__ = self._cause
+            error.__cause__ = self._cause or error.__cause__
         elif not isinstance(error, SnapshotAborted):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
@@ -549,21 +547,6 @@ class SaveJob(Job):
 def _where(error: BaseException) -> dict[str, object]:
     """Where a save failed, as fields of a log line."""
     return {name: getattr(error, name, None) for name in ("stage", "key")}
-
-
-def failure_of(error: ActorSnapError) -> Failure:
-    """What rank 0 tells the others of an error that it has met itself."""
-    if isinstance(error, StateChanged):
-        return Failure.of(error, stage=Stage.STAGE, rank=error.rank)
-    if isinstance(error, SnapshotAborted):
-        return Failure(
-            reason=error.reason,
-            stage=Stage(error.stage),
-            rank=error.rank,
-            key=error.key,
-            may_be_visible=error.may_be_committed,
-        )
-    return Failure.of(error, stage=Stage.JOIN, rank=0)
 
 
 def _utc(seconds: float) -> str:

@@ -21,12 +21,12 @@ import msgspec
 
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Work
-from actorsnap.errors import ActorSnapError, UsageError, describe
+from actorsnap.errors import UsageError
 from actorsnap.format.compression import check_available
 from actorsnap.lines import Lines
 from actorsnap.options import Options, chunk_within
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.runtime import pacing
 from actorsnap.runtime.guarding import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
@@ -179,8 +179,7 @@ def _prepare(
         leaves = captured.leaves
         lazy = find_lazy(call.app_state, leaves, is_guarded=was_guarded)
         fence = Fence(lazy, leaves)
-    if observation is not None:
-        observation.caller.note(Work.CAPTURE)
+    observation.caller.note(Work.CAPTURE)
     request = SaveRequest(
         place=place,
         overwrite=call.overwrite,
@@ -279,7 +278,7 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))
     except Exception as error:
-        failure = _failure_of(error, team.rank)
+        failure = Failure.of(error, stage=Stage.CAPTURE, rank=team.rank)
         return _failing(call, failure, error, membership, options)
     except BaseException as error:
         reason = "the caller was interrupted"
@@ -296,12 +295,6 @@ def _label_of(call: TakeCall, is_async: bool) -> Label | None:
         return Label(kind, make_place(call.path, None).canonical, check_step(call.step))
     except Exception:  # also what the path's own __fspath__ raises
         return None
-
-
-def _failure_of(error: Exception, rank: int) -> Failure:
-    if isinstance(error, ActorSnapError):
-        return Failure.of(error, stage=Stage.CAPTURE, rank=rank)
-    return Failure(reason=describe(error), stage=Stage.CAPTURE, rank=rank)
 
 
 def _failing(

@@ -21,6 +21,7 @@ from actorsnap.actors.trace import ProgressBoard, Recorder
 from actorsnap.errors import describe
 from actorsnap.options import Options
 from actorsnap.planning.packing import Chunk
+from actorsnap.protocol.failure import EncodedError, decode, encode
 from actorsnap.protocol.frames import (
     AbsenceAsked,
     AbsenceReported,
@@ -28,7 +29,6 @@ from actorsnap.protocol.frames import (
     ChunksReleased,
     ChunksStaged,
     EndReceived,
-    Fault,
     FromProcess,
     MessageSent,
     Progressed,
@@ -85,7 +85,7 @@ class Trainer(Protocol):
         """See ``ArenaView.view``."""
         ...
 
-    def ended(self, number: int, faults: list[Fault] | None) -> None:
+    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
         """Tells it an outcome."""
         ...
 
@@ -149,7 +149,7 @@ class UploadedSave:
             rebuild_state(structure, current),
             copies=True,
             membership=membership,
-            observation=Observation("save", [self._send_record]) if frame.records else None,
+            observation=Observation("save", [self._send_record] if frame.records else ()),
             stager=self,
             after=frame.after,
         )
@@ -272,8 +272,7 @@ class UploadedSave:
         self._in.close()
         self._out.close()
         error = self._job.finished.exception()
-        faults = None if error is None else Fault.chain(error)
-        self._trainer.ended(self._number, faults)
+        self._trainer.ended(self._number, None if error is None else encode(error))
 
     def prepare(self, assignment: Assignment) -> None:
         """Lets the trainer begin, while this process packs."""
@@ -339,7 +338,7 @@ class _ArenaStaging:
                     case StagingWaits():
                         self._order.full.set()
                     case StagingFailed():
-                        raise Fault.to_error(frame.faults)
+                        raise decode(frame.error)
                     case StagingEnded():
                         break
         self._order.full.set()

@@ -23,6 +23,7 @@ import anyio
 import anyio.abc
 
 from actorsnap.errors import printable
+from actorsnap.protocol.failure import EncodedError, encode_value
 from actorsnap.protocol.frames import (
     Alive,
     AttemptsEnded,
@@ -31,7 +32,6 @@ from actorsnap.protocol.frames import (
     ChangeLogLevel,
     ChangePace,
     EndSave,
-    Fault,
     Finished,
     FromProcess,
     LeaveTeam,
@@ -44,7 +44,6 @@ from actorsnap.protocol.frames import (
     TeamRank,
     ToProcess,
 )
-from actorsnap.protocol.messages import sendable
 from actorsnap.release import RELEASE
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
@@ -174,11 +173,11 @@ class _Service:
         """See ``Trainer``."""
         return self._arena.view(offset, nbytes)
 
-    def ended(self, number: int, faults: list[Fault] | None) -> None:
+    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
         """See ``Trainer``."""
         del self._saves[number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
-        self._link.send(Finished(number, faults))
+        self._link.send(Finished(number, error))
         if self._idle is not None and not self._saves:
             self._idle.set()
 
@@ -278,6 +277,6 @@ class _Forwarder(logging.Handler):
                 if name not in _USUAL and isinstance(value, str | int | float | None)
             }
             text = printable(self.format(record))
-            self._service.log(record.levelno, record.name, text, sendable(fields))
+            self._service.log(record.levelno, record.name, text, encode_value(fields))
         except Exception:
             self.handleError(record)

@@ -19,14 +19,13 @@ import anyio
 import msgspec
 
 from actorsnap.protocol.calls import CoordinatorLost
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
     Failed,
-    Failure,
     FromCoordinator,
     Proceed,
-    Stage,
     ToCoordinator,
 )
 from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd

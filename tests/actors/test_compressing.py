@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.compressing import CompressedStore, shrinks
-from actorsnap.actors.trace import Recorder, Wait, row_of
+from actorsnap.actors.trace import NULL_RECORDER, Recorder, Wait
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker, count_frames
 from actorsnap.format.manifest import StoredChunk
@@ -40,8 +40,9 @@ async def stored_of(
         storage, codec=ZSTD, budget=budget, run_blocking=run_blocking_in_thread, num_threads=1
     )
     whole = b"".join(views)
+    row = NULL_RECORDER.add_row("uploader")
     chunk = await store.store(
-        KEY, start, [memoryview(view) for view in views], itemsizes, crc32c(whole), None
+        KEY, start, [memoryview(view) for view in views], itemsizes, crc32c(whole), row
     )
     data = await storage.get(f"{KEY}/{start}")
     forget_space("compressing")
@@ -144,7 +145,7 @@ async def test_who_waits_for_a_thread_is_told_from_who_waits_for_memory() -> Non
     recorder = Recorder(lambda: now_s)
 
     async def save(start: int) -> None:
-        with row_of(recorder, "uploader") as row:
+        with recorder.row("uploader") as row:
             await store.store(KEY, start, [memoryview(NOISE[:1000])], [1], 0, row)
 
     async with anyio.create_task_group() as tasks:

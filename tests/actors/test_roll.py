@@ -11,8 +11,9 @@ import trio.testing
 
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Failed, Failure, Labelled, Stage
+from actorsnap.protocol.messages import Aborted, Arrived, Failed, Labelled
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.transport.base import Began, Broken, Lost
 from tests.support.network import SimulatedNetwork

@@ -31,8 +31,7 @@ from actorsnap.planning.exchange import (
 )
 from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.calls import CoordinatorLost, RankLost
-from actorsnap.protocol.messages import Failure, Stage
-from actorsnap.protocol.restore import aborted
+from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.state.memory import MemorySink
 from actorsnap.transport.base import Lost
@@ -64,14 +63,14 @@ class World:
             machine=Coordinator(world_size=num_ranks),
             end=self.transport.coordinator(),
             decisions=self,
-            aborted=aborted,
+            aborted=restore_aborted,
             timeout_s=timeout_s,
         )
         self.participants = [
             ParticipantActor(
                 machine=Participant(rank=rank),
                 end=self.transport.participant(rank),
-                aborted=aborted,
+                aborted=restore_aborted,
                 timeout_s=timeout_s,
             )
             for rank in range(num_ranks)
@@ -483,7 +482,7 @@ async def test_abandoned_here_and_now() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(participant.run)
         await anyio.lowlevel.checkpoint()
-        participant.abandon(aborted("the runtime was stopped", Stage.JOIN, None))
+        participant.abandon(restore_aborted("the runtime was stopped", Stage.JOIN, None))
         with pytest.raises(RestoreAborted, match="the runtime was stopped"):
             await participant.arrive()
         tasks.cancel_scope.cancel()

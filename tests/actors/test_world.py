@@ -29,7 +29,8 @@ from actorsnap.format.manifest import (
     decode_rank_manifest,
 )
 from actorsnap.planning.compressed_ranges import chunk_maps
-from actorsnap.protocol.messages import Ask, Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Ask
 from actorsnap.protocol.save import Question, decode
 from actorsnap.state.stateful import StateDict
 from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext

@@ -284,7 +284,7 @@ def staging_taken_out() -> Iterator[None]:
     def copy_later(sources: Any, pieces: Any, memory: memoryview, pin: Any) -> None:
         late[id(memory)] = lambda: gather(sources, pieces, memory, pin)
 
-    async def store_late(self: Any, staged: StagedChunk, row: Row | None) -> None:
+    async def store_late(self: Any, staged: StagedChunk, row: Row) -> None:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
             writer = await self._writer_of(staged.chunk.object)
@@ -332,7 +332,7 @@ def test_live_memory_instead_of_copies_is_noticed(tmp_path: Path) -> None:
     """Staging that sends the trainer's own memory, as a blocking take does: read too late, and
     torn or not, whichever side is faster."""
 
-    async def send_live_memory(self: Any, chunk: Chunk, row: Row | None) -> StagedChunk:
+    async def send_live_memory(self: Any, chunk: Chunk, row: Row) -> StagedChunk:
         self._copies = False
         return await original(self, chunk, row)
 

@@ -31,10 +31,10 @@ import actorsnap
 from actorsnap import Options, SnapshotAborted, StateChanged, StateDict, UsageError
 from actorsnap.actors import staging
 from actorsnap.actors.fence import Fence
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.runtime.guarding import _Gate
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.offload import find_uploader
-from actorsnap.runtime.saving import failure_of
 from actorsnap.state.lazy import LazyState, _warn_of_uncounted
 from actorsnap.state.memory import gather
 from actorsnap.state.optim import ModelState
@@ -598,7 +598,10 @@ def test_memory_that_is_given_back_is_not_read() -> None:
 
 def test_the_error_stays_what_it_is_on_its_way() -> None:
     error = StateChanged(path="model/x", rank=1)
-    for found in (failure_of(error).to_error(), pickle.loads(pickle.dumps(error))):
+    for found in (
+        Failure.of_save(error, stage=Stage.JOIN, rank=0).to_error(),
+        pickle.loads(pickle.dumps(error)),
+    ):
         assert isinstance(found, StateChanged)
         assert (found.path, found.rank, str(found)) == ("model/x", 1, str(error))
 

@@ -6,6 +6,7 @@ import msgspec
 
 from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
+from actorsnap.protocol.failure import EncodedError
 from actorsnap.protocol.frames import (
     AbsenceAsked,
     AbsenceReported,
@@ -17,7 +18,6 @@ from actorsnap.protocol.frames import (
     ChunksStaged,
     EndReceived,
     EndSave,
-    Fault,
     Finished,
     FromProcess,
     LeaveTeam,
@@ -83,7 +83,7 @@ def test_frames_come_back_as_they_were() -> None:
         ChunksStaged(7, [(0, 4096), (1, None)]),
         StagingWaits(7),
         StagingEnded(7),
-        StagingFailed(7, [Fault("MemoryError", "no memory")]),
+        StagingFailed(7, (EncodedError("MemoryError", "no memory"),)),
         CancelSave(7, "enough"),
         EndSave(7, "rank 1 has failed"),
         EndReceived(7, True, b"m"),
@@ -104,7 +104,7 @@ def test_frames_come_back_as_they_were() -> None:
         StagingWanted(7, rules, RankPlan(), "a", b"/s"),
         ChunksReleased(7, [0, 1]),
         Progressed(7, 5, 3),
-        Finished(7, [Fault("StorageFull", "full", {"op": "put"})]),
+        Finished(7, (EncodedError("StorageFull", "full", b"f", ("note",)),)),
         Finished(7, None),
         Logged(30, "actorsnap", "text"),
         AttemptsEnded(["a"]),

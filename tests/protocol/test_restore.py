@@ -9,7 +9,7 @@ import pytest
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.exchange import ReadMode, ReadPlan, Want, Wants
-from actorsnap.protocol.messages import Stage
+from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
 from actorsnap.protocol.rounds import Continue
 

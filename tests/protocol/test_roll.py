@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, SnapshotAborted, UsageError
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label, named_ranks
 from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Absent,
     AskLabel,
     Failed,
-    Failure,
     Labelled,
-    Stage,
 )
 from actorsnap.protocol.roll import (
     Called,

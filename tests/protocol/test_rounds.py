@@ -19,16 +19,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
     Ask,
     Failed,
-    Failure,
     Proceed,
     Repeat,
-    Stage,
 )
 from actorsnap.protocol.rounds import (
     Abort,

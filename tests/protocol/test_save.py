@@ -19,8 +19,9 @@ from actorsnap.planning.inventory import (
     sharded_digest,
 )
 from actorsnap.planning.packing import Item, PackingRules
+from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import Stage, Token
+from actorsnap.protocol.messages import Token
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.protocol.messages import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.supervisor import (
     AbortSave,
     AskedToCancel,

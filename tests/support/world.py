@@ -25,8 +25,8 @@ from actorsnap.errors import StorageError
 from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
+from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import Failure
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -200,8 +200,8 @@ class SimulatedSave:
             records=decisions.records,
             storage=storage,
             errands=errands,
-            deadline=math.inf,
             absence=end.absence,
+            deadline=anyio.current_time() + self.timeout_s,
             on_failure=self.causes.append,
         )
         return CoordinatorActor(

@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 import pytest
 
-from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Failure, Proceed, Stage
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed
 from actorsnap.transport.base import Broken, Lost, Moved
 from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 

@@ -1,0 +1,271 @@
+"""How an exception travels to another process or rank, and why an attempt failed.
+
+One codec for both ways: between ranks inside a ``Failure``, and between the uploader process and
+its trainer as a bare chain. An exception is encoded with its causes; of each its class, text, notes
+and fields. Encoding never raises, whatever the exception does when it is looked at: the receiver
+would wait for it until the deadline.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from actorsnap import errors
+from actorsnap.errors import (
+    ActorSnapError,
+    RestoreAborted,
+    SnapshotAborted,
+    StateChanged,
+    StorageError,
+    attribute_of,
+    describe,
+    notes_of,
+    printable,
+    text_of,
+)
+
+__all__ = [
+    "EncodedError",
+    "Failure",
+    "Stage",
+    "decode",
+    "encode",
+    "encode_value",
+    "restore_aborted",
+]
+
+_MAX_CAUSES = 8
+"""Maximum number of exceptions in a chain."""
+
+_MAX_DEPTH = 8
+"""Maximum depth of containers in a field; deeper ones may contain themselves."""
+
+_OS_FIELDS = ("errno", "strerror", "filename")
+
+
+class Stage(StrEnum):
+    """Where in a save or a restore something failed."""
+
+    CAPTURE = "capture"
+    JOIN = "join"
+    PLAN = "plan"
+    STAGE = "stage"
+    STORE = "store"
+    COMMIT = "commit"
+    COMPARE = "compare"
+    READ = "read"
+    LOAD = "load"
+    CANCEL = "cancel"
+
+
+class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One exception of a chain.
+
+    Attributes:
+        kind: Name of its class.
+        fields: Of an ``ActorSnapError``; of an ``OSError`` its number, text and file name; msgpack.
+    """
+
+    kind: str
+    text: str
+    fields: bytes = b""
+    notes: tuple[str, ...] = ()
+
+
+def encode(error: BaseException) -> tuple[EncodedError, ...]:
+    """Returns the error, its cause, the cause of that, and so on. Never raises."""
+    chain: list[BaseException] = []
+    seen: object = error
+    while isinstance(seen, BaseException) and len(chain) < _MAX_CAUSES:
+        if any(seen is other for other in chain):
+            break  # causes can go in a circle
+        chain.append(seen)
+        seen = _cause_of(seen)
+    return tuple([_encode_one(link) for link in chain])
+
+
+def _cause_of(error: BaseException) -> object:
+    cause = attribute_of(error, "__cause__")
+    if cause is not None or attribute_of(error, "__suppress_context__"):
+        return cause
+    return attribute_of(error, "__context__")
+
+
+def _encode_one(error: BaseException) -> EncodedError:
+    try:
+        fields: object = None
+        if isinstance(error, ActorSnapError):
+            fields = attribute_of(error, "fields")
+        elif isinstance(error, OSError) and isinstance(attribute_of(error, "errno"), int):
+            fields = {name: attribute_of(error, name) for name in _OS_FIELDS}
+        return EncodedError(
+            kind=type(error).__name__,
+            text=printable(text_of(error)),
+            fields=msgspec.msgpack.encode(encode_value(fields)) if fields else b"",
+            notes=tuple([printable(note) for note in notes_of(error)]),
+        )
+    except BaseException as failure:  # see ``text_of``
+        return EncodedError("Exception", f"<encoding it raises {type(failure).__name__}>")
+
+
+def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
+    """Returns ``value`` as msgpack can encode it; other objects as the name of their class."""
+    kind = type(value)
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if issubclass(kind, str):
+        return printable(str.__str__(value))
+    if issubclass(kind, int):
+        number = int.__int__(value)
+        return number if -(2**63) <= number < 2**63 else hex(number)
+    if issubclass(kind, float):
+        return float.__float__(value)
+    if max_depth and issubclass(kind, dict):
+        return {
+            str(encode_value(name, 0)): encode_value(item, max_depth - 1)
+            for name, item in value.items()
+        }
+    if max_depth and issubclass(kind, list | tuple):
+        return [encode_value(item, max_depth - 1) for item in value]
+    return f"<{kind.__name__}>"
+
+
+def decode(chain: Sequence[EncodedError]) -> Exception:
+    """Returns the first error of a chain, with the others as its causes.
+
+    One whose class is neither in ``errors`` nor built in is returned as a ``RuntimeError``.
+    """
+    assert chain
+    cause: Exception | None = None
+    for link in reversed(chain):
+        error = _decode_one(link)
+        for note in link.notes:
+            error.add_note(note)
+        error.__cause__ = cause
+        cause = error
+    return error
+
+
+def _decode_one(link: EncodedError) -> Exception:
+    with suppress(Exception):  # made of other things than those that were sent
+        fields = msgspec.msgpack.decode(link.fields) if link.fields else {}
+        if "errno" in fields:
+            return OSError(*[fields[name] for name in _OS_FIELDS])
+        own = getattr(errors, link.kind, None)
+        kind = own or getattr(builtins, link.kind, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            return kind(link.text) if own is None else kind(**fields)
+    return RuntimeError(f"{link.kind}: {link.text}")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why an attempt ends without commit, or a restore; the same on every rank.
+
+    Attributes:
+        reason: For people.
+        stage: Where it began.
+        rank: On which rank, or None.
+        key: The object concerned, or None.
+        error: The error to raise on every rank. None: ``SnapshotAborted``, from the above.
+        causes: Of that error; see ``encode``.
+        may_be_visible: The commit failed in a way that may have left the commit object in
+            place. The objects that it names must then stay, or readers would find a broken
+            snapshot.
+    """
+
+    reason: str
+    stage: Stage
+    rank: int | None = None
+    key: str | None = None
+    error: EncodedError | None = None
+    causes: tuple[EncodedError, ...] = ()
+    may_be_visible: bool = False
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", printable(self.reason))
+        if self.key is not None:
+            msgspec.structs.force_setattr(self, "key", printable(self.key))
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, stage: Stage, rank: int | None = None, key: str | None = None
+    ) -> Failure:
+        """Returns a failure that is raised as ``error``, or, if that is no error of actorsnap, as a
+        ``SnapshotAborted`` that ``error`` caused."""
+        if not isinstance(error, ActorSnapError):
+            return cls.caused_by(error, stage=stage, rank=rank, key=key)
+        first, *causes = encode(error)
+        return cls(
+            reason=first.text, stage=stage, rank=rank, key=key, error=first, causes=tuple(causes)
+        )
+
+    @classmethod
+    def caused_by(
+        cls,
+        error: BaseException,
+        *,
+        stage: Stage,
+        rank: int | None = None,
+        key: str | None = None,
+        may_be_visible: bool = False,
+    ) -> Failure:
+        """Returns a failure that is raised as a ``SnapshotAborted`` with ``error`` as its cause."""
+        own_key = attribute_of(error, "key") if isinstance(error, StorageError) else None
+        return cls(
+            reason=text_of(error) if isinstance(error, ActorSnapError) else describe(error),
+            stage=stage,
+            rank=rank,
+            key=own_key if own_key and isinstance(own_key, str) else key,
+            causes=encode(error),
+            may_be_visible=may_be_visible,
+        )
+
+    @classmethod
+    def of_save(cls, error: BaseException, *, stage: Stage, rank: int) -> Failure:
+        """Returns the failure of a save that has ended with ``error``, for its other ranks.
+
+        Args:
+            stage, rank: Where ``error`` does not name them itself.
+        """
+        if isinstance(error, StateChanged):
+            return cls.of(error, stage=Stage.STAGE, rank=error.rank)
+        if not isinstance(error, SnapshotAborted):
+            return cls.of(error, stage=stage, rank=rank)
+        return cls(
+            reason=error.reason,
+            stage=Stage(error.stage),
+            rank=error.rank,
+            key=error.key,
+            causes=encode(error)[1:],
+            may_be_visible=error.may_be_committed,
+        )
+
+    def to_error(self) -> ActorSnapError:
+        """Returns the error that every rank raises, a new one at each call."""
+        error = None if self.error is None else decode([self.error, *self.causes])
+        if isinstance(error, ActorSnapError):
+            return error
+        aborted = SnapshotAborted(
+            reason=self.reason,
+            rank=self.rank,
+            stage=str(self.stage),
+            key=self.key,
+            may_be_committed=self.may_be_visible,
+        )
+        aborted.__cause__ = error or (decode(self.causes) if self.causes else None)
+        return aborted
+
+
+def restore_aborted(
+    reason: str, stage: Stage, rank: int | None, cause: BaseException | None = None
+) -> Failure:
+    """Returns a failure that is raised as ``RestoreAborted``."""
+    error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
+    error.__cause__ = cause
+    return Failure.of(error, stage=stage, rank=rank)
