@@ -18,7 +18,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ObjectPlan
-from actorsnap.state.leaves import Leaf, Part
+from actorsnap.state.captured import Leaf, Part
 from actorsnap.state.tree import part_path
 
 __all__ = ["ChecksumLedger", "entries_of"]

@@ -52,7 +52,7 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
-from actorsnap.state.leaves import Captured, Leaf
+from actorsnap.state.captured import Captured, Leaf
 from actorsnap.state.memory import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task

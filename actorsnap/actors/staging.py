@@ -17,7 +17,7 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
 from actorsnap.planning.packing import Chunk, ObjectPlan
-from actorsnap.state.leaves import Leaf
+from actorsnap.state.captured import Leaf
 from actorsnap.state.memory import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 

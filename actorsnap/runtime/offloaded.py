@@ -44,7 +44,7 @@ from actorsnap.runtime.offload import Uploader
 from actorsnap.runtime.ranks import Membership
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import Described, describe
-from actorsnap.state.leaves import Captured
+from actorsnap.state.captured import Captured
 
 __all__ = ["GRACE_S", "OffloadedSave"]
 

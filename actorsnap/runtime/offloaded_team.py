@@ -40,7 +40,7 @@ from actorsnap.runtime.offloaded import GRACE_S, OffloadedSave
 from actorsnap.runtime.place import open_place
 from actorsnap.runtime.ranks import Membership
 from actorsnap.runtime.saving import SaveJob, failure_of
-from actorsnap.state.leaves import Captured
+from actorsnap.state.captured import Captured
 
 __all__ = ["OffloadedTeamSave"]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.frames import Structure
-from actorsnap.state.leaves import Captured, Leaf, Part
+from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.memory import MemorySource
 
 __all__ = ["Described", "describe", "rebuild"]

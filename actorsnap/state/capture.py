@@ -32,8 +32,8 @@ from actorsnap.lines import Lines
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
+from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
-from actorsnap.state.leaves import Captured, Leaf, Part
 from actorsnap.state.memory import ByteSource, MemorySource
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
 from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication

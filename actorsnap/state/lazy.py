@@ -30,7 +30,7 @@ import torch
 from actorsnap.lines import Lines
 from actorsnap.planning.backlog import set_aside
 from actorsnap.planning.packing import Piece
-from actorsnap.state.leaves import Leaf
+from actorsnap.state.captured import Leaf
 from actorsnap.state.memory import MemorySource, gather
 from actorsnap.state.optim import ModelState, submodules_of
 from actorsnap.state.sharing import Extents, Region, touched_without_gaps

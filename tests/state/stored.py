@@ -20,7 +20,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.leaves import Captured, Leaf
+from actorsnap.state.captured import Captured, Leaf
 from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
 from actorsnap.state.stateful import StateDict
 

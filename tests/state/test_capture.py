@@ -17,7 +17,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.leaves import Leaf
+from actorsnap.state.captured import Leaf
 from actorsnap.state.restore import KeyRestore
 from actorsnap.state.stateful import StateDict
 from tests.state.stored import Memory
