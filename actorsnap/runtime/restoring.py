@@ -41,9 +41,9 @@ from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.claims import disputes
+from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
 from actorsnap.state.restore import KeyRestore, entries_by_key
-from actorsnap.state.shards import is_distributed
 from actorsnap.state.stateful import (
     Matching,
     RNGState,

@@ -14,8 +14,8 @@ import torch
 from actorsnap.errors import IncompatibleState, UsageError, did_you_mean
 from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import targets
+from actorsnap.state.distributed import is_distributed
 from actorsnap.state.restore import KeyRestore
-from actorsnap.state.shards import is_distributed
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import refusal
 from actorsnap.state.tree import human, parent_of

@@ -16,8 +16,8 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.index import Shard
 from actorsnap.planning.restore import BoxRead, plan_boxes
+from actorsnap.state.distributed import Ranks
 from actorsnap.state.memory import ByteSink, MemorySink
-from actorsnap.state.shards import Ranks
 from actorsnap.state.tensors import BoxSink, is_addressable
 
 __all__ = ["BoxTarget", "Wanted", "box_reads", "cut", "plan_shards"]

@@ -42,10 +42,10 @@ from actorsnap.state.checks import (
 )
 from actorsnap.state.claims import Claim, claim
 from actorsnap.state.composite import assemble, part_shape, take_apart
+from actorsnap.state.distributed import Describer, Ranks, is_distributed
 from actorsnap.state.members import Member, place, settle
 from actorsnap.state.memory import MemorySink
 from actorsnap.state.reshard import BoxTarget, Wanted, box_reads, cut, plan_shards
-from actorsnap.state.shards import Describer, Ranks, is_distributed
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import (
     DTYPES,

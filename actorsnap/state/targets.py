@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from actorsnap.format.geometry import Box
+from actorsnap.state.distributed import Sharding, is_distributed
 from actorsnap.state.memory import ByteSink, MemorySink
-from actorsnap.state.shards import Sharding, is_distributed
 from actorsnap.state.sharing import Region
 from actorsnap.state.tensors import (
     CARRIERS,
@@ -96,7 +96,7 @@ def difference(target: Target, kind: str, dtype: str, shape: tuple[int, ...]) ->
 def box_difference(
     target: Sharding | str, kind: str, dtype: str, shape: tuple[int, ...]
 ) -> str | None:
-    """As ``difference``, for a distributed target that ``state.shards`` has described."""
+    """As ``difference``, for a distributed target that ``state.distributed`` has described."""
     if isinstance(target, str):
         return f"{kind} in the snapshot; the app state's {target}"
     if kind != "tensor":

@@ -18,13 +18,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.state.distributed import Sharding, describe
 from actorsnap.state.memory import MemorySink
 from actorsnap.state.restore import KeyRestore, entries_by_key
-from actorsnap.state.shards import Sharding, describe
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink
 from tests.state.saved import Part, Saved
-from tests.state.test_shards import fake_rank, index
+from tests.state.test_distributed import fake_rank, index
 
 DTYPES = [torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
