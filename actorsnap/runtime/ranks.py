@@ -29,7 +29,7 @@ from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
-from actorsnap.state.group import Group, StoreAddress, StoreAt, find_group
+from actorsnap.state.process_group import Group, StoreAddress, StoreAt, find_group
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.store import StorePort, StoreSave
 
@@ -276,7 +276,7 @@ def find_team(group: Any, store: Any) -> Team | None:
     The same one from call to call; a new one where the store of the last one went away.
 
     Raises:
-        UsageError: see ``state.group.find_group``.
+        UsageError: see ``state.process_group.find_group``.
     """
     found = find_group(group, store)
     if found is None:

@@ -56,7 +56,7 @@ from actorsnap.runtime.link import Link
 from actorsnap.runtime.process import is_running
 from actorsnap.runtime.ranks import Team
 from actorsnap.runtime.uploaded import UploadedSave
-from actorsnap.state.group import StoreAt, load
+from actorsnap.state.process_group import StoreAt, load
 from actorsnap.storage.registry import find_opener
 
 __all__ = ["main"]
