@@ -25,8 +25,8 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
 from actorsnap.state import objects
-from actorsnap.state.restore import KeyRestore, entries_by_key
-from actorsnap.state.tree import part_path
+from actorsnap.state.restore import KeyRestore, entries_by_key, match_key, prepare
+from actorsnap.state.tree import escape, part_path
 
 __all__ = ["Doubtful", "Trial", "try_manifests"]
 
@@ -50,7 +50,7 @@ class Doubtful:
 
     def restore(self) -> KeyRestore:
         """Returns the restore of just this leaf, with memory."""
-        return KeyRestore("", self.entries, target=None, allow_pickle=False, root=self.path)
+        return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class _Findings:
             return
         for key, entries in by_key.items():
             try:
-                KeyRestore(key, entries, target=None, allow_pickle=True, is_trial=True)
+                match_key(escape(key), entries, allow_pickle=True)
             except FormatError as error:
                 self.add(error)
                 continue

@@ -20,7 +20,7 @@ from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.state.distributed import Sharding, describe
 from actorsnap.state.memory import MemorySink
-from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink
 from tests.state.saved import Part, Saved
@@ -88,7 +88,7 @@ def restored(
     step: int = 48,
 ) -> tuple[Any, KeyRestore]:
     view = saved.index(rank)
-    restore = KeyRestore(
+    restore = prepare(
         "k",
         entries_by_key(view.entries)["k"],
         target=target,
@@ -277,7 +277,7 @@ def test_shared_memory_into_distributed_tensors() -> None:
             assert found["v"] is found["w"] is tied
             assert torch.equal(tied.to_local(), base[:, 3 * rank : 3 * rank + 3])
             assert torch.equal(turned.to_local(), base.T[3 * rank : 3 * rank + 3])
-            by_path = {claim.path: (claim.base, claim.origin) for claim in restore.claims}
+            by_path = {each.path: (each.base, each.origin) for each in restore.destinations}
             assert by_path["k/w"] == by_path["k/v"]
 
 
@@ -291,13 +291,13 @@ def test_what_is_equal_under_two_names_may_share_memory() -> None:
         tied = distributed(torch.zeros(8), (2,), [Shard(0)])
         target = {"a": tied, "b": tied, "c": distributed(torch.zeros(8), (2,), [Shard(0)])}
         _, restore = restored(Saved(ranks), target, 1)
-    a, b, c = [(claim.base, claim.origin) for claim in restore.claims]
+    a, b, c = [(each.base, each.origin) for each in restore.destinations]
     assert a == b != c
 
 
 def mismatches(saved: Saved, target: Any, matching: Matching) -> list[str]:
     view = saved.index(0)
-    restore = KeyRestore(
+    restore = prepare(
         "k",
         entries_by_key(view.entries)["k"],
         target={"w": target},
@@ -306,7 +306,7 @@ def mismatches(saved: Saved, target: Any, matching: Matching) -> list[str]:
     )
     assert not restore.reads
     assert restore.build() == {"w": target}
-    return restore.mismatched
+    return list(restore.mismatched)
 
 
 @pytest.mark.parametrize("matching", [Matching.LEAVES, Matching.KEYS, Matching.NOTHING])
@@ -340,7 +340,7 @@ def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
         change(entry, shape=(8, 1)),
     ):
         with pytest.raises(FormatError, match="k/w"):
-            KeyRestore("k", [wrong], target=None, allow_pickle=False)
+            prepare("k", [wrong], target=None, allow_pickle=False)
     shard = TensorEntry(
         path="k/w",
         dtype="float32",
@@ -350,7 +350,7 @@ def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
         offsets=(0,),
     )
     with pytest.raises(FormatError, match="stands alone"):
-        KeyRestore("k", [shard], target=None, allow_pickle=False)
+        prepare("k", [shard], target=None, allow_pickle=False)
 
 
 def test_a_sink_spreads_any_range_of_a_box() -> None:
