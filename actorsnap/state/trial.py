@@ -25,7 +25,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
 from actorsnap.state import objects
-from actorsnap.state.restore import KeyRestore, entries_by_key, match_key, prepare
+from actorsnap.state.restore import KeyRestore, Match, entries_by_key, match_key, prepare
 from actorsnap.state.tree import escape, part_path
 
 __all__ = ["Doubtful", "Trial", "try_manifests"]
@@ -154,27 +154,28 @@ class _Findings:
             return
         for key, entries in by_key.items():
             try:
-                match_key(escape(key), entries, allow_pickle=True)
+                match = match_key(escape(key), entries, allow_pickle=True)
             except FormatError as error:
                 self.add(error)
                 continue
-            for identity, found in _find_doubtful(index, entries):
+            for identity, found in _find_doubtful(index, match):
                 self.doubtful.setdefault(identity, found)
 
 
-def _find_doubtful(index: Index, entries: Sequence[AnyEntry]) -> Iterator[tuple[object, Doubtful]]:
-    """Yields the leaves to build, with something that is equal for equal ones."""
-    by_path: dict[str, AnyEntry] = {}
-    for entry in entries:
+def _find_doubtful(index: Index, match: Match) -> Iterator[tuple[object, Doubtful]]:
+    """Yields the leaves to build, each with a key that is equal for equal ones."""
+    for pair in match.pairs:
+        entry = pair.entry
         if isinstance(entry, BytesEntry) and entry.type in ("str", "json", "numpy"):
             yield (entry.type, _place(index, entry.data)), Doubtful(index, entry.path, (entry,))
-        elif isinstance(entry, CompositeEntry):
-            by_path = by_path or {each.path: each for each in entries}
-            needed = [by_path[part_path(entry.path, part)] for part in entry.parts]
-            needed += [by_path[part.of] for part in needed if isinstance(part, ViewEntry)]
-            unique = {each.path: each for each in (entry, *needed)}
-            places = [_place(index, each.data) for each in needed if isinstance(each, TensorEntry)]
-            yield (repr(entry), *places), Doubtful(index, entry.path, tuple(unique.values()))
+    for composite in match.composites:
+        entry = composite.entry
+        assert isinstance(entry, CompositeEntry)
+        parts = [match.parts[part_path(entry.path, part)] for part in entry.parts]
+        bases = {part.of: match.bases[part.of] for part in parts if isinstance(part, ViewEntry)}
+        needed = {each.path: each for each in (entry, *parts, *bases.values())}
+        places = [_place(index, e.data) for e in needed.values() if isinstance(e, TensorEntry)]
+        yield (repr(entry), *places), Doubtful(index, entry.path, tuple(needed.values()))
 
 
 def _place(index: Index, data: Stored) -> object:

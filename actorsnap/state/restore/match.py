@@ -55,6 +55,7 @@ __all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_ke
 
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
 _ABSENT: Final[Any] = object()
+_UNWANTED: Final[Any] = object()
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -166,8 +167,10 @@ class _Rules:
     def passes_over(self, path: str) -> bool:
         """Whether a ``ModelState`` has no use for a saved leaf of its optimizers: it has none now,
         or these parameters are frozen, or of other stages."""
+        if self.matching is not Matching.MODEL:
+            return False
         below = f"{self.root}/optim/"
-        if self.matching is not Matching.MODEL or not path.startswith(below):
+        if not path.startswith(below):
             return False
         target: Any = self.target
         name = path.removeprefix(below).partition("/")[0]
@@ -279,12 +282,14 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
         dtype: The torch dtype of a dense tensor; None for others, and for arrays.
         target: A tensor or array of the app state that fits; None: a fresh value is made.
         sharding: What this process holds of a distributed target; else None.
+        is_plain: Whether the target lies in CPU memory in C order, as the stored bytes do.
     """
 
-    entry: _TensorLike | BytesEntry
+    entry: AnyEntry
     dtype: torch.dtype | None
     target: Target | None
     sharding: Sharding | None = None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +382,7 @@ def match_key(
     for entry in entries_of_key:
         if "@" in entry.path:
             _add_part(found, entry)
-        elif isinstance(entry, ContainerEntry):
+        elif type(entry) is ContainerEntry:
             metadata = objects.decode_inline(entry.attributes, entry.path)
             found.skeleton.add_container(entry.path, entry.type, metadata)
         else:
@@ -411,42 +416,40 @@ def _add_part(found: Match, entry: AnyEntry) -> None:
 def _add_leaf(found: Match, entry: AnyEntry) -> None:
     """Checks a leaf's entry, then compares it with the target's leaf."""
     path = entry.path
-    dtype: torch.dtype | None = None
-    value: object = _ABSENT
     match entry:
         case TensorEntry():
-            dtype = check_tensor(entry)
-        case ViewEntry():
-            dtype = check_view(entry, found.bases.get(entry.of))
+            _add_tensor(found, entry, check_tensor(entry), entry.attributes)
         case ShardedEntry():
-            dtype = check_sharded(entry)
-        case BytesEntry():
-            check_bytes(entry)
+            _add_tensor(found, entry, check_sharded(entry), entry.attributes)
+        case ViewEntry():
+            _add_tensor(found, entry, check_view(entry, found.bases.get(entry.of)))
         case CompositeEntry():
             check_composite(entry)
+            _add_tensor(found, entry, None)
+        case BytesEntry():
+            check_bytes(entry)
+            target = _find_target(found, entry)
+            stored = "numpy array" if entry.type == "numpy" else str(entry.type)
+            if isinstance(target, np.ndarray) and entry.type in ("numpy", "pickle"):
+                found.pairs.append(Pair(entry, None, target))
+            elif target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
+                found.pairs.append(Pair(entry, None, None))
         case ValueEntry():
             value = objects.decode_inline(entry.value, path)
-    if isinstance(entry, TensorEntry | ShardedEntry) and entry.attributes:
-        found.attributes[path] = objects.decode_attributes(entry.attributes, path)
-    rules = found.rules
+            target = _find_target(found, entry)
+            stored = type(value).__qualname__
+            if target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
+                found.values[path] = value
+
+
+def _find_target(found: Match, entry: AnyEntry) -> object:
+    """Returns the target's leaf; ``_ABSENT``, or ``_UNWANTED`` if the entry is not restored."""
+    path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
         (found.unexpected if found.is_private(entry) else found.unplaced).append(path)
-        return
-    if rules.passes_over(path):
-        return
-    match entry:
-        case TensorEntry() | ViewEntry() | ShardedEntry() | CompositeEntry():
-            _add_tensor(found, entry, dtype, target)
-        case BytesEntry():
-            stored = "numpy array" if entry.type == "numpy" else entry.type
-            if isinstance(target, np.ndarray) and entry.type in ("numpy", "pickle"):
-                found.pairs.append(Pair(entry, None, target))
-            elif not _is_mismatch(found, path, stored, target):
-                found.pairs.append(Pair(entry, None, None))
-        case ValueEntry():
-            if not _is_mismatch(found, path, type(value).__qualname__, target):
-                found.values[path] = value
+        return _UNWANTED
+    return _UNWANTED if rules.passes_over(path) else target
 
 
 def _is_mismatch(found: Match, path: str, stored: str, target: object) -> bool:
@@ -458,14 +461,23 @@ def _is_mismatch(found: Match, path: str, stored: str, target: object) -> bool:
 
 
 def _add_tensor(
-    found: Match, entry: _TensorLike, dtype: torch.dtype | None, target: object
+    found: Match,
+    entry: _TensorLike,
+    dtype: torch.dtype | None,
+    attributes: dict[str, Any] | None = None,
 ) -> None:
     """Compares a tensor or array with the target's leaf."""
     path = entry.path
-    pair = Pair(entry, dtype, None)
+    if attributes:
+        found.attributes[path] = objects.decode_attributes(attributes, path)
+    target = _find_target(found, entry)
+    if target is _UNWANTED:
+        return
     if type(entry) is TensorEntry and _fits_plainly(target, dtype, entry):
-        pair = Pair(entry, dtype, target)
-    elif isinstance(target, TARGET_TYPES):
+        found.pairs.append(Pair(entry, dtype, target, is_plain=True))
+        return
+    pair = Pair(entry, dtype, None)
+    if isinstance(target, TARGET_TYPES):
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
         if why is not None:

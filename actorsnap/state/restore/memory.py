@@ -35,7 +35,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
 from actorsnap.state.composite import take_apart
-from actorsnap.state.distributed import Ranks, is_distributed
+from actorsnap.state.distributed import Piece, Ranks, is_distributed
 from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.restore.aliasing import (
@@ -156,19 +156,19 @@ def find_memory(match: Match) -> Memory:
     for pair in match.pairs:
         entry = pair.entry
         match entry:
-            case BytesEntry():
-                _add_buffer(memory, match, pair, entry)
-            case ShardedEntry():
-                _add_shards(memory, pair, entry)
+            case TensorEntry() if pair.sharding is None and entry.path not in match.bases:
+                _add_tensor(memory, match, pair, entry)
             case TensorEntry() if pair.sharding is not None:
                 shard = Shard(Box.whole(entry.shape), entry.data)
                 _add_boxes(memory, pair, entry, [shard], entry.path)
-            case TensorEntry() if entry.path not in match.bases:
-                _add_tensor(memory, match, pair, entry)
             case TensorEntry() | ViewEntry():
                 _add_view(memory, views, pair, entry)
-            case _:
-                raise AssertionError(f"{entry.path!r} is made of parts")
+            case ShardedEntry():
+                # Under two names a tensor is saved twice; equal ones may share memory.
+                parts = frozenset((shard.box, shard.data.crc32c) for shard in entry.shards)
+                _add_boxes(memory, pair, entry, entry.shards, f"{entry.dtype} {hash(parts)}")
+            case BytesEntry():
+                _add_buffer(memory, match, pair, entry)
     for pair in match.composites:
         _add_parts(memory, match, views, pair)
     for path, members in views.items():
@@ -180,7 +180,7 @@ def find_memory(match: Match) -> Memory:
 
 
 def _holders(match: Match, entry: TensorEntry | BytesEntry) -> Ranks | None:
-    return () if match.is_private(entry) else None
+    return None if entry.replicated or match.world_size == 1 else ()
 
 
 def _empty(
@@ -214,7 +214,7 @@ def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) ->
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
-    if isinstance(target, torch.Tensor) and is_addressable(target):
+    if pair.is_plain and isinstance(target, torch.Tensor):
         if nbytes:
             start = target.data_ptr()
             sink = MemorySink(start, nbytes, target)
@@ -244,10 +244,7 @@ def _add_view(
         memory.destinations += destination(entry.path, pair.target, base, member.region)
     else:
         # All of it is read, and copied: its checksums are the base's, and its strides any.
-        for piece in pair.sharding.pieces:
-            memory.destinations += destination(
-                entry.path, piece.tensor, base, origin=piece.box.offsets
-            )
+        memory.destinations += _destinations_of_pieces(pair, base)
         memory.spread.append(pair)
         member = _member(entry, None)
     views.setdefault(base, []).append(member)
@@ -276,29 +273,6 @@ def _add_parts(memory: Memory, match: Match, views: dict[str, list[_Member]], pa
 # Boxes: the snapshot has shards, or the target is one -----------------------------------------
 
 
-def _add_shards(memory: Memory, pair: Pair, entry: ShardedEntry) -> None:
-    path, shards, target = entry.path, entry.shards, pair.target
-    # Under two names a tensor is saved twice; equal ones may share memory.
-    parts = frozenset((shard.box, shard.data.crc32c) for shard in shards)
-    base = f"{entry.dtype} {hash(parts)}"
-    if pair.sharding is not None:
-        _add_boxes(memory, pair, entry, shards, base)
-        return
-    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
-    box = Box.whole(entry.shape)
-    # Before memory is taken: the manifest may claim any global shape.
-    planned = _plan_boxes(path, shards, [box], dtype.itemsize)
-    tensor = _tensor_over(target) if target is not None and is_writable(target) else None
-    if tensor is not None:
-        memory.values[path] = target
-        memory.destinations += destination(path, target, base)
-    else:
-        tensor = _empty(path, entry.shape, dtype, entry.memory_format)
-        value = tensor if pair.dtype is not None else tensor.numpy()
-        memory.fresh.append(Fresh(entry, target, value))
-    memory.reads += _box_reads(planned, shards, [_BoxTarget(box, tensor, None)])
-
-
 def _add_boxes(
     memory: Memory,
     pair: Pair,
@@ -306,58 +280,74 @@ def _add_boxes(
     shards: Sequence[Shard],
     base: str,
 ) -> None:
-    """Adds a tensor that is restored into a distributed target."""
-    assert pair.sharding is not None
-    pieces = pair.sharding.pieces
-    memory.values[entry.path] = pair.target
-    for piece in pieces:
-        memory.destinations += destination(entry.path, piece.tensor, base, origin=piece.box.offsets)
-    itemsize = DTYPES[entry.dtype].itemsize
-    planned = _plan_boxes(entry.path, shards, [piece.box for piece in pieces], itemsize)
-    into = [_BoxTarget(piece.box, piece.tensor, piece.holders or ()) for piece in pieces]
-    reads = _box_reads(planned, shards, into)
+    """Adds a tensor that is stored in boxes, or whose target holds boxes; ``base``: its content."""
+    path, target, sharding = entry.path, pair.target, pair.sharding
+    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
+    pieces = [] if sharding is None else list(sharding.pieces)
+    whole = Box.whole(entry.shape)
+    # Before memory is taken: the manifest may claim any global shape.
+    planned = plan_boxes(
+        path,
+        [shard.box for shard in shards],
+        [whole] if sharding is None else [piece.box for piece in pieces],
+        itemsize=dtype.itemsize,
+        block_bytes=[shard.data.block_bytes for shard in shards],
+        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
+    )
+    if sharding is None:
+        tensor = _tensor_over(target) if target is not None and is_writable(target) else None
+        if tensor is None:
+            tensor = _empty(path, entry.shape, dtype, entry.memory_format)
+            value = tensor if pair.dtype is not None else tensor.numpy()
+            memory.fresh.append(Fresh(entry, target, value))
+        else:
+            memory.values[path] = target
+            memory.destinations += destination(path, target, base)
+        memory.reads += _box_reads(planned, shards, [Piece(whole, tensor, None)], None)
+        return
+    memory.values[path] = target
+    memory.destinations += _destinations_of_pieces(pair, base)
+    reads = _box_reads(planned, shards, pieces, ())
     memory.reads += reads
     memory.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)
     memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
 
 
-class _BoxTarget(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A box to fill, and who wants it; elements of ``tensor`` must not share memory."""
-
-    box: Box
-    tensor: torch.Tensor
-    holders: Ranks | None
-
-
-def _plan_boxes(
-    path: str, shards: Sequence[Shard], boxes: Sequence[Box], itemsize: int
-) -> list[BoxRead]:
-    return plan_boxes(
-        path,
-        [shard.box for shard in shards],
-        boxes,
-        itemsize=itemsize,
-        block_bytes=[shard.data.block_bytes for shard in shards],
-        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
-    )
+def _destinations_of_pieces(pair: Pair, base: str) -> list[Destination]:
+    pieces = () if pair.sharding is None else pair.sharding.pieces
+    return [
+        found
+        for piece in pieces
+        for found in destination(pair.entry.path, piece.tensor, base, origin=piece.box.offsets)
+    ]
 
 
 def _box_reads(
-    planned: Sequence[BoxRead], shards: Sequence[Shard], targets: Sequence[_BoxTarget]
+    planned: Sequence[BoxRead],
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    default: Ranks | None,
 ) -> list[Wanted]:
-    """Returns planned reads with the memory that they go to."""
+    """Returns planned reads with the memory that they go to.
+
+    Args:
+        planned: Reads for the boxes of ``pieces``.
+        shards: The shards that were planned for.
+        pieces: Memory to fill. Its elements must not share memory.
+        default: Holders of a piece that names none.
+    """
     wanted: list[Wanted] = []
     for read in planned:
         shard = shards[read.stored]
-        found = [targets[number] for number in read.wanted]
+        found = [pieces[number] for number in read.wanted]
         nbytes = read.stop - read.start
         tensor = found[0].tensor
         sink: ByteSink
         if read.at is not None and is_addressable(tensor):
             sink = MemorySink(tensor.data_ptr() + read.at, nbytes, tensor)
         else:
-            sink = BoxSink(shard.box, read.start, nbytes, [(t.box, t.tensor) for t in found])
-        holders = {target.holders for target in found}
+            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in found])
+        holders = {default if piece.holders is None else piece.holders for piece in found}
         stored = slice_stored(shard.data, read.start, read.stop)
         wanted.append(Wanted(stored, sink, holders.pop() if len(holders) == 1 else ()))
     return wanted
