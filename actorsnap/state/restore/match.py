@@ -62,7 +62,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Entries of a key -----------------------------------------------------------------------------
 
 
-def entries_by_key(entries: Iterable[AnyEntry]) -> dict[str, list[AnyEntry]]:
+def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
     """Returns the entries of each top-level key, in order.
 
     A key's list ends with the entries of other keys whose memory its views refer to.
@@ -70,28 +70,24 @@ def entries_by_key(entries: Iterable[AnyEntry]) -> dict[str, list[AnyEntry]]:
     Raises:
         FormatError: A path does not begin with a top-level key.
     """
-    tokens: dict[str, list[AnyEntry]] = {}
     by_path: dict[str, AnyEntry] = {}
-    foreign: dict[str, dict[str, None]] = {}
-    views: list[tuple[str, ViewEntry]] = []
+    tokens: dict[str, list[AnyEntry]] = {}
     for entry in entries:
-        token = parent_of(entry.path.partition("/")[0])
-        tokens.setdefault(token, []).append(entry)
         by_path[entry.path] = entry
-        if type(entry) is ViewEntry:
-            views.append((token, entry))
-    for token, view in views:
-        if parent_of(view.of.partition("/")[0]) != token:
-            foreign.setdefault(token, {})[view.of] = None
-    for token, paths in foreign.items():
-        tokens[token].extend(by_path[path] for path in paths if path in by_path)
+        tokens.setdefault(_token_of(entry.path), []).append(entry)
     keys: dict[str, list[AnyEntry]] = {}
-    for token, found in tokens.items():
+    for token, own in tokens.items():
         key = unescape(token)
         if type(key) is not str:
             fail(token, "a top-level key is a str")
-        keys[key] = found
+        bases = {entry.of: by_path.get(entry.of) for entry in own if type(entry) is ViewEntry}
+        foreign = [base for path, base in bases.items() if base and _token_of(path) != token]
+        keys[key] = own + foreign
     return keys
+
+
+def _token_of(path: str) -> str:
+    return parent_of(path.partition("/")[0])
 
 
 def leaves_of(root: str, target: object | None) -> dict[str, object]:
@@ -348,26 +344,24 @@ def match_key(
     matching: Matching = Matching.KEYS,
     world_size: int = 1,
 ) -> Match:
-    """Compares entries with a target.
+    """Compares entries with a target; see ``prepare``.
 
     Args:
         root: Path of the target.
         entries: Entries at and below ``root``; others count only where a view refers to them.
-        target: A state dict; None: everything is fresh, on the CPU.
+        target: A state dict, or None.
         targets: Its leaves, or others in their place; by default ``leaves_of(root, target)``.
-        allow_pickle: Whether pickled leaves may be read.
-        matching: What of ``target`` has to match.
-        world_size: Number of ranks that saved.
+        allow_pickle, matching, world_size: See ``prepare``.
 
     Raises:
         UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
         FormatError: Entries contradict themselves or each other.
     """
-    inside, below, part = root, root + "/", root + "@"
+    below, part = root + "/", root + "@"
     entries_of_key = [
         entry
         for entry in entries
-        if (path := entry.path).startswith(below) or path == inside or path.startswith(part)
+        if (path := entry.path).startswith(below) or path == root or path.startswith(part)
     ]
     viewed = {entry.of for entry in entries_of_key if type(entry) is ViewEntry}
     found = Match(

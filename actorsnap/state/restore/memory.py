@@ -187,10 +187,11 @@ def _empty(
     path: str,
     shape: Sequence[int],
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
     memory_format: MemoryFormat | None = None,
 ) -> torch.Tensor:
     try:
-        return empty_tensor(shape, dtype, memory_format=memory_format)
+        return empty_tensor(shape, dtype, device, memory_format)
     except MemoryError as error:
         raise MemoryError(f"{path!r}: {error}") from error
 
@@ -223,7 +224,7 @@ def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) ->
             )
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
-        tensor = _empty(path, entry.shape, pair.dtype, entry.memory_format)
+        tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
         sink = sink_of_tensor(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:  # an array, or a tensor on a device or strided
@@ -297,7 +298,7 @@ def _add_boxes(
     if sharding is None:
         tensor = _tensor_over(target) if target is not None and is_writable(target) else None
         if tensor is None:
-            tensor = _empty(path, entry.shape, dtype, entry.memory_format)
+            tensor = _empty(path, entry.shape, dtype, memory_format=entry.memory_format)
             value = tensor if pair.dtype is not None else tensor.numpy()
             memory.fresh.append(Fresh(entry, target, value))
         else:
@@ -384,10 +385,8 @@ def _place(memory: Memory, match: Match, base: TensorEntry, members: list[_Membe
     stop = min(high + -high % data.block_bytes, data.stop - data.start)
     if low:
         members = [
-            _Member(
-                member.entry, member.target, member.region.at(max(0, member.region.start - low))
-            )
-            for member in members
+            _Member(each.entry, each.target, each.region.at(max(0, each.region.start - low)))
+            for each in members
         ]
     try:
         sinks = _find_sinks(memory, high - low, members)
@@ -569,10 +568,7 @@ def stand_in(path: str, target: Target) -> Target | None:
         return torch.empty_like(target)
     if target.layout is not torch.strided or target.dtype in QUANTIZED:
         return None
-    try:
-        fresh = empty_tensor(target.shape, target.dtype, target.device)
-    except MemoryError as error:
-        raise MemoryError(f"{path!r}: {error}") from error
+    fresh = _empty(path, target.shape, target.dtype, target.device)
     return typed(fresh, tensor_type(target), target.requires_grad)
 
 
