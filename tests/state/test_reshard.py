@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
-from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
 from actorsnap.state.distributed import Sharding, describe
 from actorsnap.state.memory import MemorySink
 from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
@@ -315,6 +315,16 @@ def test_a_distributed_tensor_that_does_not_fit_is_never_replaced(matching: Matc
     plain = Saved([[Part("k/w", torch.arange(8.0))]])
     view = ViewEntry(path="k/w", of="k/w@storage", dtype="float32", shape=(8,), strides=(1,))
     viewed = Saved([[Part("k/w@storage", torch.arange(8.0)), view]])
+    composite = CompositeEntry(
+        path="k/w",
+        layout="sparse_coo",
+        dtype="float32",
+        shape=(8,),
+        parts=("indices", "values"),
+        parameters={"is_coalesced": True},
+    )
+    indices = Part("k/w@indices", torch.zeros(1, 1).long())
+    sparse = Saved([[composite, indices, Part("k/w@values", torch.ones(1))]])
     with fake_rank(0, 2):
         larger = distributed(torch.zeros(9), (2,), [Shard(0)])
         double = distributed(torch.zeros(8, dtype=torch.float64), (2,), [Shard(0)])
@@ -326,6 +336,9 @@ def test_a_distributed_tensor_that_does_not_fit_is_never_replaced(matching: Matc
             assert line == "k/w: dtype float32 in the snapshot, float64 in the app state"
             (line,) = mismatches(stored, on_meta, matching)
             assert "to_empty" in line
+        alike = distributed(torch.zeros(8), (2,), [Shard(0)])
+        (line,) = mismatches(sparse, alike, matching)
+        assert line == "k/w: sparse_coo tensor in the snapshot, distributed tensor in the app state"
 
 
 def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
