@@ -227,10 +227,15 @@ def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) ->
         tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
         sink = sink_of_tensor(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
-    else:  # an array, or a tensor on a device or strided
+    else:
         member = _member(entry, target)
         memory.destinations += destination(path, target, path, member.region)
-        _place(memory, match, entry, [member])
+        if target is None or not is_writable(target):
+            _place(memory, match, entry, [member])
+            return
+        # An array, or a tensor on a device or strided.
+        sink = _sink_of(target)
+        memory.values[path] = target
     if nbytes and sink is not None:
         memory.reads.append(Wanted(data, sink, _holders(match, entry)))
 
