@@ -18,8 +18,8 @@ import anyio
 from actorsnap.actors.errands import Errands
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part
-from actorsnap.state.memory import ByteSink
 from actorsnap.state.restore import slice_stored
+from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]

@@ -53,7 +53,7 @@ from actorsnap.protocol.save import (
     encode,
 )
 from actorsnap.state.captured import Captured, Leaf
-from actorsnap.state.memory import MemorySource
+from actorsnap.state.sources import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.base import ParticipantEnd

@@ -18,7 +18,7 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import ProgressBoard, Recorder, Row, Wait, Work, row_of
 from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.state.captured import Leaf
-from actorsnap.state.memory import ByteSource, PartSource, gather
+from actorsnap.state.sources import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["StagingActor", "sources_of"]

@@ -9,7 +9,7 @@ import msgspec
 from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.frames import Structure
 from actorsnap.state.captured import Captured, Leaf, Part
-from actorsnap.state.memory import MemorySource
+from actorsnap.state.sources import MemorySource
 
 __all__ = ["Described", "describe", "rebuild"]
 

@@ -35,9 +35,9 @@ from actorsnap.state import devices, objects, sharing
 from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
-from actorsnap.state.memory import ByteSource, MemorySource
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
 from actorsnap.state.sharing import Region
+from actorsnap.state.sources import ByteSource, MemorySource
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,

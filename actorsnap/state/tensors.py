@@ -21,7 +21,7 @@ from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.memory import (
+from actorsnap.state.sources import (
     ByteSink,
     ByteSource,
     Cut,

@@ -34,7 +34,7 @@ from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.messages import Failure, Stage
 from actorsnap.protocol.restore import aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
-from actorsnap.state.memory import MemorySink
+from actorsnap.state.sources import MemorySink
 from actorsnap.transport.base import Lost
 from actorsnap.transport.inproc import InprocTransport
 

@@ -19,8 +19,8 @@ from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
 from actorsnap.state.distributed import Sharding, describe
-from actorsnap.state.memory import MemorySink
 from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
+from actorsnap.state.sources import MemorySink
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink
 from tests.state.saved import Part, Saved

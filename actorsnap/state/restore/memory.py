@@ -36,7 +36,6 @@ from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
 from actorsnap.state.composite import take_apart
 from actorsnap.state.distributed import Piece, Ranks, is_distributed
-from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.restore.aliasing import (
     Destination,
@@ -50,6 +49,7 @@ from actorsnap.state.restore.aliasing import (
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
 from actorsnap.state.sharing import Region, touched_without_gaps
+from actorsnap.state.sources import ByteSink, MemorySink
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
