@@ -2,7 +2,8 @@
 
 ``match`` compares entries with the leaves of the app state, ``memory`` finds the memory that
 stored ranges are read into, and ``build`` puts the state together when the bytes are there.
-``checks`` decides whether an entry can be believed, ``aliasing`` which leaves share memory.
+``checks`` decides whether an entry can be believed, ``rules`` what has to match, ``aliasing`` which
+leaves share memory.
 """
 
 from actorsnap.state.restore.aliasing import (

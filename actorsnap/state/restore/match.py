@@ -39,12 +39,12 @@ from actorsnap.state.restore.checks import (
     check_view,
     fail,
 )
+from actorsnap.state.restore.rules import Rules
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import DTYPE_NAMES, address_of, is_addressable, refusal
 from actorsnap.state.tree import (
     Container,
     Skeleton,
-    escape,
     flatten,
     parent_of,
     part_path,
@@ -99,104 +99,6 @@ def leaves_of(root: str, target: object | None) -> dict[str, object]:
         for path, value in zip(*flatten(root, target), strict=True)
         if type(value) is not Container
     }
-
-
-# What has to match ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What of a target has to match.
-
-    Attributes:
-        root: Path of the target.
-        target: A state dict, or None.
-        matching: See ``Matching``.
-        strict_root: Path below which leaves have exactly the places of the target's; None: none do.
-        opaque: Paths below ``strict_root`` of extra states, which may have any leaves.
-    """
-
-    root: str
-    target: object | None
-    matching: Matching
-    strict_root: str | None = None
-    opaque: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, root: str, target: Any, matching: Matching) -> _Rules:
-        """Returns the rules for a target."""
-        if target is None:
-            return cls(root, target, matching)
-        if matching is Matching.LEAVES:
-            strict_root, strict = root, target
-        elif matching is Matching.MODEL and isinstance(target, dict):
-            strict_root, strict = f"{root}/model", target["model"]
-        else:
-            return cls(root, target, matching)
-        names = strict if isinstance(strict, dict) else ()
-        opaque = frozenset(
-            f"{strict_root}/{escape(name)}" for name in names if _is_extra_state(name)
-        )
-        return cls(root, target, matching, strict_root, opaque)
-
-    def is_strict(self, path: str) -> bool:
-        """Whether a leaf has to match exactly the target's leaf at its path."""
-        strict_root = self.strict_root
-        if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
-            return False
-        if not self.opaque:
-            return True
-        below = len(strict_root) + 1
-        return path[:below] + path[below:].partition("/")[0] not in self.opaque
-
-    @property
-    def keeps_keys(self) -> bool:
-        """Whether dict keys that were not saved are missing, and keep their values."""
-        return self.matching in (Matching.KEYS, Matching.MODEL)
-
-    def is_kept(self, path: str, target: Target, kind: str) -> bool:
-        """Whether a tensor or array is kept, and not replaced, where another ``kind`` was saved, or
-        another dtype or shape of it."""
-        is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
-        return self.is_strict(path) or (self.keeps_keys and is_same_kind)
-
-    def passes_over(self, path: str) -> bool:
-        """Whether a ``ModelState`` has no use for a saved leaf of its optimizers: it has none now,
-        or these parameters are frozen, or of other stages."""
-        if self.matching is not Matching.MODEL:
-            return False
-        below = f"{self.root}/optim/"
-        if not path.startswith(below):
-            return False
-        target: Any = self.target
-        name = path.removeprefix(below).partition("/")[0]
-        held = target.get("optim")
-        if held is None:
-            return True
-        is_flat = "param_groups" not in held and name not in ("state", "param_groups")
-        return is_flat and unescape(name) not in held
-
-    def may_lack(self, path: str, skeleton: Skeleton) -> bool:
-        """Whether the snapshot of a ``ModelState`` may lack a dict key.
-
-        The model's leaves are compared one by one. Of optimizers there may be nothing, or the
-        hyperparameters may be kept in the other way (``flatten``), which torch can read.
-        """
-        if self.matching is not Matching.MODEL:
-            return False
-        optim = f"{self.root}/optim"
-        sections = f"{optim}/state", f"{optim}/param_groups"
-        is_other_form = path in sections or sections[1] in skeleton
-        return (
-            self.is_strict(path)
-            or path == optim
-            or (path.rpartition("/")[0] == optim and is_other_form)
-        )
-
-
-def _is_extra_state(name: object) -> bool:
-    """Whether a module's state dict holds at ``name`` what ``get_extra_state`` returned."""
-    return isinstance(name, str) and f".{name}".endswith("._extra_state")
 
 
 # Differences ----------------------------------------------------------------------------------
@@ -307,7 +209,7 @@ class Match:
         missing, unexpected, unplaced, mismatched, on_meta: See ``KeyRestore``.
     """
 
-    rules: _Rules
+    rules: Rules
     targets: Mapping[str, object]
     skeleton: Skeleton
     bases: Mapping[str, TensorEntry]
@@ -365,7 +267,7 @@ def match_key(
     ]
     viewed = {entry.of for entry in entries_of_key if type(entry) is ViewEntry}
     found = Match(
-        rules=_Rules.of(root, target, matching),
+        rules=Rules.of(root, target, matching),
         targets=leaves_of(root, target) if targets is None else targets,
         skeleton=Skeleton(root),
         bases={e.path: e for e in entries if type(e) is TensorEntry and e.path in viewed},
