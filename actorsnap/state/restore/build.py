@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from actorsnap.errors import FormatError, IncompatibleState, UsageError, did_you_mean, text_of
-from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import BytesEntry, CompositeEntry
 from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import objects
@@ -33,7 +32,7 @@ from actorsnap.state.restore.memory import (
     typed,
 )
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import carried, refusal
+from actorsnap.state.tensors import carried, refusal, slices_of
 from actorsnap.state.tree import escape, human, parent_of, part_path
 
 __all__ = ["KeyRestore", "prepare", "read_one"]
@@ -71,7 +70,7 @@ class KeyRestore:
     _memory: Memory
 
     def has_target(self, path: str) -> bool:
-        """Whether the target has a leaf at ``path``; True where there is no target."""
+        """Whether the target has a leaf at ``path``; True if there is no target."""
         return self._match.rules.target is None or path in self._match.targets
 
     def build(self) -> Any:
@@ -139,10 +138,8 @@ def prepare(
         MemoryError: The memory could not be allocated; names the leaf.
     """
     root = escape(key) if root is None else root
-    targets = leaves_of(root, target)
-    for path in unshared:
-        lender: Any = targets[path]
-        targets[path] = stand_in(path, lender)
+    targets: dict[str, Any] = leaves_of(root, target)
+    targets |= {path: stand_in(path, targets[path]) for path in unshared}
     match = match_key(
         root,
         entries,
@@ -183,13 +180,9 @@ def read_one(
         entries: Entries of one rank.
         path: As the manifest has it; or as a person types it (``optim/state/0``), if only
             one path reads like that.
-        out: None, or a tensor or array to restore a leaf into; of a distributed tensor, the boxes
-            that this process holds.
+        out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
         held_by_other_ranks: See ``Index.elsewhere``; for the message only.
-
-    Returns:
-        A restore whose ``build`` returns the value; ``out`` itself where that was given.
 
     Raises:
         UsageError: No path reads like that, or several do; or ``out`` cannot take a value.
@@ -223,16 +216,7 @@ def read_one(
 def _resolve(
     entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Returns the path that a person means: as the manifest has it, or as a person types it.
-
-    Args:
-        entries: Entries of one rank.
-        path: Typed path; ``optim/state/0`` where only one path reads like that.
-        held_by_other_ranks: See ``Index.elsewhere``; for the message only.
-
-    Raises:
-        UsageError: No path reads like that, or several do.
-    """
+    """Returns the path of the manifest that a person means."""
     below = path + "/"
     typed: dict[str, None] = {}
     seen: set[str] = set()
@@ -291,8 +275,7 @@ def _decode(pair: Pair, data: bytearray) -> object:
     try:
         match entry.type:
             case "numpy":
-                found = objects.array_from_npy(data)
-                return found if pair.target is None else _assign_array(pair.target, found)
+                return _assign_array(pair.target, objects.array_from_npy(data))
             case "pickle":
                 return objects.unpickled(data)
             case kind:
@@ -307,7 +290,7 @@ def _spread(pair: Pair, whole: Any) -> Target | None:
     """Copies the elements of ``whole`` that a distributed target holds."""
     assert pair.sharding is not None
     for piece in pair.sharding.pieces:
-        _copy(piece.tensor, whole[_index(piece.box)])
+        _copy(piece.tensor, whole[slices_of(piece.box)])
     return pair.target
 
 
@@ -345,10 +328,6 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         for x in (a, b)
     ]
     return torch.equal(*flat)
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple([slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True)])
 
 
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
