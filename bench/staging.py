@@ -13,7 +13,7 @@ import torch
 
 from actorsnap import Options, StateDict
 from actorsnap.planning.packing import Piece
-from actorsnap.state.memory import MemorySource, gather
+from actorsnap.state.sources import MemorySource, gather
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from bench.local import OURS, RAW, Contest, Need, Setting, emit, facts_of, folder, note, ratio
 from bench.state import State, compare, llama, scramble, small, state_bytes

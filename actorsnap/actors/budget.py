@@ -21,7 +21,7 @@ from typing import Self
 
 import anyio
 
-from actorsnap.state.memory import Pinner
+from actorsnap.state.sources import Pinner
 
 __all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
 

@@ -18,8 +18,8 @@ import anyio
 from actorsnap.actors.errands import Errands
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part
-from actorsnap.state.memory import ByteSink
-from actorsnap.state.reshard import cut
+from actorsnap.state.restore import slice_stored
+from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
@@ -116,7 +116,7 @@ class ExchangeActor:
         for part in self._rounds[number][self._rank]:
             stored = self._commons[part.request].stored
             nbytes = part.stop - part.start
-            wanted.append((cut(stored, part.start, part.stop), memory[at : at + nbytes]))
+            wanted.append((slice_stored(stored, part.start, part.stop), memory[at : at + nbytes]))
             at += nbytes
         await self._read(wanted)
 

@@ -16,7 +16,7 @@ import anyio
 from actorsnap.errors import StateChanged
 from actorsnap.planning.backlog import Backlog, leaves_in
 from actorsnap.planning.packing import Chunk, ObjectPlan
-from actorsnap.state.leaves import Leaf
+from actorsnap.state.captured import Leaf
 
 if TYPE_CHECKING:
     from actorsnap.state.lazy import LazyState  # imports torch, which the uploader process has not

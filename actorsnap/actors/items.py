@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
 from actorsnap.protocol.save import Assignment
-from actorsnap.state.memory import ByteSource
+from actorsnap.state.sources import ByteSource
 
 __all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "release_leases"]
 

@@ -20,7 +20,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ObjectPlan
-from actorsnap.state.leaves import Captured, Leaf, Part
+from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.tree import part_path
 
 __all__ = ["ChecksumLedger", "manifest_of"]

@@ -48,7 +48,7 @@ from actorsnap.lines import Lines
 from actorsnap.planning.compressed_ranges import ChunkMap, Extent, chunk_maps
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
-from actorsnap.state.memory import ByteSink
+from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
 

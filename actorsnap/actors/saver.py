@@ -52,8 +52,8 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
-from actorsnap.state.leaves import Captured
-from actorsnap.state.memory import MemorySource
+from actorsnap.state.captured import Captured
+from actorsnap.state.sources import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.base import ParticipantEnd

@@ -17,8 +17,8 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
-from actorsnap.state.leaves import Leaf
-from actorsnap.state.memory import ByteSource, PartSource, gather
+from actorsnap.state.captured import Leaf
+from actorsnap.state.sources import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["StagingActor", "sources_of"]

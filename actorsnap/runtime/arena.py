@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actorsnap.lines import Lines
-from actorsnap.state.memory import Pinner
+from actorsnap.state.sources import Pinner
 
 __all__ = ["Arena", "ArenaStatistics", "ArenaView", "block_bytes"]
 

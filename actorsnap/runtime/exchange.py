@@ -32,8 +32,8 @@ from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.place import Source
 from actorsnap.runtime.ranks import Team
 from actorsnap.runtime.reading import fetch_wanted, mark
-from actorsnap.state.memory import ByteSink, MemorySink
 from actorsnap.state.restore import KeyRestore, Wanted
+from actorsnap.state.sources import ByteSink, MemorySink
 
 __all__ = ["Reading"]
 

@@ -76,7 +76,7 @@ from actorsnap.protocol.supervisor import (
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.structure import Described
-from actorsnap.state.leaves import Captured
+from actorsnap.state.captured import Captured
 
 __all__ = ["HandedSave", "Uploader", "find_uploader"]
 

@@ -52,7 +52,7 @@ from actorsnap.runtime.place import open_place
 from actorsnap.runtime.ranks import Call, Membership, RelayedCall, Team
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import Described, describe_state
-from actorsnap.state.leaves import Captured
+from actorsnap.state.captured import Captured
 from actorsnap.transport.base import Broken, Lost
 from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 

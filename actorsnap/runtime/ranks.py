@@ -26,7 +26,7 @@ from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
-from actorsnap.state.group import Group, find_group, find_prefix
+from actorsnap.state.process_group import Group, find_group, find_prefix
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
 from actorsnap.transport.store import StorePort, StoreSave
@@ -295,7 +295,7 @@ def find_team(group: Any, store: Any) -> Team | None:
     The same one from call to call; a new one where the store of the last one went away.
 
     Raises:
-        UsageError: see ``state.group.find_group``.
+        UsageError: see ``state.process_group.find_group``.
     """
     found = find_group(group, store)
     if found is None:

@@ -16,9 +16,14 @@ from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.place import Source
-from actorsnap.state.one import read_one
-from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
-from actorsnap.state.targets import mark_written
+from actorsnap.state.restore import (
+    KeyRestore,
+    Wanted,
+    entries_by_key,
+    mark_written,
+    prepare,
+    read_one,
+)
 from actorsnap.state.tree import escape
 
 __all__ = [
@@ -115,7 +120,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
                 )
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
-    part = KeyRestore(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
+    part = prepare(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
     yield lambda host: fetch(host, source, index, [part])
     return part.build()
 
@@ -163,7 +168,7 @@ async def fetch(
 
 def mark(parts: Iterable[KeyRestore]) -> None:
     """Notes that memory is about to be written. A restore that fails may have written some."""
-    mark_written(claim.target for part in parts for claim in part.claims)
+    mark_written(each.target for part in parts for each in part.destinations)
 
 
 async def fetch_wanted(

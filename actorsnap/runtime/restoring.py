@@ -40,10 +40,9 @@ from actorsnap.runtime.ranks import Team, find_team
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.state.capture import optimizers_in
-from actorsnap.state.claims import disputes
+from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
-from actorsnap.state.restore import KeyRestore, entries_by_key
-from actorsnap.state.shards import is_distributed
+from actorsnap.state.restore import KeyRestore, entries_by_key, find_conflicts, prepare
 from actorsnap.state.stateful import (
     Matching,
     RNGState,
@@ -380,7 +379,7 @@ def compare(
         options: How to restore.
 
     Raises:
-        UsageError, FormatError, MemoryError: As ``KeyRestore``.
+        UsageError, FormatError, MemoryError: As ``prepare``.
     """
     by_key = entries_by_key(index.entries)
     elsewhere: dict[str, list[str]] = {}
@@ -397,13 +396,13 @@ def compare(
     }
 
     def open_key(key: str, *, is_fresh: bool = False, apart: Iterable[str] = ()) -> KeyRestore:
-        return KeyRestore(
+        return prepare(
             key,
             by_key[key],
             target=None if is_fresh else states[key],
             allow_pickle=options.allow_pickle,
             matching=Matching.KEYS if is_fresh else matching_of(app_state[key]),
-            apart=apart,
+            unshared=apart,
             world_size=index.world_size,
         )
 
@@ -601,12 +600,12 @@ def _settle(
     in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
     others = [key for key in parts if key not in in_modules]
     # load_state_dict copies a module's leaf into the memory it has, wherever it was read to.
-    fixed = [claim for key in in_modules for claim in parts[key].claims]
-    claims = [claim for key in others for claim in parts[key].claims]
+    fixed = [each for key in in_modules for each in parts[key].destinations]
+    destinations = [each for key in others for each in parts[key].destinations]
     lines: dict[str, None] = {}
     apart: dict[str, set[str]] = {}
     key_of = {escape(key): key for key in parts}
-    for owner, other in disputes(claims, fixed):
+    for owner, other in find_conflicts(destinations, fixed):
         key = key_of[other.path.partition("/")[0]]
         apart.setdefault(key, set()).add(other.path)
         if key in in_modules:

@@ -47,7 +47,7 @@ from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.observing import Observation
 from actorsnap.runtime.place import collect_garbage, find_resumable, open_place
 from actorsnap.runtime.ranks import Membership
-from actorsnap.state.leaves import Captured
+from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport

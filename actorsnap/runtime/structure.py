@@ -8,8 +8,8 @@ import msgspec
 
 from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.frames import Structure
-from actorsnap.state.leaves import Captured, Leaf, Part
-from actorsnap.state.memory import MemorySource
+from actorsnap.state.captured import Captured, Leaf, Part
+from actorsnap.state.sources import MemorySource
 
 __all__ = ["Described", "describe_state", "rebuild_state"]
 

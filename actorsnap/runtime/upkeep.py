@@ -58,7 +58,7 @@ from actorsnap.runtime.place import (
     find_collectable,
 )
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.state.memory import MemorySink
+from actorsnap.state.sources import MemorySink
 from actorsnap.state.trial import Doubtful, try_manifests
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each

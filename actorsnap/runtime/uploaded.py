@@ -51,7 +51,7 @@ from actorsnap.runtime.ranks import Membership, RelayedCall, RelayedTeam, open_p
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import rebuild_state
 from actorsnap.runtime.tracefile import About
-from actorsnap.state.group import StoreAddress, StoreAt
+from actorsnap.state.process_group import StoreAddress, StoreAt
 from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
 

@@ -32,12 +32,12 @@ from actorsnap.lines import Lines
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
+from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
-from actorsnap.state.leaves import Captured, Leaf, Part
-from actorsnap.state.memory import ByteSource, MemorySource
+from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
-from actorsnap.state.shards import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.sharing import Region
+from actorsnap.state.sources import ByteSource, MemorySource
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,
@@ -642,7 +642,7 @@ class _Collector:
 
 
 def _dotted(path: str) -> str:
-    """Returns a path below its top-level key as ``state.shards`` names leaves."""
+    """Returns a path below its top-level key as ``state.distributed`` names leaves."""
     below = path.partition("/")[2]
     if "%" in below:
         return ".".join([str(unescape(token)) for token in below.split("/")])

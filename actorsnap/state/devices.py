@@ -28,7 +28,7 @@ from typing import Final, Protocol
 
 import torch
 
-from actorsnap.state.memory import Cut, Pinner
+from actorsnap.state.sources import Cut, Pinner
 
 __all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "Reached"]
 

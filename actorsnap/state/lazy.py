@@ -30,10 +30,10 @@ import torch
 from actorsnap.lines import Lines
 from actorsnap.planning.backlog import set_aside
 from actorsnap.planning.packing import Piece
-from actorsnap.state.leaves import Leaf
-from actorsnap.state.memory import MemorySource, gather
+from actorsnap.state.captured import Leaf
 from actorsnap.state.optim import ModelState, submodules_of
 from actorsnap.state.sharing import Extents, Region, touched_without_gaps
+from actorsnap.state.sources import MemorySource, gather
 from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
 
 __all__ = ["LazyState", "find_lazy", "tensors_of"]

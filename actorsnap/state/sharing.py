@@ -100,6 +100,10 @@ class Region(msgspec.Struct, frozen=True, gc=False):
             )
         return (self.start, self.itemsize, self.shape, strides)
 
+    def at(self, start: int) -> Region:
+        """Returns the same layout from another address on."""
+        return Region(start, self.itemsize, self.shape, self.strides)
+
     def same_layout(self, other: Region) -> bool:
         """Whether element i of both is the same memory, for every i."""
         return self.layout == other.layout

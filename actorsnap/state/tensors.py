@@ -21,7 +21,7 @@ from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.memory import (
+from actorsnap.state.sources import (
     ByteSink,
     ByteSource,
     Cut,
@@ -50,6 +50,7 @@ __all__ = [
     "carried",
     "empty_tensor",
     "extent_bytes",
+    "slices_of",
     "is_addressable",
     "memory_format_of",
     "refusal",
@@ -177,7 +178,8 @@ def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
     return flat.view(CARRIERS[itemsize]), copied
 
 
-def _index(box: Box) -> tuple[slice, ...]:
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Returns the slices of a box."""
     return tuple([slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)])
 
 
@@ -207,7 +209,7 @@ class _Boxes:
         at = 0
         for box in flat_range_boxes(self._shape, first, stop):
             end = at + box.volume
-            pairs.append((self.owner[_index(box)], flat[at:end].view(box.sizes)))
+            pairs.append((self.owner[slices_of(box)], flat[at:end].view(box.sizes)))
             at = end
         return pairs
 
@@ -326,7 +328,7 @@ class StridedSink(TensorSink):
         first, stop = self._num_before(low), self._num_before(low + flat.numel())
         pairs = []
         for box in flat_range_boxes(self._shape, first, stop):
-            part = self.owner[_index(box)]
+            part = self.owner[slices_of(box)]
             at = sum([o * step for o, step in zip(box.offsets, self._strides, strict=False)])
             pairs.append((part, flat[at - low :].as_strided(part.shape, self._strides)))
         return pairs
@@ -384,9 +386,9 @@ class BoxSink:
             for held, tensor, in_order in self._targets:
                 shared = run.intersect(held)
                 if shared is not None:
-                    part = tensor[_index(shared.relative_to(held))]
+                    part = tensor[slices_of(shared.relative_to(held))]
                     with in_order():
-                        part.copy_(elements[_index(shared.relative_to(run))].view(part.dtype))
+                        part.copy_(elements[slices_of(shared.relative_to(run))].view(part.dtype))
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
@@ -434,7 +436,7 @@ class _ArrayBoxes:
         at = 0
         for box in flat_range_boxes(array.shape, first, first + flat.size):
             end = at + box.volume
-            pairs.append((array[_index(box)], flat[at:end].reshape(box.sizes)))
+            pairs.append((array[slices_of(box)], flat[at:end].reshape(box.sizes)))
             at = end
         return pairs
 

@@ -15,7 +15,7 @@ from actorsnap.actors.reader import FetcherPool, Request
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, StoredChunk
 from actorsnap.planning.index import Index
-from actorsnap.state.memory import MemorySink
+from actorsnap.state.sources import MemorySink
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrapper import Wrapper

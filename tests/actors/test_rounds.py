@@ -33,7 +33,7 @@ from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
-from actorsnap.state.memory import MemorySink
+from actorsnap.state.sources import MemorySink
 from actorsnap.transport.base import Lost
 from actorsnap.transport.inproc import InprocTransport
 

@@ -27,7 +27,7 @@ from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Row
 from actorsnap.planning.packing import Chunk
-from actorsnap.state.memory import gather
+from actorsnap.state.sources import gather
 from actorsnap.storage.wrapper import WriterWrapper
 from actorsnap.sync import PendingSnapshot, Snapshot
 from tests.api.facades import Facade, each_facade

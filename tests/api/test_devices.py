@@ -16,7 +16,7 @@ from actorsnap.planning.packing import Piece
 from actorsnap.runtime.host import Host
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
-from actorsnap.state.memory import gather
+from actorsnap.state.sources import gather
 from actorsnap.state.tensors import bytes_of
 from actorsnap.sync import Snapshot, warm_up
 from tests.state.fake_device import FakeDevices, FakeEvent, FakeStream, fake_devices

@@ -36,8 +36,8 @@ from actorsnap.runtime.guarding import _Gate
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.offload import find_uploader
 from actorsnap.state.lazy import LazyState, _warn_of_uncounted
-from actorsnap.state.memory import gather
 from actorsnap.state.optim import ModelState
+from actorsnap.state.sources import gather
 from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.facades import Facade, each_facade

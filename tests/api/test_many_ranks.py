@@ -30,7 +30,7 @@ from actorsnap.testing import run_blocking_in_thread
 from tests.api.facades import Facade, each_facade
 from tests.api.same import assert_same
 from tests.state.saved import ATTEMPT, Part, Saved
-from tests.state.test_shards import fake_rank, index
+from tests.state.test_distributed import fake_rank, index
 from tests.support.world import SimulatedSave
 
 MIB = 1 << 20

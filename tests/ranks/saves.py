@@ -14,7 +14,7 @@ import torch.distributed as dist
 from actorsnap.actors import staging
 from actorsnap.errors import SnapshotAborted
 from actorsnap.options import Options
-from actorsnap.state.memory import gather
+from actorsnap.state.sources import gather
 from actorsnap.sync import Snapshot
 from tests.ranks.models import STATES, full, step
 from tests.worlds import Rank, World

@@ -43,16 +43,16 @@ from actorsnap.runtime.place import Place, Source
 from actorsnap.runtime.restoring import restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.state.capture import capture
-from actorsnap.state.lazy import find_lazy
-from actorsnap.state.objects import encode_inline
-from actorsnap.state.optim import ModelState, prime_optimizer
-from actorsnap.state.shards import (
+from actorsnap.state.distributed import (
     Replica,
     Replication,
     Sharding,
     describe,
     replication,
 )
+from actorsnap.state.lazy import find_lazy
+from actorsnap.state.objects import encode_inline
+from actorsnap.state.optim import ModelState, prime_optimizer
 from actorsnap.state.tree import Container, flatten
 from tests.state.saved import Part, Saved
 

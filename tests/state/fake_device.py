@@ -19,7 +19,7 @@ import torch
 
 from actorsnap.runtime.host import shutdown
 from actorsnap.state import devices
-from actorsnap.state.memory import memory_at
+from actorsnap.state.sources import memory_at
 from actorsnap.state.tensors import extent_bytes
 
 __all__ = ["Counts", "FakeDevices", "FakeStream", "fake_devices"]

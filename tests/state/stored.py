@@ -20,8 +20,8 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.leaves import Captured, Leaf
-from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key
+from actorsnap.state.captured import Captured, Leaf
+from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key, prepare
 from actorsnap.state.stateful import StateDict
 
 _HEADER = 4096
@@ -99,7 +99,7 @@ class Memory:
         check: Callable[[KeyRestore], None] | None = None,
     ) -> Any:
         """Restores a key that must fit its target."""
-        restore = KeyRestore(key, self.key(key), target=target, allow_pickle=allow_pickle)
+        restore = prepare(key, self.key(key), target=target, allow_pickle=allow_pickle)
         if check is None:
             assert not restore.missing
             assert not restore.unexpected

@@ -17,8 +17,8 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.leaves import Leaf
-from actorsnap.state.restore import KeyRestore
+from actorsnap.state.captured import Leaf
+from actorsnap.state.restore import prepare
 from actorsnap.state.stateful import StateDict
 from tests.state.stored import Memory
 
@@ -123,7 +123,7 @@ def test_very_many_small_tensors(num_tensors: int) -> None:
     assert len(captured.leaves) == len(captured.parts) == num_tensors
     stored = Memory(captured)
     target = {name: torch.zeros(4) for name in state}
-    restore = KeyRestore("m", stored.key("m"), target=target, allow_pickle=False)
+    restore = prepare("m", stored.key("m"), target=target, allow_pickle=False)
     assert len(restore.reads) == num_tensors
     assert stored.fill(restore.reads) == memory.nbytes
     result = restore.build()

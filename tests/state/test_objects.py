@@ -27,7 +27,7 @@ from actorsnap.state.objects import (
     decode_inline,
     encode_inline,
 )
-from actorsnap.state.restore import KeyRestore
+from actorsnap.state.restore import prepare
 from actorsnap.state.stateful import Matching
 from tests.state.stored import round_trip, store
 from tests.state.test_tree import same
@@ -299,7 +299,7 @@ def test_pickle_is_written_and_read_only_if_allowed() -> None:
             assert value == UNSAFE[name]
             assert type(value) is type(UNSAFE[name])
     with pytest.raises(UsageError) as caught:
-        KeyRestore("s", memory.key("s"), target=None, allow_pickle=False)
+        prepare("s", memory.key("s"), target=None, allow_pickle=False)
     assert "options=Options(allow_pickle=True)" in str(caught.value)
     for name in UNSAFE:
         assert repr(f"s/{name}") in str(caught.value)
@@ -317,7 +317,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 def test_pickles_that_are_not_wanted_do_not_matter() -> None:
     memory = store({"a": Fraction(1), "b": 2}, allow_pickle=True)
-    restore = KeyRestore(
+    restore = prepare(
         "s", memory.key("s"), target={"b": 0}, allow_pickle=False, matching=Matching.LEAVES
     )
     assert restore.unplaced == ["s/a"]

@@ -17,14 +17,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
-from actorsnap.format.manifest import TensorEntry, ViewEntry
-from actorsnap.state.memory import MemorySink
-from actorsnap.state.restore import KeyRestore, entries_by_key
-from actorsnap.state.shards import Sharding, describe
+from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
+from actorsnap.state.distributed import Sharding, describe
+from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
+from actorsnap.state.sources import MemorySink
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink
 from tests.state.saved import Part, Saved
-from tests.state.test_shards import fake_rank, index
+from tests.state.test_distributed import fake_rank, index
 
 DTYPES = [torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn]
 
@@ -88,7 +88,7 @@ def restored(
     step: int = 48,
 ) -> tuple[Any, KeyRestore]:
     view = saved.index(rank)
-    restore = KeyRestore(
+    restore = prepare(
         "k",
         entries_by_key(view.entries)["k"],
         target=target,
@@ -277,7 +277,7 @@ def test_shared_memory_into_distributed_tensors() -> None:
             assert found["v"] is found["w"] is tied
             assert torch.equal(tied.to_local(), base[:, 3 * rank : 3 * rank + 3])
             assert torch.equal(turned.to_local(), base.T[3 * rank : 3 * rank + 3])
-            by_path = {claim.path: (claim.base, claim.origin) for claim in restore.claims}
+            by_path = {each.path: (each.base, each.origin) for each in restore.destinations}
             assert by_path["k/w"] == by_path["k/v"]
 
 
@@ -291,13 +291,13 @@ def test_what_is_equal_under_two_names_may_share_memory() -> None:
         tied = distributed(torch.zeros(8), (2,), [Shard(0)])
         target = {"a": tied, "b": tied, "c": distributed(torch.zeros(8), (2,), [Shard(0)])}
         _, restore = restored(Saved(ranks), target, 1)
-    a, b, c = [(claim.base, claim.origin) for claim in restore.claims]
+    a, b, c = [(each.base, each.origin) for each in restore.destinations]
     assert a == b != c
 
 
 def mismatches(saved: Saved, target: Any, matching: Matching) -> list[str]:
     view = saved.index(0)
-    restore = KeyRestore(
+    restore = prepare(
         "k",
         entries_by_key(view.entries)["k"],
         target={"w": target},
@@ -306,7 +306,7 @@ def mismatches(saved: Saved, target: Any, matching: Matching) -> list[str]:
     )
     assert not restore.reads
     assert restore.build() == {"w": target}
-    return restore.mismatched
+    return list(restore.mismatched)
 
 
 @pytest.mark.parametrize("matching", [Matching.LEAVES, Matching.KEYS, Matching.NOTHING])
@@ -315,6 +315,16 @@ def test_a_distributed_tensor_that_does_not_fit_is_never_replaced(matching: Matc
     plain = Saved([[Part("k/w", torch.arange(8.0))]])
     view = ViewEntry(path="k/w", of="k/w@storage", dtype="float32", shape=(8,), strides=(1,))
     viewed = Saved([[Part("k/w@storage", torch.arange(8.0)), view]])
+    composite = CompositeEntry(
+        path="k/w",
+        layout="sparse_coo",
+        dtype="float32",
+        shape=(8,),
+        parts=("indices", "values"),
+        parameters={"is_coalesced": True},
+    )
+    indices = Part("k/w@indices", torch.zeros(1, 1).long())
+    sparse = Saved([[composite, indices, Part("k/w@values", torch.ones(1))]])
     with fake_rank(0, 2):
         larger = distributed(torch.zeros(9), (2,), [Shard(0)])
         double = distributed(torch.zeros(8, dtype=torch.float64), (2,), [Shard(0)])
@@ -326,6 +336,9 @@ def test_a_distributed_tensor_that_does_not_fit_is_never_replaced(matching: Matc
             assert line == "k/w: dtype float32 in the snapshot, float64 in the app state"
             (line,) = mismatches(stored, on_meta, matching)
             assert "to_empty" in line
+        alike = distributed(torch.zeros(8), (2,), [Shard(0)])
+        (line,) = mismatches(sparse, alike, matching)
+        assert line == "k/w: sparse_coo tensor in the snapshot, distributed tensor in the app state"
 
 
 def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
@@ -340,7 +353,7 @@ def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
         change(entry, shape=(8, 1)),
     ):
         with pytest.raises(FormatError, match="k/w"):
-            KeyRestore("k", [wrong], target=None, allow_pickle=False)
+            prepare("k", [wrong], target=None, allow_pickle=False)
     shard = TensorEntry(
         path="k/w",
         dtype="float32",
@@ -350,7 +363,7 @@ def test_shards_that_lie_are_refused_before_memory_is_taken() -> None:
         offsets=(0,),
     )
     with pytest.raises(FormatError, match="stands alone"):
-        KeyRestore("k", [shard], target=None, allow_pickle=False)
+        prepare("k", [shard], target=None, allow_pickle=False)
 
 
 def test_a_sink_spreads_any_range_of_a_box() -> None:

@@ -25,8 +25,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.one import read_one
-from actorsnap.state.restore import KeyRestore, entries_by_key
+from actorsnap.state.restore import KeyRestore, entries_by_key, prepare, read_one
 from actorsnap.state.stateful import Matching, StateDict, matching_of
 from tests.state.stored import Memory, store
 from tests.state.test_tree import same
@@ -35,7 +34,7 @@ from tests.state.test_tree import same
 
 
 def opened(memory: Memory, target: object | None, **options: Any) -> KeyRestore:
-    return KeyRestore("s", memory.key("s"), target=target, allow_pickle=False, **options)
+    return prepare("s", memory.key("s"), target=target, allow_pickle=False, **options)
 
 
 def test_every_difference_is_found_before_anything_is_read() -> None:
@@ -240,7 +239,7 @@ def test_a_model_with_its_optimizer_and_scheduler_continues() -> None:
             other = (*other[:2], torch.optim.lr_scheduler.CosineAnnealingLR(other[1], 3))
         pointers = [p.data_ptr() for p in other[0].parameters()]
         for key, stateful in zip(("model", "optim", "sched"), other, strict=True):
-            restore = KeyRestore(
+            restore = prepare(
                 key,
                 memory.key(key),
                 target=stateful.state_dict(),
@@ -268,7 +267,7 @@ def test_tied_weights() -> None:
     memory = Memory(capture({"m": model}))
     assert len(memory.data) - 4096 == 7 * 3 * 4 + 12
     other = Tied()
-    restore = KeyRestore("m", memory.key("m"), target=other.state_dict(), allow_pickle=False)
+    restore = prepare("m", memory.key("m"), target=other.state_dict(), allow_pickle=False)
     assert memory.fill(restore.reads) == 7 * 3 * 4 + 12
     other.load_state_dict(restore.build())
     assert torch.equal(other.head.weight, model.embed.weight)
@@ -470,7 +469,7 @@ MALFORMED: dict[str, list[Entry]] = {
 def test_malformed_entries_are_format_errors(name: str, with_target: bool) -> None:
     target = {"a": torch.zeros(2), "b": torch.zeros(1)} if with_target else None
     with pytest.raises(FormatError) as caught:
-        KeyRestore("s", MALFORMED[name], target=target, allow_pickle=True)
+        prepare("s", MALFORMED[name], target=target, allow_pickle=True)
     assert caught.value.key.startswith("s")
 
 
@@ -484,7 +483,7 @@ MALFORMED_BYTES: dict[str, tuple[list[Entry], Callable[[Any], None]]] = {
 @pytest.mark.parametrize("name", MALFORMED_BYTES)
 def test_parts_that_do_not_fit_are_format_errors(name: str) -> None:
     entries, fill = MALFORMED_BYTES[name]
-    restore = KeyRestore("s", entries, target=None, allow_pickle=False)
+    restore = prepare("s", entries, target=None, allow_pickle=False)
     fill(restore.reads)
     with pytest.raises(FormatError, match="s/c"):
         restore.build()
@@ -528,7 +527,7 @@ any_entry = st.one_of(
 def test_any_entries_end_in_a_state_or_a_format_error(entries: list[Any], in_place: bool) -> None:
     target = {"a": torch.zeros(2), "b": np.zeros((), "f4"), "l": [0]} if in_place else None
     try:
-        restore = KeyRestore("s", entries, target=target, allow_pickle=False)
+        restore = prepare("s", entries, target=target, allow_pickle=False)
         for stored, sink in [(want.stored, want.sink) for want in restore.reads]:
             assert sink.nbytes == stored.stop - stored.start <= 16
             sink.copy_from(0, memoryview(bytes(sink.nbytes)))

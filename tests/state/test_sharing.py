@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.restore import KeyRestore
+from actorsnap.state.restore import prepare
 from actorsnap.state.sharing import Region, touched_without_gaps
 from actorsnap.state.stateful import Matching, StateDict
 from tests.state.stored import Memory, store
@@ -201,7 +201,7 @@ def test_shared_memory(name: str) -> None:
 def test_aliased_targets_are_read_once(name: str) -> None:
     make, stored_bytes, _ = SHARED[name]
     memory = store(make())
-    restore = KeyRestore("s", memory.key("s"), target=make(), allow_pickle=False)
+    restore = prepare("s", memory.key("s"), target=make(), allow_pickle=False)
     assert memory.fill(restore.reads) == stored_bytes
 
 
@@ -209,7 +209,7 @@ def test_strided_targets_of_one_memory_are_read_once() -> None:
     x = base()
     memory = store({"a": x, "b": x})
     tied = torch.zeros(6, 4).t()
-    restore = KeyRestore("s", memory.key("s"), target={"a": tied, "b": tied}, allow_pickle=False)
+    restore = prepare("s", memory.key("s"), target={"a": tied, "b": tied}, allow_pickle=False)
     assert memory.fill(restore.reads) == x.nbytes
     assert restore.build()["b"] is tied
     assert torch.equal(tied, x)
@@ -230,7 +230,7 @@ def test_one_view_of_several_into_a_target_of_its_own() -> None:
     memory = store({"a": x, "b": x[1:3], "c": x.t()})
     entries = memory.key("s")
     target = {"b": torch.zeros(2, 6, requires_grad=True), "c": torch.zeros(4, 6).t()}
-    restore = KeyRestore("s", entries, target=target, allow_pickle=False, matching=Matching.LEAVES)
+    restore = prepare("s", entries, target=target, allow_pickle=False, matching=Matching.LEAVES)
     memory.fill(restore.reads)
     result = restore.build()
     assert list(result) == ["b", "c"]

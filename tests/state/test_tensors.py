@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import CompositeEntry, TensorEntry
 from actorsnap.planning.packing import Piece
-from actorsnap.state import memory
-from actorsnap.state.memory import ByteSource, PartSource, gather
+from actorsnap.state.sources import ByteSource, PartSource, gather
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
@@ -228,7 +227,7 @@ def test_small_pieces_cost_no_view_each(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*args: object) -> None:
         raise AssertionError("a view")
 
-    monkeypatch.setattr(memory, "memory_at", refuse)
+    monkeypatch.setattr("actorsnap.state.sources.memory_at", refuse)
     gather(sources, [Piece(i, 0, 36) for i in range(500)], memoryview(out), lambda pinner: None)
     assert bytes(out) == raw(torch.stack(tensors))
 

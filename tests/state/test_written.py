@@ -11,9 +11,7 @@ import torch
 
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import TensorEntry
-from actorsnap.state.claims import claim, disputes
-from actorsnap.state.restore import KeyRestore
-from actorsnap.state.targets import mark_written
+from actorsnap.state.restore import destination, find_conflicts, mark_written, prepare
 from actorsnap.state.tensors import DTYPES, ClippedSink, StridedSink, sink_of_array
 from tests.state.stored import store
 
@@ -63,8 +61,8 @@ def test_autograd_sees_that_a_saved_tensor_was_overwritten(
     x = make()
     y = (weight * x).sum()
     memory = store({"x": torch.full((2,), 5.0)})
-    restore = KeyRestore("s", memory.key("s"), target={"x": x}, allow_pickle=False)
-    mark_written(claim.target for claim in restore.claims)
+    restore = prepare("s", memory.key("s"), target={"x": x}, allow_pickle=False)
+    mark_written(each.target for each in restore.destinations)
     memory.fill(restore.reads)
     restore.build()
     assert x.tolist() == [5, 5]
@@ -94,7 +92,7 @@ def test_too_little_memory_is_no_contradiction(kind: str, monkeypatch: pytest.Mo
     apart = ["s/x"] if target else []
     monkeypatch.setattr(torch, "empty", _refuse)
     with pytest.raises(MemoryError, match=r"'s/(x|base|x@indices)': no memory for \d+ bytes"):
-        KeyRestore("s", memory.key("s"), target=target, allow_pickle=False, apart=apart)
+        prepare("s", memory.key("s"), target=target, allow_pickle=False, unshared=apart)
 
 
 def test_a_contradiction_is_found_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +101,7 @@ def test_a_contradiction_is_found_before_memory_is_taken(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was taken"))
     wrong = TensorEntry(path=entry.path, dtype="float64", shape=(100,), data=entry.data)
     with pytest.raises(FormatError):
-        KeyRestore("s", [wrong], target=None, allow_pickle=False)
+        prepare("s", [wrong], target=None, allow_pickle=False)
 
 
 # Claims -----------------------------------------------------------------------------------------
@@ -111,19 +109,19 @@ def test_a_contradiction_is_found_before_memory_is_taken(monkeypatch: pytest.Mon
 
 def test_a_hundred_thousand_neighbours_are_no_dispute() -> None:
     flat = torch.zeros(1000)
-    claims = [found for n in range(1000) for found in claim(f"{n}", flat[n : n + 1], f"{n}")]
-    assert disputes(claims) == []
-    whole = claim("flat", flat, "flat")
-    (pair,) = disputes([*claims, *whole])[:1]
+    claims = [found for n in range(1000) for found in destination(f"{n}", flat[n : n + 1], f"{n}")]
+    assert find_conflicts(claims) == []
+    whole = destination("flat", flat, "flat")
+    (pair,) = find_conflicts([*claims, *whole])[:1]
     assert [each.path for each in pair] == ["0", "flat"]
-    assert len(disputes([*whole, *claims])) == 1000
+    assert len(find_conflicts([*whole, *claims])) == 1000
 
 
 def test_very_many_columns_of_one_matrix_are_settled_by_their_extents() -> None:
     matrix = torch.zeros(3, 500)
-    claims = [found for n in range(500) for found in claim(f"{n}", matrix[:, n], f"{n}")]
-    assert disputes(claims[:100]) == []
-    found = disputes(claims)
+    claims = [found for n in range(500) for found in destination(f"{n}", matrix[:, n], f"{n}")]
+    assert find_conflicts(claims[:100]) == []
+    found = find_conflicts(claims)
     assert found
     for owner, other in found:
         assert int(owner.path) < int(other.path)
@@ -136,11 +134,11 @@ def test_what_is_left_after_a_dispute_is_none() -> None:
         claims = []
         for n in range(30):
             start, size = torch.randint(0, 90, (2,), generator=generator).tolist()
-            claims += claim(f"{n}", memory[start : start + size // 9 + 1], f"{n}")
-        losers = {id(other) for _, other in disputes(claims)}
+            claims += destination(f"{n}", memory[start : start + size // 9 + 1], f"{n}")
+        losers = {id(other) for _, other in find_conflicts(claims)}
         left = [each for each in claims if id(each) not in losers]
         assert left
-        assert disputes(left) == []
+        assert find_conflicts(left) == []
         spans = sorted((each.start, each.stop) for each in left)
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
 
@@ -149,7 +147,7 @@ def test_nothing_is_claimed_of_what_cannot_be_written() -> None:
     array = np.ones(3)
     array.flags.writeable = False
     for target in (array, torch.ones(3, device="meta"), torch.ones(0, 3), 5, None):
-        assert claim("x", target, "x") == []
+        assert destination("x", target, "x") == []
 
 
 # Clipped sinks ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from actorsnap import UsageError
 from actorsnap.runtime.host import Host
-from actorsnap.state.group import Group, find_group
+from actorsnap.state.process_group import Group, find_group
 from actorsnap.transport.base import Broken, Lost
 from actorsnap.transport.store import StorePort, StoreSave
 from tests.worlds import LIMIT_S, Rank, World

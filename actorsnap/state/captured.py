@@ -13,7 +13,7 @@ import msgspec
 from actorsnap.format.manifest import BytesEntry, Entry, MemoryFormat, Stored, TensorEntry
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, ItemBox
-from actorsnap.state.memory import ByteSource
+from actorsnap.state.sources import ByteSource
 
 __all__ = ["Captured", "Leaf", "Part"]
 

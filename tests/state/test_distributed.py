@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.planning.placement import Cut, local_shape, place
-from actorsnap.state.shards import (
+from actorsnap.state.distributed import (
     Describer,
     Replica,
     Replication,
@@ -244,10 +244,10 @@ def test_replication_finds_the_longest_prefix() -> None:
 def test_looking_at_plain_tensors_imports_nothing() -> None:
     script = (
         "import sys, torch\n"
-        "from actorsnap.state import shards\n"
+        "from actorsnap.state import distributed\n"
         "m = torch.nn.Linear(1, 1)\n"
-        "assert shards.describe(m.weight) is None\n"
-        "assert shards.replication({'m': m, 's': shards.ModelState(m)}) == {}\n"
+        "assert distributed.describe(m.weight) is None\n"
+        "assert distributed.replication({'m': m, 's': distributed.ModelState(m)}) == {}\n"
         "heavy = ('torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch._dynamo')\n"
         "assert not [n for n in sys.modules if n.startswith(heavy)]\n"
     )

@@ -1,8 +1,8 @@
-"""Whether entries can be believed, before memory is taken for them.
+"""Checks entries before memory is taken for them.
 
-Decides about one entry at a time: dtype, shape and byte range must agree, and a view must
-stay in its base (``docs/format.md``, "Entries"). ``format/validate.py`` has looked at a whole
-manifest before; what is checked here is what this layer would otherwise crash on, or
+Decides about one entry at a time: dtype, shape and byte range must agree, and a view must stay in
+its base, a part fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
+checked the whole manifest before; this module checks what the restore would otherwise crash on, or
 allocate for. It must not know targets or how entries are restored.
 """
 
@@ -17,28 +17,33 @@ import torch
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import is_block_count
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import Stored, TensorEntry, ViewEntry
-from actorsnap.planning.index import ShardedEntry
+from actorsnap.format.manifest import BytesEntry, CompositeEntry, Stored, TensorEntry, ViewEntry
+from actorsnap.format.validate import COMPOSITE_PARTS
+from actorsnap.planning.index import AnyEntry, ShardedEntry
+from actorsnap.state.composite import part_shape
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.tensors import DTYPES, QUANTIZED, extent_bytes
+from actorsnap.state.tree import part_path
 
 __all__ = [
     "NUMPY_KINDS",
-    "TENSOR_KINDS",
-    "check_kind",
+    "check_bytes",
+    "check_composite",
+    "check_part",
     "check_sharded",
-    "check_stored",
     "check_tensor",
     "check_view",
     "fail",
+    "itemsize_of",
 ]
 
-TENSOR_KINDS: Final = frozenset({"tensor", "parameter", "buffer"})
 NUMPY_KINDS: Final = frozenset({"numpy", "numpy_scalar"})
+_TENSOR_KINDS: Final = frozenset({"tensor", "parameter", "buffer"})
+_BYTES_KINDS: Final = frozenset({"bytes", "bytearray", "str", "json", "pickle", "numpy"})
 
 _MAX_BYTES = 1 << 62
 _MANY_DIMS = 32
-"""Dims that every release of numpy has."""
+"""Number of dims that every release of numpy supports."""
 
 
 def fail(path: str, detail: str) -> NoReturn:
@@ -46,19 +51,26 @@ def fail(path: str, detail: str) -> NoReturn:
     raise FormatError(key=path, detail=detail)
 
 
-def check_stored(path: str, data: Stored) -> int:
-    """Returns the number of stored bytes, or raises FormatError."""
+def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
+    """Returns the bytes of an element, of an entry whose type and dtype were checked."""
+    if entry.type in NUMPY_KINDS:
+        return NUMPY_DTYPES[entry.dtype][0].itemsize
+    return DTYPES[entry.dtype].itemsize
+
+
+def _check_stored(path: str, data: Stored) -> int:
+    """Returns the number of stored bytes."""
     start, stop = data.start, data.stop
     if not 0 <= start <= stop < _MAX_BYTES or not is_block_count(stop - start, len(data.crc32c)):
         fail(path, f"no bytes lie at [{start}, {stop}) with {len(data.crc32c)} checksums")
     return stop - start
 
 
-def check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
+def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
     """Checks type, dtype and number of dims; returns the torch dtype, None for numpy's."""
     kind = entry.type
     dtype: torch.dtype | None
-    if kind in TENSOR_KINDS:
+    if kind in _TENSOR_KINDS:
         dtype = DTYPES.get(entry.dtype)
         if dtype is None or dtype in QUANTIZED:
             fail(entry.path, f"no dense tensor has dtype {entry.dtype!r:.80}")
@@ -76,14 +88,10 @@ def check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | N
 
 
 def check_tensor(entry: TensorEntry) -> torch.dtype | None:
-    """As ``check_kind``; also checks that the bytes are those of the shape."""
-    dtype = check_kind(entry)
-    data = entry.data
-    nbytes = check_stored(entry.path, data)
-    if dtype is not None:
-        itemsize = dtype.itemsize
-    else:
-        itemsize = NUMPY_DTYPES[entry.dtype][0].itemsize
+    """Checks a dense tensor or array; returns the torch dtype, None for numpy's."""
+    dtype = _check_kind(entry)
+    nbytes = _check_stored(entry.path, entry.data)
+    itemsize = itemsize_of(entry) if dtype is None else dtype.itemsize
     shape = entry.shape
     if min(shape, default=0) < 0 or prod(shape) * itemsize != nbytes:
         fail(entry.path, f"{nbytes} bytes are no {entry.dtype} of shape {shape}")
@@ -98,24 +106,27 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
 
 
 def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
-    """As ``check_tensor``, of a whole and all of its shards."""
-    dtype = check_kind(entry)
-    itemsize = NUMPY_DTYPES[entry.dtype][0].itemsize if dtype is None else dtype.itemsize
+    """Checks a tensor and all of its shards; returns as ``check_tensor``."""
+    dtype = _check_kind(entry)
+    itemsize = itemsize_of(entry)
     shape = entry.shape
     if min(shape, default=0) < 0 or prod([n for n in shape if n]) * itemsize >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
     whole = Box.whole(shape)
     for box, data in [(shard.box, shard.data) for shard in entry.shards]:
-        nbytes = check_stored(entry.path, data)
+        nbytes = _check_stored(entry.path, data)
         if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
             fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
     return dtype
 
 
-def check_view(view: ViewEntry, base_bytes: int) -> None:
-    """Raises FormatError where a view is none of ``base_bytes`` bytes."""
-    dtype = check_kind(view)
-    itemsize = NUMPY_DTYPES[view.dtype][0].itemsize if dtype is None else dtype.itemsize
+def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
+    """Checks a view of ``base``, which was checked itself; returns as ``check_tensor``."""
+    if not isinstance(base, TensorEntry):
+        fail(view.path, f"it is a view of {view.of!r}, which is no tensor entry")
+    dtype = _check_kind(view)
+    base_bytes = base.data.stop - base.data.start
+    itemsize = itemsize_of(view)
     shape, strides = view.shape, view.strides
     if (
         len(shape) != len(strides)
@@ -132,3 +143,33 @@ def check_view(view: ViewEntry, base_bytes: int) -> None:
             f"no {view.dtype} in {base_bytes} bytes has shape {shape}, strides {strides} and "
             f"offset {view.offset}",
         )
+    return dtype
+
+
+def check_bytes(entry: BytesEntry) -> None:
+    """Checks a leaf that is stored as raw bytes."""
+    _check_stored(entry.path, entry.data)
+    if entry.type not in _BYTES_KINDS:
+        fail(entry.path, f"unknown type of bytes {entry.type!r}")
+
+
+def check_composite(entry: CompositeEntry) -> None:
+    """Checks a sparse or quantized tensor itself."""
+    path, layout = entry.path, entry.layout
+    if entry.type not in _TENSOR_KINDS or COMPOSITE_PARTS.get(layout) != entry.parts:
+        fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
+    if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0:
+        fail(path, f"unknown dtype {entry.dtype!r:.80}, or a negative size {entry.shape}")
+
+
+def check_part(composite: CompositeEntry, part: str, found: TensorEntry | ViewEntry | None) -> None:
+    """Checks that ``found``, which was checked itself, is a part of ``composite``."""
+    if found is None or found.type != "tensor":
+        fail(composite.path, f"it has no part {part!r}")
+    try:
+        must = part_shape(composite.dtype, composite.shape, part)
+    except ValueError as error:
+        fail(composite.path, str(error))
+    if must is not None and must != (found.dtype, found.shape):
+        path = part_path(composite.path, part)
+        fail(path, f"it is a {found.dtype} {found.shape}, not a {must[0]} {must[1]}")

@@ -1,4 +1,4 @@
-"""Which ranks save together (``state.group``). Real jobs are in ``test_ranks.py``."""
+"""Which ranks save together (``state.process_group``). Real jobs are in ``test_ranks.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from actorsnap import UsageError
-from actorsnap.state.group import StoreAddress, find_group, likely_ranks
+from actorsnap.state.process_group import StoreAddress, find_group, likely_ranks
 
 # Their stubs are not exported.
 _dist: Any = dist

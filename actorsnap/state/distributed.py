@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
 import torch
@@ -140,7 +140,7 @@ def describe(tensor: torch.Tensor) -> Sharding | str | None:
     return Describer().describe(tensor)
 
 
-def is_distributed(value: object) -> bool:
+def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
     """Whether ``value`` is a tensor of which each rank holds a part, as far as known here."""
     return _is_dtensor(value) or _is_sharded_tensor(value)
 

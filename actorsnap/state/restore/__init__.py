@@ -1,0 +1,32 @@
+"""A restore in three passes: entries of a snapshot to a state for ``load_state_dict``.
+
+``match`` compares entries with the leaves of the app state, ``memory`` finds the memory that
+stored ranges are read into, and ``build`` puts the state together when the bytes are there.
+``checks`` decides whether an entry can be believed, ``rules`` what has to match, ``aliasing`` which
+leaves share memory.
+"""
+
+from actorsnap.state.restore.aliasing import (
+    Destination,
+    destination,
+    find_conflicts,
+    mark_written,
+)
+from actorsnap.state.restore.build import KeyRestore, prepare, read_one
+from actorsnap.state.restore.match import Match, entries_by_key, match_key
+from actorsnap.state.restore.memory import Wanted, slice_stored
+
+__all__ = [
+    "Destination",
+    "KeyRestore",
+    "Match",
+    "Wanted",
+    "destination",
+    "entries_by_key",
+    "find_conflicts",
+    "mark_written",
+    "match_key",
+    "prepare",
+    "read_one",
+    "slice_stored",
+]

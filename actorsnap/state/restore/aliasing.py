@@ -1,0 +1,239 @@
+"""Memory of the app state that leaves are restored into, and leaves that share it.
+
+Decides how a target lies in memory, whether it can be written, and which leaves would be written
+to the same memory although different bytes are stored for each. Memory that leaves share in the app
+state and in the snapshot alike is no conflict. It must not know entries or storage, nor keys of the
+app state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from actorsnap.state.sharing import Region, share_bytes, touching
+from actorsnap.state.tensors import extent_bytes
+
+__all__ = [
+    "TARGET_TYPES",
+    "Destination",
+    "Target",
+    "destination",
+    "find_conflicts",
+    "is_injective",
+    "is_writable",
+    "lies_as_stored",
+    "mark_written",
+    "region_of",
+]
+
+Target = torch.Tensor | np.ndarray[Any, Any]
+"""What can be restored in place."""
+TARGET_TYPES: Final = (torch.Tensor, np.ndarray)
+
+_MAX_EXACT = 128
+"""Overlapping extents up to which strided targets are compared in pairs. Beyond, extents decide."""
+
+
+# Layouts --------------------------------------------------------------------------------------
+
+
+def region_of(target: Target) -> Region | None:
+    """Returns how a dense target lies in memory; None if strides cannot tell."""
+    if isinstance(target, torch.Tensor):
+        if target.is_neg() or target.is_conj():
+            return None
+        return Region(target.data_ptr(), target.itemsize, tuple(target.shape), target.stride())
+    itemsize = target.itemsize
+    if any(stride < 0 or stride % itemsize for stride in target.strides):
+        return None
+    strides = tuple([stride // itemsize for stride in target.strides])
+    return Region(target.ctypes.data, itemsize, target.shape, strides)
+
+
+def _has_writable_memory(target: object) -> bool:
+    """Whether ``target`` has memory that may be written; its elements may share it."""
+    if isinstance(target, np.ndarray):
+        return bool(target.flags.writeable)
+    return isinstance(target, torch.Tensor) and not target.is_meta
+
+
+def is_writable(target: Target) -> bool:
+    """Whether every element can be written by itself: it exists, and shares no memory."""
+    if not _has_writable_memory(target):
+        return False
+    if isinstance(target, torch.Tensor):
+        return target.is_contiguous() or is_injective(tuple(target.shape), target.stride())
+    return is_injective(target.shape, [abs(stride) // target.itemsize for stride in target.strides])
+
+
+def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether surely no two elements share memory, and dims nest: a stride spans the smaller."""
+    if 0 in shape:
+        return True
+    reach = 0
+    dims = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def lies_as_stored(target: Target, stored: Region) -> Region | None:
+    """Returns the region of a target that may be written, if its layout is that of ``stored``."""
+    region = region_of(target) if _has_writable_memory(target) else None
+    if region is None or not stored.at(region.start).same_layout(region):
+        return None
+    return region
+
+
+def mark_written(targets: Iterable[Target]) -> None:
+    """Reports writes to targets to autograd, which cannot see them.
+
+    A graph that was built on their old values then refuses to run backward.
+    """
+    torch.autograd.graph.increment_version(
+        [
+            target
+            for target in targets
+            if isinstance(target, torch.Tensor) and not target.is_inference()
+        ]
+    )
+
+
+# Destinations ---------------------------------------------------------------------------------
+
+
+class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Memory of the app state that a leaf is restored into.
+
+    Attributes:
+        path: Path of the leaf.
+        target: The tensor or array that has the memory.
+        start, stop: Its extent.
+        base: Path of the entry that has the leaf's bytes; of a sharded one, a string that is
+            equal for equal content.
+        origin: Address at which the first byte of ``base`` belongs, if the target lies in memory
+            as the leaf does in those bytes; else both layouts. Destinations with the same
+            ``base`` and ``origin`` agree about every byte.
+        device: Device of the addresses; None for the CPU.
+    """
+
+    path: str
+    target: Target
+    start: int
+    stop: int
+    base: str
+    origin: object
+    device: torch.device | None = None
+
+    @property
+    def region(self) -> Region:
+        """How the target lies in memory; all of its extent where strides cannot tell."""
+        target = self.target
+        if isinstance(target, torch.Tensor):
+            return Region(self.start, target.itemsize, tuple(target.shape), target.stride())
+        return region_of(target) or Region(self.start, 1, (self.stop - self.start,), (1,))
+
+
+def destination(
+    path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
+) -> list[Destination]:
+    """Returns the destination of a leaf; none if its target has no memory that may be written.
+
+    Args:
+        path: Path of the leaf.
+        target: What it is restored into; anything.
+        base: See ``Destination``.
+        stored: How the leaf lies in the stored bytes, if it is a view of them.
+        origin: See ``Destination``; used where ``stored`` is not given.
+    """
+    if not _has_writable_memory(target) or 0 in target.shape:
+        return []
+    device = None
+    if isinstance(target, torch.Tensor):
+        if not target.is_cpu:
+            device = target.device
+        start = target.data_ptr()
+        stop = start + extent_bytes(target.shape, target.stride(), target.itemsize)
+    else:
+        reaches = [(n - 1) * step for n, step in zip(target.shape, target.strides, strict=True)]
+        start = target.ctypes.data + sum([reach for reach in reaches if reach < 0])
+        stop = target.ctypes.data + sum([reach for reach in reaches if reach > 0])
+        stop += target.itemsize
+    if stored is not None:
+        region = region_of(target)
+        if region is not None and stored.at(region.start).same_layout(region):
+            origin = region.start - stored.start
+        else:
+            is_lazy = region is None and isinstance(target, torch.Tensor)
+            origin = (
+                stored.layout,
+                region and region.layout,
+                is_lazy and (target.is_conj(), target.is_neg()),
+            )
+    return [Destination(path, target, start, stop, base, origin, device)]
+
+
+# Conflicts ------------------------------------------------------------------------------------
+
+
+def find_conflicts(
+    destinations: Sequence[Destination], fixed: Sequence[Destination] = ()
+) -> list[tuple[Destination, Destination]]:
+    """Returns pairs that cannot both be restored: one keeps its memory, the other gives way.
+
+    Every real conflict is found. A pair may be reported without one, between leaves of which one is
+    restored with other strides than it was saved with, or among very many in one place.
+
+    Args:
+        destinations: The first one in order keeps the memory; the other one gets other memory.
+        fixed: Come before ``destinations``, and are written to their memory even if they give way:
+            each is in as many conflicts as it has with others of them.
+    """
+    found: list[tuple[Destination, Destination]] = []
+    for device in {each.device for each in (*fixed, *destinations)}:
+        here = [each for each in fixed if each.device == device]
+        num_fixed = len(here)
+        here += [each for each in destinations if each.device == device]
+        for piece in touching([each.start for each in here], [each.stop for each in here]):
+            if len({(here[n].base, here[n].origin) for n in piece}) > 1:
+                found.extend((here[a], here[b]) for a, b in _conflicts(here, num_fixed, piece))
+    return found
+
+
+def _conflicts(
+    destinations: Sequence[Destination], num_fixed: int, numbers: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Finds conflicts among destinations whose extents form one piece, in order of addresses."""
+    found: list[tuple[int, int]] = []
+    open_: list[int] = []
+    for number in sorted(numbers, key=lambda number: destinations[number].start):
+        begin = destinations[number].start
+        open_ = [other for other in open_ if destinations[other].stop > begin]
+        kept: list[int] = []
+        stays = True
+        for other in open_:
+            is_exact = len(open_) <= _MAX_EXACT
+            if stays and not _agree(destinations[number], destinations[other], is_exact):
+                owner, loser = sorted((number, other))
+                found.append((owner, loser))
+                if loser >= num_fixed:
+                    stays = loser != number
+                    if stays:
+                        continue
+            kept.append(other)
+        open_ = [*kept, number] if stays else kept
+    return found
+
+
+def _agree(a: Destination, b: Destination, is_exact: bool) -> bool:
+    """Whether two destinations, whose extents overlap, can both be written."""
+    if (a.base, a.origin) == (b.base, b.origin):
+        return True
+    return is_exact and not share_bytes(a.region, b.region)

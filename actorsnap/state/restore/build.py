@@ -1,0 +1,374 @@
+"""Third pass of a restore: builds the state of a key from what was read.
+
+Decides which leaves are copied into their targets, how bytes become values, and how the state for
+``load_state_dict`` is put together. ``prepare`` and ``read_one`` run the first two passes. It must
+not know where bytes lie or how they are fetched, nor call ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from actorsnap.errors import FormatError, IncompatibleState, UsageError, did_you_mean, text_of
+from actorsnap.format.manifest import BytesEntry, CompositeEntry
+from actorsnap.planning.index import AnyEntry, named_ranks
+from actorsnap.state import objects
+from actorsnap.state.composite import assemble
+from actorsnap.state.distributed import is_distributed
+from actorsnap.state.restore.aliasing import TARGET_TYPES, Destination, Target, is_writable
+from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
+from actorsnap.state.restore.memory import (
+    Fresh,
+    Memory,
+    Wanted,
+    find_memory,
+    lay_over,
+    stand_in,
+    typed,
+)
+from actorsnap.state.stateful import Matching
+from actorsnap.state.tensors import carried, refusal, slices_of
+from actorsnap.state.tree import escape, human, parent_of, part_path
+
+__all__ = ["KeyRestore", "prepare", "read_one"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRestore:
+    """How a top-level key, or a part of it, is restored.
+
+    Attributes:
+        missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
+        unexpected: Paths of leaves that the snapshot has and the target has no place for.
+        unplaced: As ``unexpected``, of leaves that every rank may read: another rank may have the
+            place.
+        mismatched: A line per tensor that does not fit the target's one; a distributed one that
+            does not fit is never replaced. Or a line per optimizer with other parameter groups.
+        on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place,
+            except under ``NOTHING``.
+        destinations: Memory of the target that is written to.
+        reads: What to read into what. Nothing of a target is written before these are
+            filled. A stored range may appear twice.
+        surplus_bytes: Bytes of ``reads`` that belong to no box of the target, but to the same
+            checksum blocks.
+    """
+
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    unplaced: Sequence[str]
+    mismatched: Sequence[str]
+    on_meta: Sequence[str]
+    destinations: Sequence[Destination]
+    reads: Sequence[Wanted]
+    surplus_bytes: int
+    _match: Match
+    _memory: Memory
+
+    def has_target(self, path: str) -> bool:
+        """Whether the target has a leaf at ``path``; True if there is no target."""
+        return self._match.rules.target is None or path in self._match.targets
+
+    def build(self) -> Any:
+        """Returns the state for ``load_state_dict``; call it once, after all reads.
+
+        Containers, their types and their order are the snapshot's. Tensors that were
+        restored in place are the target's own objects; missing and mismatched leaves have
+        the target's values.
+
+        Raises:
+            FormatError: Bytes are no value of their entry's type.
+        """
+        match, memory = self._match, self._memory
+        values = match.values | memory.values
+        for fresh in memory.fresh:
+            values[fresh.entry.path] = _settle(fresh)
+        for pair, data in memory.buffers:
+            values[pair.entry.path] = _decode(pair, data)
+        for pair in memory.spread:
+            values[pair.entry.path] = _spread(pair, values[pair.entry.path])
+        for pair in match.composites:
+            values[pair.entry.path] = _assemble(pair, values)
+        for path, attributes in match.attributes.items():
+            value = values.get(path)
+            if isinstance(value, torch.Tensor) and value is not match.targets.get(path):
+                vars(value).update(attributes)
+        root = match.rules.root
+        if match.skeleton.is_leaf(root) and root not in values:
+            return match.rules.target  # an unexpected leaf that was not asked for
+        return match.skeleton.build(values)
+
+
+def prepare(
+    key: str,
+    entries: Sequence[AnyEntry],
+    *,
+    target: object | None,
+    allow_pickle: bool,
+    matching: Matching = Matching.KEYS,
+    root: str | None = None,
+    unshared: Iterable[str] = (),
+    world_size: int = 1,
+) -> KeyRestore:
+    """Works out how a key is restored. Writes nothing of the target.
+
+    Args:
+        key: The top-level key.
+        entries: Its entries, in traversal order. Others may be among them; they count only
+            where a view of this key refers to them.
+        target: What the stateful's ``state_dict()`` returns now: its tensors and writable
+            arrays are restored in place. None builds everything fresh, on the CPU.
+        allow_pickle: Whether pickled leaves may be read, which runs whatever code they ask
+            for.
+        matching: What of ``target`` has to match. Under ``LEAVES`` leaves that it lacks are not
+            read.
+        root: Escaped path to restore instead of the whole key.
+        unshared: Paths of leaves that get memory of their own instead of the target's.
+        world_size: Number of ranks that saved. Leaves that one of several kept to itself, only the
+            same rank is likely to want.
+
+    Raises:
+        UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
+        FormatError: Entries contradict themselves or each other. Nothing is allocated for
+            an entry before it is checked.
+        MemoryError: The memory could not be allocated; names the leaf.
+    """
+    root = escape(key) if root is None else root
+    targets: dict[str, Any] = leaves_of(root, target)
+    targets |= {path: stand_in(path, targets[path]) for path in unshared}
+    match = match_key(
+        root,
+        entries,
+        target,
+        targets,
+        allow_pickle=allow_pickle,
+        matching=matching,
+        world_size=world_size,
+    )
+    memory = find_memory(match)
+    return KeyRestore(
+        missing=match.missing,
+        unexpected=match.unexpected,
+        unplaced=match.unplaced,
+        mismatched=match.mismatched,
+        on_meta=match.on_meta,
+        destinations=memory.destinations,
+        reads=memory.reads,
+        surplus_bytes=memory.surplus_bytes,
+        _match=match,
+        _memory=memory,
+    )
+
+
+# One leaf -------------------------------------------------------------------------------------
+
+
+def read_one(
+    entries: Sequence[AnyEntry],
+    path: str,
+    out: object | None,
+    allow_pickle: bool,
+    held_by_other_ranks: Mapping[str, tuple[int, ...]] = {},
+) -> KeyRestore:
+    """Works out how one leaf, or everything below a path, is restored.
+
+    Args:
+        entries: Entries of one rank.
+        path: As the manifest has it; or as a person types it (``optim/state/0``), if only
+            one path reads like that.
+        out: A tensor or array to restore a leaf into, or None.
+        allow_pickle: See ``prepare``.
+        held_by_other_ranks: See ``Index.elsewhere``; for the message only.
+
+    Raises:
+        UsageError: No path reads like that, or several do; or ``out`` cannot take a value.
+        IncompatibleState: ``out`` is of another kind, dtype or shape than the leaf.
+        FormatError: As ``prepare``.
+    """
+    root = _resolve(entries, path, held_by_other_ranks)
+    if out is not None:
+        if not isinstance(out, TARGET_TYPES):
+            raise UsageError(f"out must be a tensor or a numpy array, not {type(out).__name__}")
+        is_plain = not is_distributed(out)
+        why = refusal(out) if isinstance(out, torch.Tensor) and is_plain else None
+        if why is not None:
+            raise UsageError(f"out {why}")
+        if is_plain and (isinstance(out, np.ndarray) or out.layout is torch.strided):
+            if not is_writable(out):
+                raise UsageError("out is read-only, or its elements share memory; pass a copy")
+    restore = prepare(
+        "", entries, target=out, allow_pickle=allow_pickle, matching=Matching.LEAVES, root=root
+    )
+    if out is not None and (
+        restore.missing or restore.unexpected or restore.unplaced or restore.mismatched
+    ):
+        lines = restore.mismatched or [
+            f"{root}: a container in the snapshot, {describe(out)} as out"
+        ]
+        raise IncompatibleState(mismatched=lines)
+    return restore
+
+
+def _resolve(
+    entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Returns the path of the manifest that a person means."""
+    below = path + "/"
+    typed: dict[str, None] = {}
+    seen: set[str] = set()
+    for entry in entries:
+        found = entry.path
+        if "@" in found:
+            continue
+        if found == path or found.startswith(below):
+            return path
+        while found and found not in seen:
+            seen.add(found)
+            if "%" in found and human(found) == path:
+                typed[found] = None
+            found = found.rpartition("/")[0]
+    if len(typed) == 1:
+        return next(iter(typed))
+    if typed:
+        raise UsageError(
+            f"{path!r} can mean several paths; pass one of them: "
+            + ", ".join(repr(found) for found in sorted(typed)[:5])
+        )
+    if any(entry.path == path for entry in entries):
+        raise UsageError(f"{path!r} is a part of {parent_of(path)!r}, which can be read")
+    for found, ranks in held_by_other_ranks.items():
+        if f"{found}/".startswith(below):
+            raise UsageError(
+                f"only {named_ranks(ranks)} saved {path!r}, each for itself; "
+                f"read '{ranks[0]}/{path}'"
+            )
+    hint = did_you_mean(path, sorted(seen)[:2000], limit=3, cutoff=0.5)
+    raise UsageError(f"the snapshot has no path {path!r}{hint and '; '}{hint}")
+
+
+# Values ---------------------------------------------------------------------------------------
+
+
+def _settle(fresh: Fresh) -> object:
+    """Returns the value of a leaf in memory of its own: its target, if that takes a copy."""
+    entry, target, value = fresh.entry, fresh.target, fresh.value
+    if fresh.region is not None:
+        value = lay_over(value.clone(), entry, fresh.region)
+    if isinstance(target, np.ndarray):
+        return _assign_array(target, value)
+    if target is not None and _assign_tensor(target, value):
+        return target
+    if entry.type == "numpy_scalar":
+        return value[()]
+    if isinstance(value, np.ndarray):
+        return value
+    return typed(value, entry.type, entry.requires_grad)
+
+
+def _decode(pair: Pair, data: bytearray) -> object:
+    entry = pair.entry
+    assert isinstance(entry, BytesEntry)
+    try:
+        match entry.type:
+            case "numpy":
+                return _assign_array(pair.target, objects.array_from_npy(data))
+            case "pickle":
+                return objects.unpickled(data)
+            case kind:
+                return objects.value_of(kind, data)
+    except Exception as error:
+        raise FormatError(
+            key=entry.path, detail=f"its bytes are no {entry.type} value: {text_of(error)}"
+        ) from error
+
+
+def _spread(pair: Pair, whole: Any) -> Target | None:
+    """Copies the elements of ``whole`` that a distributed target holds."""
+    assert pair.sharding is not None
+    for piece in pair.sharding.pieces:
+        _copy(piece.tensor, whole[slices_of(piece.box)])
+    return pair.target
+
+
+def _assemble(pair: Pair, values: dict[str, object]) -> object:
+    entry, target = pair.entry, pair.target
+    assert isinstance(entry, CompositeEntry)
+    parts: dict[str, Any] = {part: values.pop(part_path(entry.path, part)) for part in entry.parts}
+    try:
+        parameters = {
+            name: objects.decode_inline(value, entry.path)
+            for name, value in entry.parameters.items()
+        }
+        value = assemble(entry.layout, entry.dtype, entry.shape, parameters, parts)
+        if isinstance(target, torch.Tensor) and _assign_composite(target, value):
+            return target
+        return typed(value, entry.type, entry.requires_grad)
+    except Exception as error:
+        raise FormatError(
+            key=entry.path, detail=f"its parts make no {entry.layout} tensor: {error}"
+        ) from error
+
+
+# Copies ---------------------------------------------------------------------------------------
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    into = carried(target)
+    into.copy_(value if into.dtype is value.dtype else carried(value))
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat = [
+        # A clone has regular strides also where a dim of one element has odd ones.
+        carried(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for x in (a, b)
+    ]
+    return torch.equal(*flat)
+
+
+def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Copies ``value`` into ``target``; returns whether it took the value.
+
+    A target that repeats its memory takes the value only if that repeats in the same way.
+    """
+    if is_writable(target):
+        _copy(target, value)
+        return True
+    base, part = target, value
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            base, part = base.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+    if not is_writable(base) or not _same_bytes(value, part.expand(value.shape)):
+        return False
+    _copy(base, part)
+    return True
+
+
+def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copies ``value`` into ``target`` if that is an equal, writable array; else returns it."""
+    if (
+        type(target) is np.ndarray
+        and target.dtype == value.dtype
+        and target.shape == value.shape
+        and is_writable(target)
+    ):
+        np.copyto(target, value)
+        return target
+    return value
+
+
+def _assign_composite(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Copies a sparse or quantized ``value`` into ``target`` where torch can; returns whether."""
+    try:
+        # Detached, a sparse tensor would not keep what is copied into it. An inference tensor
+        # may be written in inference mode only; leaving that mode turns gradients on.
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(value)
+    except (NotImplementedError, RuntimeError):
+        # Another number of elements, another quantization scheme, packed elements.
+        return False
+    return True

@@ -1,0 +1,458 @@
+"""First pass of a restore: compares the entries of a key with the leaves of its target.
+
+Decides which entries can be believed, which leaf of the app state each one fits, and what is
+missing, unexpected or mismatched (``docs/format.md``, "Entries"). Takes no memory, and reads no
+bytes: ``state.trial`` checks a snapshot with this pass alone. It must not know how leaves are
+restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, TypeGuard
+
+import msgspec
+import numpy as np
+import torch
+
+from actorsnap.errors import UsageError
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    ContainerEntry,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
+from actorsnap.planning.index import AnyEntry, ShardedEntry
+from actorsnap.state import objects
+from actorsnap.state.distributed import Describer, Sharding, is_distributed
+from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
+from actorsnap.state.restore.checks import (
+    NUMPY_KINDS,
+    check_bytes,
+    check_composite,
+    check_part,
+    check_sharded,
+    check_tensor,
+    check_view,
+    fail,
+)
+from actorsnap.state.restore.rules import Rules
+from actorsnap.state.stateful import Matching
+from actorsnap.state.tensors import DTYPE_NAMES, address_of, is_addressable, refusal
+from actorsnap.state.tree import (
+    Container,
+    Skeleton,
+    flatten,
+    parent_of,
+    part_path,
+    unescape,
+)
+
+__all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_key"]
+
+_TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
+_ABSENT: Final[Any] = object()
+_UNWANTED: Final[Any] = object()
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+# Entries of a key -----------------------------------------------------------------------------
+
+
+def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
+    """Returns the entries of each top-level key, in order.
+
+    A key's list ends with the entries of other keys whose memory its views refer to.
+
+    Raises:
+        FormatError: A path does not begin with a top-level key.
+    """
+    by_path: dict[str, AnyEntry] = {}
+    tokens: dict[str, list[AnyEntry]] = {}
+    for entry in entries:
+        by_path[entry.path] = entry
+        tokens.setdefault(_token_of(entry.path), []).append(entry)
+    keys: dict[str, list[AnyEntry]] = {}
+    for token, own in tokens.items():
+        key = unescape(token)
+        if type(key) is not str:
+            fail(token, "a top-level key is a str")
+        bases = {entry.of: by_path.get(entry.of) for entry in own if type(entry) is ViewEntry}
+        foreign = [base for path, base in bases.items() if base and _token_of(path) != token]
+        keys[key] = own + foreign
+    return keys
+
+
+def _token_of(path: str) -> str:
+    return parent_of(path.partition("/")[0])
+
+
+def leaves_of(root: str, target: object | None) -> dict[str, object]:
+    """Returns the leaves of a target by path."""
+    if target is None:
+        return {}
+    return {
+        path: value
+        for path, value in zip(*flatten(root, target), strict=True)
+        if type(value) is not Container
+    }
+
+
+# Differences ----------------------------------------------------------------------------------
+
+
+def describe(value: object) -> str:
+    """Returns what kind of leaf ``value`` is, for people."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return f"{str(value.layout).removeprefix('torch.')} tensor"
+        return "tensor"
+    if isinstance(value, np.ndarray):
+        return "numpy array"
+    return type(value).__qualname__
+
+
+def _kind_of(entry: _TensorLike) -> str:
+    """Returns what is stored, as ``describe`` puts it."""
+    if isinstance(entry, CompositeEntry):
+        return f"{entry.layout} tensor" if entry.layout.startswith("sparse") else "tensor"
+    return "numpy array" if entry.type in NUMPY_KINDS else "tensor"
+
+
+def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | None) -> str | None:
+    """Returns how a tensor or array of the app state differs from what is stored, or None.
+
+    Args:
+        entry: Of what is stored.
+        target: The tensor or array of the app state.
+        sharding: How ``state.distributed`` describes a distributed one; else None.
+    """
+    kind = _kind_of(entry)
+    have, what = describe(target), "shape"
+    why: str | None = None
+    if sharding is not None:
+        why = sharding if isinstance(sharding, str) else None
+        have, what = "tensor" if kind == "tensor" else "distributed tensor", "global shape"
+    elif isinstance(target, torch.Tensor) and not target.is_meta:
+        why = refusal(target)
+    if why is not None:
+        return f"{kind} in the snapshot; the app state's {why}"
+    if have != kind:
+        return f"{kind} in the snapshot, {have} in the app state"
+    dtype = target.dtype.str if isinstance(target, np.ndarray) else DTYPE_NAMES[target.dtype][0]
+    lines = []
+    if dtype != entry.dtype:
+        lines.append(f"dtype {entry.dtype} in the snapshot, {dtype} in the app state")
+    stored, shape = tuple(entry.shape), tuple(target.shape)
+    if shape != stored:
+        lines.append(f"{what} {stored} in the snapshot, {shape} in the app state")
+    return "; ".join(lines) or None
+
+
+def _fits_plainly(
+    target: Any, dtype: torch.dtype | None, entry: TensorEntry
+) -> TypeGuard[torch.Tensor]:
+    """Whether a target can be read into as it is: nearly every tensor of nearly every restore."""
+    if not (
+        type(target) in _PLAIN_TYPES
+        and target.dtype is dtype
+        and not target.is_nested
+        and target.shape == entry.shape
+        and target.layout is torch.strided
+        and is_addressable(target)
+    ):
+        return False
+    nbytes = entry.data.stop - entry.data.start
+    return not nbytes or bool(address_of(target) and target.untyped_storage().nbytes() >= nbytes)
+
+
+# Matching -------------------------------------------------------------------------------------
+
+
+class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A stored leaf that is restored, and the target that takes it.
+
+    Attributes:
+        entry: The leaf's entry.
+        dtype: The torch dtype of a dense tensor; None for others, and for arrays.
+        target: A tensor or array of the app state that fits; None: a fresh value is made.
+        sharding: What this process holds of a distributed target; else None.
+        is_plain: Whether the target lies in CPU memory in C order, as the stored bytes do.
+    """
+
+    entry: AnyEntry
+    dtype: torch.dtype | None
+    target: Target | None
+    sharding: Sharding | None = None
+    is_plain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Entries of a key next to the leaves of a target.
+
+    Attributes:
+        rules: What had to match.
+        targets: Leaves of the target, by path.
+        skeleton: Containers of the result.
+        bases: Tensors that views refer to, by path.
+        world_size: Number of ranks that saved.
+        describer: Describes distributed tensors of the target.
+        pairs: Leaves whose bytes are read, in order.
+        composites: Leaves that are made of ``parts``, in order.
+        parts: Parts of composites, by path.
+        values: Leaves that need no bytes, by path: stored inline, or kept by the target.
+        attributes: Attributes of fresh tensors, by path.
+        missing, unexpected, unplaced, mismatched, on_meta: See ``KeyRestore``.
+    """
+
+    rules: Rules
+    targets: Mapping[str, object]
+    skeleton: Skeleton
+    bases: Mapping[str, TensorEntry]
+    world_size: int
+    describer: Describer = field(default_factory=Describer)
+    pairs: list[Pair] = field(default_factory=list)
+    composites: list[Pair] = field(default_factory=list)
+    parts: dict[str, TensorEntry | ViewEntry] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    on_meta: list[str] = field(default_factory=list)
+
+    def is_private(self, entry: AnyEntry) -> bool:
+        """Whether one of several ranks kept a leaf to itself."""
+        return self.world_size > 1 and not getattr(entry, "replicated", True)
+
+    def keep(self, path: str, target: object, why: str) -> None:
+        """Adds a mismatch: the target's leaf keeps its value."""
+        self.mismatched.append(f"{path}: {why}")
+        self.values[path] = target
+
+
+def match_key(
+    root: str,
+    entries: Sequence[AnyEntry],
+    target: object | None = None,
+    targets: Mapping[str, object] | None = None,
+    *,
+    allow_pickle: bool,
+    matching: Matching = Matching.KEYS,
+    world_size: int = 1,
+) -> Match:
+    """Compares entries with a target; see ``prepare``.
+
+    Args:
+        root: Path of the target.
+        entries: Entries at and below ``root``; others count only where a view refers to them.
+        target: A state dict, or None.
+        targets: Its leaves, or others in their place; by default ``leaves_of(root, target)``.
+        allow_pickle, matching, world_size: See ``prepare``.
+
+    Raises:
+        UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
+        FormatError: Entries contradict themselves or each other.
+    """
+    below, part = root + "/", root + "@"
+    entries_of_key = [
+        entry
+        for entry in entries
+        if (path := entry.path).startswith(below) or path == root or path.startswith(part)
+    ]
+    viewed = {entry.of for entry in entries_of_key if type(entry) is ViewEntry}
+    found = Match(
+        rules=Rules.of(root, target, matching),
+        targets=leaves_of(root, target) if targets is None else targets,
+        skeleton=Skeleton(root),
+        bases={e.path: e for e in entries if type(e) is TensorEntry and e.path in viewed},
+        world_size=world_size,
+    )
+    for base in found.bases.values():
+        check_tensor(base)
+    for entry in entries_of_key:
+        if "@" in entry.path:
+            _add_part(found, entry)
+        elif type(entry) is ContainerEntry:
+            metadata = objects.decode_inline(entry.attributes, entry.path)
+            found.skeleton.add_container(entry.path, entry.type, metadata)
+        else:
+            found.skeleton.add_leaf(entry.path)
+            _add_leaf(found, entry)
+    if root not in found.skeleton:
+        fail(root, "the snapshot has no entries of it")
+    for pair in found.composites:
+        assert isinstance(pair.entry, CompositeEntry)
+        for name in pair.entry.parts:
+            check_part(pair.entry, name, found.parts.get(part_path(pair.entry.path, name)))
+    if not allow_pickle:
+        _refuse_pickles(found.pairs)
+    _add_missing(found)
+    if matching is Matching.GROUPS:
+        _compare_groups(found, entries_of_key)
+    return found
+
+
+def _add_part(found: Match, entry: AnyEntry) -> None:
+    path = entry.path
+    if not isinstance(entry, TensorEntry | ViewEntry) or path in found.parts:
+        fail(path, "two entries have this path, or it is no part of an entry")
+    if isinstance(entry, ViewEntry):
+        check_view(entry, found.bases.get(entry.of))
+    else:
+        check_tensor(entry)
+    found.parts[path] = entry
+
+
+def _add_leaf(found: Match, entry: AnyEntry) -> None:
+    """Checks a leaf's entry, then compares it with the target's leaf."""
+    path = entry.path
+    match entry:
+        case TensorEntry():
+            _add_tensor(found, entry, check_tensor(entry), entry.attributes)
+        case ShardedEntry():
+            _add_tensor(found, entry, check_sharded(entry), entry.attributes)
+        case ViewEntry():
+            _add_tensor(found, entry, check_view(entry, found.bases.get(entry.of)))
+        case CompositeEntry():
+            check_composite(entry)
+            _add_tensor(found, entry, None)
+        case BytesEntry():
+            check_bytes(entry)
+            target = _find_target(found, entry)
+            stored = "numpy array" if entry.type == "numpy" else str(entry.type)
+            if isinstance(target, np.ndarray) and entry.type in ("numpy", "pickle"):
+                found.pairs.append(Pair(entry, None, target))
+            elif target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
+                found.pairs.append(Pair(entry, None, None))
+        case ValueEntry():
+            value = objects.decode_inline(entry.value, path)
+            target = _find_target(found, entry)
+            stored = type(value).__qualname__
+            if target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
+                found.values[path] = value
+
+
+def _find_target(found: Match, entry: AnyEntry) -> object:
+    """Returns the target's leaf; ``_ABSENT``, or ``_UNWANTED`` if the entry is not restored."""
+    path, rules = entry.path, found.rules
+    target = found.targets.get(path, _ABSENT)
+    if target is _ABSENT and rules.is_strict(path):
+        (found.unexpected if found.is_private(entry) else found.unplaced).append(path)
+        return _UNWANTED
+    return _UNWANTED if rules.passes_over(path) else target
+
+
+def _is_mismatch(found: Match, path: str, stored: str, target: object) -> bool:
+    """Whether a tensor or array must not be replaced by a ``stored`` leaf of another kind."""
+    if not isinstance(target, TARGET_TYPES) or not found.rules.is_strict(path):
+        return False
+    found.keep(path, target, f"{stored} in the snapshot, {describe(target)} in the app state")
+    return True
+
+
+def _add_tensor(
+    found: Match,
+    entry: _TensorLike,
+    dtype: torch.dtype | None,
+    attributes: dict[str, Any] | None = None,
+) -> None:
+    """Compares a tensor or array with the target's leaf."""
+    path = entry.path
+    if attributes:
+        found.attributes[path] = objects.decode_attributes(attributes, path)
+    target = _find_target(found, entry)
+    if target is _UNWANTED:
+        return
+    if type(entry) is TensorEntry and _fits_plainly(target, dtype, entry):
+        found.pairs.append(Pair(entry, dtype, target, is_plain=True))
+        return
+    pair = Pair(entry, dtype, None)
+    if isinstance(target, TARGET_TYPES):
+        sharding = found.describer.describe(target) if is_distributed(target) else None
+        why = _difference(entry, target, sharding)
+        if why is not None:
+            # What does not fit is replaced; but other ranks hold the rest of a distributed tensor.
+            if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
+                found.keep(path, target, why)
+                return
+        elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
+            found.on_meta.append(path)
+            if found.rules.matching in (Matching.MODEL, Matching.NOTHING):
+                # Nobody knows whether it would copy into that tensor, or replace it.
+                found.values[path] = target
+                return
+        else:
+            assert not isinstance(sharding, str)
+            pair = Pair(entry, dtype, target, sharding)
+    (found.composites if isinstance(entry, CompositeEntry) else found.pairs).append(pair)
+
+
+def _refuse_pickles(pairs: Iterable[Pair]) -> None:
+    pickles = [
+        pair.entry.path
+        for pair in pairs
+        if isinstance(pair.entry, BytesEntry) and pair.entry.type == "pickle"
+    ]
+    if pickles:
+        lines = "\n".join(f"  {path!r}" for path in pickles)
+        raise UsageError(
+            f"{len(pickles)} leaves are pickled, and unpickling runs whatever code "
+            "the snapshot holds; if you trust it, pass options=Options(allow_pickle=True). "
+            f"Else restore other keys:\n{lines}"
+        )
+
+
+def _add_missing(found: Match) -> None:
+    """Notes what only the target has; keeps further keys of its dicts, with their values."""
+    rules, skeleton = found.rules, found.skeleton
+    if rules.strict_root is not None:
+        found.missing.extend(
+            path for path in found.targets if not skeleton.is_leaf(path) and rules.is_strict(path)
+        )
+        found.missing.extend(sorted(path for path in rules.opaque if path not in skeleton))
+    if rules.keeps_keys:
+        for path, value in skeleton.further_keys(rules.target):
+            if not rules.may_lack(path, skeleton):
+                found.missing.append(path)
+                skeleton.add_leaf(path)
+                found.values[path] = value
+
+
+def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
+    """Notes where an optimizer's parameter groups first differ from those that were saved."""
+    target: Any = found.rules.target
+    root = found.rules.root
+    groups = target["param_groups"]
+    saved: int | str = found.skeleton.num_items(f"{root}/param_groups")
+    if saved != len(groups):
+        found.mismatched.append(
+            f"{root}: {saved} parameter groups in the snapshot, {len(groups)} in the app state"
+        )
+        return
+    stored = {entry.path: entry.data for entry in entries if type(entry) is BytesEntry}
+    for number, group in enumerate(groups):
+        path = f"{root}/param_groups/{number}/params"
+        held = group["params"]
+        inline = found.values.get(path)
+        if path in stored:
+            # Not read yet. But as params are numbered through, as many take as many bytes.
+            size = stored[path].stop - stored[path].start
+            encoded = objects.bytes_of(held, path)
+            is_same = encoded is not None and len(encoded[1]) == size
+            saved = len(held) if is_same else "another number of"
+        elif isinstance(inline, list):
+            saved = len(inline)
+        else:
+            saved = found.skeleton.num_items(path)
+        if saved != len(held):
+            found.mismatched.append(
+                f"{root}: {saved} params in parameter group {number} in the snapshot, "
+                f"{len(held)} in the app state"
+            )
+            return

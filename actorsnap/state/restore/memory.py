@@ -1,0 +1,586 @@
+"""Second pass of a restore: finds memory for the bytes of matched leaves.
+
+Decides what is read and into what: the memory of the target where its elements lie there as they
+were stored, a sink that spreads them where they do not, else fresh memory. Checksums cover whole
+blocks, so whole blocks are read. Nothing of a target is written here. It must not know where bytes
+lie in the storage, nor how they are fetched.
+
+Leaves that are views of the same stored bytes share one read. In this order: targets that together
+lie in memory as the stored bytes do take them at once; a target that takes all of them in another
+layout gets its own read; a view that is read alone takes just its elements; the rest is laid over
+fresh memory, and copied to its targets when the bytes are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from actorsnap.errors import FormatError
+from actorsnap.format.geometry import Box
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    MemoryFormat,
+    Stored,
+    TensorEntry,
+    ViewEntry,
+)
+from actorsnap.planning.index import Shard, ShardedEntry
+from actorsnap.planning.restore import BoxRead, plan_boxes
+from actorsnap.state.composite import take_apart
+from actorsnap.state.distributed import Piece, Ranks, is_distributed
+from actorsnap.state.objects import NUMPY_DTYPES
+from actorsnap.state.restore.aliasing import (
+    Destination,
+    Target,
+    destination,
+    is_injective,
+    is_writable,
+    lies_as_stored,
+    region_of,
+)
+from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
+from actorsnap.state.restore.match import Match, Pair
+from actorsnap.state.sharing import Region, touched_without_gaps
+from actorsnap.state.sources import ByteSink, MemorySink
+from actorsnap.state.tensors import (
+    CARRIERS,
+    DTYPES,
+    QUANTIZED,
+    BoxSink,
+    ClippedSink,
+    StridedSink,
+    TensorSink,
+    c_strides,
+    empty_tensor,
+    extent_bytes,
+    is_addressable,
+    sink_of_array,
+    sink_of_tensor,
+    tensor_type,
+)
+from actorsnap.state.tree import part_path
+
+__all__ = [
+    "Fresh",
+    "Memory",
+    "Wanted",
+    "find_memory",
+    "lay_over",
+    "slice_stored",
+    "stand_in",
+    "typed",
+]
+
+
+class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Stored bytes, and where they go.
+
+    Attributes:
+        stored: Whole checksum blocks of a leaf.
+        sink: Takes all of them.
+        holders: Ranks that are likely to want exactly these bytes. None: every rank that restores.
+            Some ranks, rising: those of a mesh that hold the same box. Empty: this rank only.
+    """
+
+    stored: Stored
+    sink: ByteSink
+    holders: Ranks | None
+
+
+class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A leaf in memory of its own, complete when its bytes are there.
+
+    Attributes:
+        entry: The leaf's entry.
+        target: Gets a copy, if it can take one; None: there is no target.
+        value: The leaf; or, with a ``region``, raw bytes.
+        region: Layout of the leaf in ``value``, which torch has no tensor for: it begins at an
+            address that is no multiple of the item size.
+    """
+
+    entry: TensorEntry | ViewEntry | ShardedEntry
+    target: Target | None
+    value: Any
+    region: Region | None = None
+
+
+@dataclass(slots=True)
+class Memory:
+    """Where the bytes of a match go.
+
+    Attributes:
+        reads: What to read into what. A stored range may appear twice.
+        surplus_bytes: Bytes of ``reads`` that belong to no box of a distributed target, but to
+            the same checksum blocks.
+        destinations: Memory of the target that is written to.
+        values: Targets that are complete when the bytes are there, by path.
+        fresh: Leaves in memory of their own.
+        buffers: Leaves that are decoded from raw bytes.
+        spread: Views that are copied into a distributed target; the whole is among ``fresh``.
+    """
+
+    reads: list[Wanted] = field(default_factory=list)
+    surplus_bytes: int = 0
+    destinations: list[Destination] = field(default_factory=list)
+    values: dict[str, object] = field(default_factory=dict)
+    fresh: list[Fresh] = field(default_factory=list)
+    buffers: list[tuple[Pair, bytearray]] = field(default_factory=list)
+    spread: list[Pair] = field(default_factory=list)
+
+
+class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A leaf as a view of stored bytes: its region counts from the first of them."""
+
+    entry: TensorEntry | ViewEntry
+    target: Target | None
+    region: Region
+
+
+def find_memory(match: Match) -> Memory:
+    """Finds memory for all leaves of ``match``.
+
+    Raises:
+        FormatError: Shards do not have all elements of a tensor, or overlap.
+        MemoryError: The memory could not be allocated; names the leaf.
+    """
+    memory = Memory()
+    views: dict[str, list[_Member]] = {}
+    for pair in match.pairs:
+        entry = pair.entry
+        match entry:
+            case TensorEntry() if pair.sharding is None and entry.path not in match.bases:
+                _add_tensor(memory, match, pair, entry)
+            case TensorEntry() if pair.sharding is not None:
+                shard = Shard(Box.whole(entry.shape), entry.data)
+                _add_boxes(memory, pair, entry, [shard], entry.path)
+            case TensorEntry() | ViewEntry():
+                _add_view(memory, views, pair, entry)
+            case ShardedEntry():
+                # Under two names a tensor is saved twice; equal ones may share memory.
+                parts = frozenset((shard.box, shard.data.crc32c) for shard in entry.shards)
+                _add_boxes(memory, pair, entry, entry.shards, f"{entry.dtype} {hash(parts)}")
+            case BytesEntry():
+                _add_buffer(memory, match, pair, entry)
+    for pair in match.composites:
+        _add_parts(memory, match, views, pair)
+    for path, members in views.items():
+        _place(memory, match, match.bases[path], members)
+    return memory
+
+
+# Leaves ---------------------------------------------------------------------------------------
+
+
+def _holders(match: Match, entry: TensorEntry | BytesEntry) -> Ranks | None:
+    return None if entry.replicated or match.world_size == 1 else ()
+
+
+def _empty(
+    path: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    memory_format: MemoryFormat | None = None,
+) -> torch.Tensor:
+    try:
+        return empty_tensor(shape, dtype, device, memory_format)
+    except MemoryError as error:
+        raise MemoryError(f"{path!r}: {error}") from error
+
+
+def _add_buffer(memory: Memory, match: Match, pair: Pair, entry: BytesEntry) -> None:
+    nbytes = entry.data.stop - entry.data.start
+    try:
+        data = bytearray(nbytes)
+    except MemoryError as error:
+        raise MemoryError(f"{entry.path!r}: no memory for {nbytes} bytes") from error
+    memory.destinations += destination(entry.path, pair.target, entry.path)
+    if nbytes:
+        raw = np.frombuffer(data, np.uint8)
+        sink = MemorySink(raw.ctypes.data, nbytes, raw)
+        memory.reads.append(Wanted(entry.data, sink, _holders(match, entry)))
+    memory.buffers.append((pair, data))
+
+
+def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) -> None:
+    """Adds a tensor or array that no view refers to."""
+    path, data, target = entry.path, entry.data, pair.target
+    nbytes = data.stop - data.start
+    sink: ByteSink | None = None
+    if pair.is_plain and isinstance(target, torch.Tensor):
+        if nbytes:
+            start = target.data_ptr()
+            sink = MemorySink(start, nbytes, target)
+            memory.destinations.append(
+                Destination(path, target, start, start + nbytes, path, start)
+            )
+        memory.values[path] = target
+    elif target is None and pair.dtype is not None:
+        tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
+        sink = sink_of_tensor(tensor)
+        memory.fresh.append(Fresh(entry, None, tensor))
+    else:
+        member = _member(entry, target)
+        memory.destinations += destination(path, target, path, member.region)
+        if target is None or not is_writable(target):
+            _place(memory, match, entry, [member])
+            return
+        # An array, or a tensor on a device or strided.
+        sink = _sink_of(target)
+        memory.values[path] = target
+    if nbytes and sink is not None:
+        memory.reads.append(Wanted(data, sink, _holders(match, entry)))
+
+
+def _add_view(
+    memory: Memory, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
+) -> None:
+    """Adds a leaf that is a view of stored bytes which others may be views of."""
+    base = entry.of if isinstance(entry, ViewEntry) else entry.path
+    if pair.sharding is None:
+        member = _member(entry, pair.target)
+        memory.destinations += destination(entry.path, pair.target, base, member.region)
+    else:
+        # All of it is read, and copied: its checksums are the base's, and its strides any.
+        memory.destinations += _destinations_of_pieces(pair, base)
+        memory.spread.append(pair)
+        member = _member(entry, None)
+    views.setdefault(base, []).append(member)
+
+
+def _add_parts(memory: Memory, match: Match, views: dict[str, list[_Member]], pair: Pair) -> None:
+    """Adds the parts of a composite, which are fresh: the whole is copied to its target."""
+    composite, target = pair.entry, pair.target
+    assert isinstance(composite, CompositeEntry)
+    held: dict[str, torch.Tensor] = {}
+    if isinstance(target, torch.Tensor):
+        found = take_apart(target)
+        held = {} if isinstance(found, str) else dict(found[2])
+    for name in composite.parts:
+        part = match.parts[part_path(composite.path, name)]
+        base = part.of if isinstance(part, ViewEntry) else part.path
+        member = _member(part, None)
+        memory.destinations += destination(composite.path, held.get(name), base, member.region)
+        if base in match.bases:
+            views.setdefault(base, []).append(member)
+        else:
+            assert isinstance(part, TensorEntry)
+            _add_tensor(memory, match, Pair(part, DTYPES[part.dtype], None), part)
+
+
+# Boxes: the snapshot has shards, or the target is one -----------------------------------------
+
+
+def _add_boxes(
+    memory: Memory,
+    pair: Pair,
+    entry: TensorEntry | ShardedEntry,
+    shards: Sequence[Shard],
+    base: str,
+) -> None:
+    """Adds a tensor that is stored in boxes, or whose target holds boxes; ``base``: its content."""
+    path, target, sharding = entry.path, pair.target, pair.sharding
+    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
+    pieces = [] if sharding is None else list(sharding.pieces)
+    whole = Box.whole(entry.shape)
+    # Before memory is taken: the manifest may claim any global shape.
+    planned = plan_boxes(
+        path,
+        [shard.box for shard in shards],
+        [whole] if sharding is None else [piece.box for piece in pieces],
+        itemsize=dtype.itemsize,
+        block_bytes=[shard.data.block_bytes for shard in shards],
+        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
+    )
+    if sharding is None:
+        tensor = _tensor_over(target) if target is not None and is_writable(target) else None
+        if tensor is None:
+            tensor = _empty(path, entry.shape, dtype, memory_format=entry.memory_format)
+            value = tensor if pair.dtype is not None else tensor.numpy()
+            memory.fresh.append(Fresh(entry, target, value))
+        else:
+            memory.values[path] = target
+            memory.destinations += destination(path, target, base)
+        memory.reads += _box_reads(planned, shards, [Piece(whole, tensor, None)], None)
+        return
+    memory.values[path] = target
+    memory.destinations += _destinations_of_pieces(pair, base)
+    reads = _box_reads(planned, shards, pieces, ())
+    memory.reads += reads
+    memory.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)
+    memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
+
+
+def _destinations_of_pieces(pair: Pair, base: str) -> list[Destination]:
+    pieces = () if pair.sharding is None else pair.sharding.pieces
+    return [
+        found
+        for piece in pieces
+        for found in destination(pair.entry.path, piece.tensor, base, origin=piece.box.offsets)
+    ]
+
+
+def _box_reads(
+    planned: Sequence[BoxRead],
+    shards: Sequence[Shard],
+    pieces: Sequence[Piece],
+    default: Ranks | None,
+) -> list[Wanted]:
+    """Returns planned reads with the memory that they go to.
+
+    Args:
+        planned: Reads for the boxes of ``pieces``.
+        shards: The shards that were planned for.
+        pieces: Memory to fill. Its elements must not share memory.
+        default: Holders of a piece that names none.
+    """
+    wanted: list[Wanted] = []
+    for read in planned:
+        shard = shards[read.stored]
+        found = [pieces[number] for number in read.wanted]
+        nbytes = read.stop - read.start
+        tensor = found[0].tensor
+        sink: ByteSink
+        if read.at is not None and is_addressable(tensor):
+            sink = MemorySink(tensor.data_ptr() + read.at, nbytes, tensor)
+        else:
+            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in found])
+        holders = {default if piece.holders is None else piece.holders for piece in found}
+        stored = slice_stored(shard.data, read.start, read.stop)
+        wanted.append(Wanted(stored, sink, holders.pop() if len(holders) == 1 else ()))
+    return wanted
+
+
+def slice_stored(data: Stored, start: int, stop: int) -> Stored:
+    """Returns the blocks of stored bytes from ``start`` to ``stop``, which are block edges."""
+    if stop - start == data.stop - data.start:
+        return data
+    block_bytes = data.block_bytes
+    blocks = data.crc32c[start // block_bytes : -(-stop // block_bytes)]
+    return Stored(data.object, data.start + start, data.start + stop, blocks)
+
+
+# Views of the same stored bytes ---------------------------------------------------------------
+
+
+def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
+    itemsize = itemsize_of(entry)
+    if isinstance(entry, ViewEntry):
+        return _Member(entry, target, Region(entry.offset, itemsize, entry.shape, entry.strides))
+    return _Member(entry, target, Region(0, itemsize, entry.shape, c_strides(entry.shape)))
+
+
+def _place(memory: Memory, match: Match, base: TensorEntry, members: list[_Member]) -> None:
+    """Finds memory for those stored bytes of ``base`` that members are made of."""
+    data = base.data
+    regions = [member.region for member in members if 0 not in member.region.shape]
+    low = min([region.start for region in regions], default=0)
+    high = max([region.stop for region in regions], default=0)
+    # What is aligned to its item size stays aligned, counted from here.
+    low -= low % max([region.itemsize for region in regions], default=1)
+    start = low - low % data.block_bytes
+    stop = min(high + -high % data.block_bytes, data.stop - data.start)
+    if low:
+        members = [
+            _Member(each.entry, each.target, each.region.at(max(0, each.region.start - low)))
+            for each in members
+        ]
+    try:
+        sinks = _find_sinks(memory, high - low, members)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch and numpy refuse some dims
+        path = members[0].entry.path
+        raise FormatError(key=path, detail=f"no such tensor: {error}") from error
+    if start == stop:
+        return
+    if (start, stop) != (low, high):
+        sinks = [ClippedSink(sink, low - start, stop - start) for sink in sinks]
+    data = slice_stored(data, start, stop)
+    memory.reads.extend(Wanted(data, sink, _holders(match, base)) for sink in sinks)
+
+
+def _find_sinks(memory: Memory, nbytes: int, members: list[_Member]) -> list[ByteSink]:
+    """Finds memory for ``nbytes`` bytes; each sink takes all of them."""
+    sinks: list[ByteSink] = []
+    left = _take_spans(memory, nbytes, members, sinks)
+    left = _take_whole(memory, nbytes, left, sinks)
+    if not left:
+        return sinks
+    if left == members and len(left) == 1 and _is_separable(left[0].region):
+        return [_take_elements(memory, left[0])]
+    return [*sinks, _take_fresh(memory, nbytes, left)]
+
+
+def _take_spans(
+    memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
+) -> list[_Member]:
+    """Takes targets that lie in memory as the stored bytes do; returns the other members."""
+    left: list[_Member] = []
+    spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
+    for member in members:
+        target = member.target
+        region = None if target is None else lies_as_stored(target, member.region)
+        if region is None:
+            left.append(member)
+            continue
+        device = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
+        start = region.start - member.region.start
+        spans.setdefault((device, start), []).append((member, region))
+    for (_, start), found in spans.items():
+        sink = None
+        # Bytes between the leaves may belong to others: they are not overwritten.
+        if touched_without_gaps([region for _, region in found], start, start + nbytes):
+            sink = _span_sink(start, nbytes, [member.target for member, _ in found])
+        if sink is None:
+            left.extend(member for member, _ in found)
+            continue
+        sinks.append(sink)
+        memory.values.update((member.entry.path, member.target) for member, _ in found)
+    return left
+
+
+def _take_whole(
+    memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
+) -> list[_Member]:
+    """Takes targets of another layout that get all bytes, in order; returns the other members."""
+    left: list[_Member] = []
+    placed: list[Region] = []
+    for member in members:
+        target, stored = member.target, member.region
+        if (
+            target is None
+            or stored.start
+            or not stored.is_contiguous
+            or stored.nbytes != nbytes
+            or not is_writable(target)
+        ):
+            left.append(member)
+            continue
+        region = region_of(target)
+        if region is None or not any(region.same_layout(other) for other in placed):
+            sinks.append(_sink_of(target))
+            if region is not None:
+                placed.append(region)
+        memory.values[member.entry.path] = target
+    return left
+
+
+def _is_separable(region: Region) -> bool:
+    """Whether elements can be told apart in any piece of the memory."""
+    steps = [(n, step) for n, step in zip(region.shape, region.strides, strict=True) if step]
+    return (
+        0 not in region.shape
+        and region.start == 0  # else elements begin at odd addresses
+        and is_injective([n for n, _ in steps], [step for _, step in steps])
+    )
+
+
+def _take_elements(memory: Memory, member: _Member) -> ByteSink:
+    """Takes a view that is read alone: bytes between its elements are not kept."""
+    target, region = member.target, member.region
+    if target is not None and is_writable(target):
+        tensor = _tensor_over(target)
+        if tensor is not None:
+            memory.values[member.entry.path] = target
+            return StridedSink(tensor, region.strides)
+    if region.has_no_gaps:
+        return _take_fresh(memory, region.stop, [member])
+    # Repeated elements are kept once.
+    sizes = tuple([n if step else 1 for n, step in zip(region.shape, region.strides, strict=True)])
+    raw = _empty(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
+    dense = c_strides(sizes)
+    strides = tuple([step and own for step, own in zip(region.strides, dense, strict=True)])
+    compact = Region(0, region.itemsize, region.shape, strides)
+    memory.fresh.append(Fresh(member.entry, target, lay_over(raw, member.entry, compact)))
+    return StridedSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
+
+
+def _take_fresh(memory: Memory, nbytes: int, members: Sequence[_Member]) -> ByteSink:
+    """Lays members over fresh memory; those with a target are copied from there later."""
+    raw = _empty(members[0].entry.path, (nbytes,), torch.uint8)
+    for member in members:
+        entry, region = member.entry, member.region
+        if region.start % region.itemsize:
+            size = extent_bytes(region.shape, region.strides, region.itemsize)
+            part = raw[region.start : region.start + size]
+            fresh = Fresh(entry, member.target, part, region.at(0))
+        else:
+            fresh = Fresh(entry, member.target, lay_over(raw, entry, region))
+        memory.fresh.append(fresh)
+    return MemorySink(raw.data_ptr(), nbytes, raw)
+
+
+def lay_over(
+    raw: torch.Tensor, entry: TensorEntry | ViewEntry | ShardedEntry, region: Region
+) -> Any:
+    """Returns a leaf as a view of raw memory, in which ``region`` is aligned."""
+    if entry.type in NUMPY_KINDS:
+        steps = tuple([stride * region.itemsize for stride in region.strides])
+        dtype = NUMPY_DTYPES[entry.dtype][0]
+        return np.ndarray(region.shape, dtype, raw.numpy(), region.start, steps)
+    offset = region.start // region.itemsize
+    tensor = empty_tensor((0,), DTYPES[entry.dtype])
+    return tensor.set_(raw.untyped_storage(), offset, region.shape, region.strides)
+
+
+# Targets --------------------------------------------------------------------------------------
+
+
+def _sink_of(target: Target) -> ByteSink:
+    return sink_of_tensor(target) if isinstance(target, torch.Tensor) else sink_of_array(target)
+
+
+def _tensor_over(target: Target) -> torch.Tensor | None:
+    """Returns a writable target as a tensor of the same bytes; None if there is none."""
+    if isinstance(target, torch.Tensor):
+        return target
+    if region_of(target) is None:
+        return None
+    name = str(CARRIERS[target.itemsize]).removeprefix("torch.")
+    return torch.from_numpy(target.view(name))
+
+
+def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | None:
+    """Returns the way into memory that targets lie in; None if they do not own all of it."""
+    first = targets[0]
+    if not isinstance(first, torch.Tensor) or first.is_cpu:
+        return MemorySink(start, nbytes, targets)
+    storage = first.untyped_storage()
+    offset = start - storage.data_ptr()
+    if offset < 0 or offset + nbytes > storage.nbytes():
+        return None
+    raw = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return TensorSink(raw.set_(storage, offset, (nbytes,), (1,)))
+
+
+def stand_in(path: str, target: Target) -> Target | None:
+    """Returns a target of the same kind with uninitialised memory of its own.
+
+    Sparse and quantized tensors have none: they are built from their parts.
+    """
+    if isinstance(target, np.ndarray):
+        return np.empty_like(target)
+    if is_distributed(target):
+        return torch.empty_like(target)
+    if target.layout is not torch.strided or target.dtype in QUANTIZED:
+        return None
+    fresh = _empty(path, target.shape, target.dtype, target.device)
+    return typed(fresh, tensor_type(target), target.requires_grad)
+
+
+def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
+    """Returns a fresh tensor as the Parameter, Buffer or Tensor that was saved."""
+    if kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
+    return torch.nn.Buffer(tensor) if kind == "buffer" else tensor

@@ -1,0 +1,112 @@
+"""Rules of a target: which leaves have to match, and which may be missing or left out.
+
+Decides by ``Matching`` and by the shape of the target's state dict. It must not know entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actorsnap.state.restore.aliasing import Target
+from actorsnap.state.stateful import Matching
+from actorsnap.state.tree import Skeleton, escape, unescape
+
+__all__ = ["Rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What of a target has to match.
+
+    Attributes:
+        root: Path of the target.
+        target: A state dict, or None.
+        matching: See ``Matching``.
+        strict_root: Path below which leaves have exactly the places of the target's; None: none do.
+        opaque: Paths below ``strict_root`` of extra states, which may have any leaves.
+    """
+
+    root: str
+    target: object | None
+    matching: Matching
+    strict_root: str | None = None
+    opaque: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, root: str, target: Any, matching: Matching) -> Rules:
+        """Returns the rules for a target."""
+        if target is None:
+            return cls(root, target, matching)
+        if matching is Matching.LEAVES:
+            strict_root, strict = root, target
+        elif matching is Matching.MODEL and isinstance(target, dict):
+            strict_root, strict = f"{root}/model", target["model"]
+        else:
+            return cls(root, target, matching)
+        names = strict if isinstance(strict, dict) else ()
+        opaque = frozenset(
+            f"{strict_root}/{escape(name)}" for name in names if _is_extra_state(name)
+        )
+        return cls(root, target, matching, strict_root, opaque)
+
+    def is_strict(self, path: str) -> bool:
+        """Whether a leaf has to match exactly the target's leaf at its path."""
+        strict_root = self.strict_root
+        if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
+            return False
+        if not self.opaque:
+            return True
+        below = len(strict_root) + 1
+        return path[:below] + path[below:].partition("/")[0] not in self.opaque
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether dict keys that were not saved are missing, and keep their values."""
+        return self.matching in (Matching.KEYS, Matching.MODEL)
+
+    def is_kept(self, path: str, target: Target, kind: str) -> bool:
+        """Whether a tensor or array is kept, and not replaced, where another ``kind`` was saved, or
+        another dtype or shape of it."""
+        is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
+        return self.is_strict(path) or (self.keeps_keys and is_same_kind)
+
+    def passes_over(self, path: str) -> bool:
+        """Whether a ``ModelState`` has no use for a saved leaf of its optimizers: it has none now,
+        or these parameters are frozen, or of other stages."""
+        if self.matching is not Matching.MODEL:
+            return False
+        below = f"{self.root}/optim/"
+        if not path.startswith(below):
+            return False
+        target: Any = self.target
+        name = path.removeprefix(below).partition("/")[0]
+        held = target.get("optim")
+        if held is None:
+            return True
+        is_flat = "param_groups" not in held and name not in ("state", "param_groups")
+        return is_flat and unescape(name) not in held
+
+    def may_lack(self, path: str, skeleton: Skeleton) -> bool:
+        """Whether the snapshot of a ``ModelState`` may lack a dict key.
+
+        The model's leaves are compared one by one. Of optimizers there may be nothing, or the
+        hyperparameters may be kept in the other way (``flatten``), which torch can read.
+        """
+        if self.matching is not Matching.MODEL:
+            return False
+        optim = f"{self.root}/optim"
+        sections = f"{optim}/state", f"{optim}/param_groups"
+        is_other_form = path in sections or sections[1] in skeleton
+        return (
+            self.is_strict(path)
+            or path == optim
+            or (path.rpartition("/")[0] == optim and is_other_form)
+        )
+
+
+def _is_extra_state(name: object) -> bool:
+    """Whether a module's state dict holds at ``name`` what ``get_extra_state`` returned."""
+    return isinstance(name, str) and f".{name}".endswith("._extra_state")
