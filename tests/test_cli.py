@@ -612,14 +612,19 @@ def test_rm_yes(saved: Path) -> None:
     assert os.listdir(saved) == ["notes.txt"]
 
 
-def test_what_is_damaged_is_said_with_its_place(saved: Path) -> None:
-    (saved / COMMIT_KEY).write_bytes(b"x")
+@pytest.mark.parametrize(
+    ("damaged", "remedy"),
+    [(COMMIT_KEY, "recover {} --replace-damaged"), ("*/manifest/0.json", "verify {} --full")],
+)
+def test_what_is_damaged_is_said_with_its_place(saved: Path, damaged: str, remedy: str) -> None:
+    (path,) = saved.glob(damaged)
+    path.write_bytes(b"x")
     with pytest.raises(ChecksumMismatch) as raised:
         Snapshot(saved).get_manifest()
     assert raised.value.url == str(saved)
     for text in (str(raised.value), run("ls", saved).err.replace("\n", "")):
         assert f"The snapshot {saved} is damaged: restore an older one" in text
-        assert f"`actorsnap verify {saved} --full`" in text
+        assert f"`actorsnap {remedy.format(saved)}`" in text
 
 
 def test_rm_of_a_damaged_one(saved: Path) -> None:
