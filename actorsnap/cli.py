@@ -413,11 +413,14 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     _write([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
         err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
-    for attempt in report.kept:
-        err.print(
-            f"kept {quote(attempt)}: it is complete. {quote(_recover(path))} makes a snapshot of "
-            "it again; --yes deletes it"
+    advice = f"{quote(_recover(path))} makes a snapshot of it again; --yes deletes it"
+    if report.is_damaged:
+        advice = (
+            "The snapshot here is damaged. Move the attempt's folder to another path and run "
+            "`actorsnap recover` there; `actorsnap rm` without --garbage deletes all"
         )
+    for attempt in report.kept:
+        err.print(f"kept {quote(attempt)}: it is complete. {advice}")
     if report.kept:
         raise typer.Exit(1)
 

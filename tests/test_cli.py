@@ -467,6 +467,38 @@ def test_cp_refuses_to_replace(saved: Path, tmp_path: Path) -> None:
     assert run("diff", saved, tmp_path / "other").code == 0
 
 
+def test_cp_where_the_same_snapshot_is_damaged(saved: Path, tmp_path: Path) -> None:
+    """It is not "that snapshot already"."""
+    to = tmp_path / "copy"
+    assert run("cp", saved, to).code == 0
+    (data,) = to.glob("*/data/model/*.safetensors")
+    data.unlink()
+    for more in ([], ["--overwrite"]):
+        ended = run("cp", *more, saved, to)
+        assert (ended.code, ended.out) == (4, "")
+        assert f"{data.relative_to(to)} is missing or of another size" in ended.err
+        assert "Delete it there (`actorsnap rm`)" in ended.err
+    assert run("rm", "--yes", to).code == 0
+    assert run("cp", saved, to).code == 0
+    assert run("diff", saved, to).code == 0
+
+
+def test_cp_to_what_another_program_copied(saved: Path, tmp_path: Path) -> None:
+    """The remedies that the error names: one of them is enough."""
+    to = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (to / COMMIT_KEY).unlink()
+    before = sorted(to.rglob("*"))
+    for _ in range(2):
+        ended = run("cp", saved, to)
+        assert (ended.code, ended.out) == (4, "")
+        for remedy in ("`actorsnap recover`", "`actorsnap rm --garbage`"):
+            assert remedy in ended.err
+        assert sorted(to.rglob("*")) == before
+    assert run("rm", "--garbage", "--yes", to).code == 0
+    assert run("cp", saved, to).code == 0
+    assert run("diff", saved, to).code == 0
+
+
 def test_cp_json_is_a_line_for_each_event(saved: Path, tmp_path: Path) -> None:
     ended = run("cp", "--json", saved, tmp_path / "copy")
     events = [json.loads(line) for line in ended.lines]
@@ -580,14 +612,19 @@ def test_rm_yes(saved: Path) -> None:
     assert os.listdir(saved) == ["notes.txt"]
 
 
-def test_what_is_damaged_is_said_with_its_place(saved: Path) -> None:
-    (saved / COMMIT_KEY).write_bytes(b"x")
+@pytest.mark.parametrize(
+    ("damaged", "remedy"),
+    [(COMMIT_KEY, "recover {} --replace-damaged"), ("*/manifest/0.json", "verify {} --full")],
+)
+def test_what_is_damaged_is_said_with_its_place(saved: Path, damaged: str, remedy: str) -> None:
+    (path,) = saved.glob(damaged)
+    path.write_bytes(b"x")
     with pytest.raises(ChecksumMismatch) as raised:
         Snapshot(saved).get_manifest()
     assert raised.value.url == str(saved)
     for text in (str(raised.value), run("ls", saved).err.replace("\n", "")):
         assert f"The snapshot {saved} is damaged: restore an older one" in text
-        assert f"`actorsnap verify {saved} --full`" in text
+        assert f"`actorsnap {remedy.format(saved)}`" in text
 
 
 def test_rm_of_a_damaged_one(saved: Path) -> None:
@@ -661,6 +698,36 @@ def test_rm_garbage_deletes_complete_attempts_if_told(without_commit: Path) -> N
     assert ended.code == 0
     assert re.fullmatch(r"deleted [4-9] objects of unfinished attempts\n", ended.out)
     assert not without_commit.exists()
+
+
+@pytest.mark.parametrize("damaged", ["commit object", "manifest"])
+def test_rm_garbage_next_to_a_damaged_snapshot(
+    saved: Path, without_commit: Path, damaged: str
+) -> None:
+    """Complete attempts stay, also with `--force` and `--yes`."""
+    (named,) = (path.name for path in saved.iterdir() if path.is_dir())
+    complete = next(p.parents[1] for p in without_commit.glob("*/manifest/0.json"))
+    shutil.copytree(complete, saved / complete.name)
+    if damaged == "manifest":
+        (saved / named / "manifest" / "0.json").unlink()
+        kept = [complete.name]
+    else:
+        (saved / COMMIT_KEY).write_bytes(b"half")
+        kept = sorted([named, complete.name])
+    before = sorted(saved.rglob("*"))
+    advice = (
+        "The snapshot here is damaged. Move the attempt's folder to another path and run "
+        "`actorsnap recover` there; `actorsnap rm` without --garbage deletes all"
+    )
+    for more in ([], ["--force"], ["--yes", "--force"]):
+        ended = run("rm", "--garbage", *more, saved)
+        assert (ended.code, ended.out) == (1, "deleted 0 objects of unfinished attempts\n")
+        assert sorted(ended.err.splitlines()) == [
+            f"kept {name}: it is complete. {advice}" for name in kept
+        ]
+        assert sorted(saved.rglob("*")) == before
+    assert run("rm", "--yes", saved).code == 0
+    assert not saved.exists()
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])

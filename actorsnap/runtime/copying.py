@@ -57,6 +57,12 @@ __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
 
 logger = Lines(__name__)
 
+_UNCLAIMED = (
+    "objects of the same attempt are there, and `actorsnap cp` did not write them. If they are "
+    "complete, `actorsnap recover` makes a snapshot of them; else delete them by `actorsnap rm "
+    "--garbage` (by `actorsnap rm` where the commit object is damaged), or copy to another path"
+)
+
 _BEAT_S = 15.0
 """So often a copy renews its claim."""
 
@@ -202,14 +208,20 @@ class _Copy:
             plan = await self._host.run_blocking(plan_copy, commit, manifests)
         self._attempt = commit.attempt
         self._report = CopyReport(attempt=commit.attempt)
-        if await self._is_there(commit, overwrite):
+        if await self._is_there(commit, plan, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
+        if await self._has_unclaimed():
+            # Another copy may have been committed since, and have withdrawn its claim.
+            if await self._is_there(commit, plan, overwrite):
+                return msgspec.structs.replace(self._report, was_there=True)
+            # Before there is a claim, by which the next copy would take them for this one's.
+            raise self._refused(_UNCLAIMED)
         try:
             async with anyio.create_task_group() as tasks:
                 await self._renew()
                 tasks.start_soon(self._keep_claim)
                 earlier = await self._take_turn()
-                was_there = await self._is_there(commit, overwrite)
+                was_there = await self._is_there(commit, plan, overwrite)
                 if not was_there:
                     await self._perform(commit, plan, earlier, overwrite)
                 tasks.cancel_scope.cancel()
@@ -237,7 +249,11 @@ class _Copy:
                 if copier != self._copier:
                     await self._target.delete_folder(copier)
             await collect_garbage(
-                self._host, self._target, superseded=replaced, was_vacant=was_vacant
+                self._host,
+                self._target,
+                committed=self._attempt,
+                superseded=replaced,
+                was_vacant=was_vacant,
             )
 
         await self._errands.clean_up(collect)
@@ -245,21 +261,25 @@ class _Copy:
 
     # What is there
 
-    async def _is_there(self, commit: Commit, overwrite: bool) -> bool:
-        """Whether the very snapshot is committed at the destination.
+    async def _is_there(self, commit: Commit, plan: CopyPlan, overwrite: bool) -> bool:
+        """Whether the very snapshot is committed at the destination, with all its objects.
 
         Raises:
-            ObjectExists: another one is, or a damaged one, and ``overwrite`` is not given.
+            ObjectExists: another one is, or a damaged one, and ``overwrite`` is not given; or this
+                one is damaged, or has another commit object.
             UnsupportedFormat, NotASnapshot: it is not this release's to replace.
         """
         what = "another snapshot is committed there"
         try:
             with self._writing():
                 older = await find_commit(self._target)
-            if older is None or older == commit:
-                return older is not None
-            # Its objects would have to be replaced while it is valid.
-            is_refused = not overwrite or older.attempt == commit.attempt
+            if older is None:
+                return False
+            if older.attempt == commit.attempt:
+                # Its objects would have to be replaced while it is committed.
+                await self._check_committed(older, commit, plan)
+                return True
+            is_refused = not overwrite
         except (UnsupportedFormat, NotASnapshot):
             raise
         except FormatError as error:
@@ -273,6 +293,37 @@ class _Copy:
                 "command line --overwrite): it stays valid until the copy is committed",
             )
         return False
+
+    async def _check_committed(self, there: Commit, commit: Commit, plan: CopyPlan) -> None:
+        """Raises ObjectExists where the committed attempt is not what a copy makes."""
+        if there != commit:
+            what = "this snapshot is committed there, but the commit object differs (recovered?)"
+        else:
+            with self._writing():
+                found = await self._sizes()
+            lacking = next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+            if lacking is None:
+                return
+            what = f"this snapshot is committed there, but {lacking} is missing or of another size"
+        raise ObjectExists(
+            op="copy",
+            key=COMMIT_KEY,
+            backend=self._target.url,
+            detail=f"{what}. Delete it there (`actorsnap rm`) and copy again, or copy to another "
+            "path",
+        )
+
+    async def _has_unclaimed(self) -> bool:
+        """Whether objects of the attempt are there that no copy has written."""
+        with self._writing():
+            if not await self._sizes():
+                return False
+            # One at a time: the first claim is enough.
+            for owner in await find_attempts(self._target):
+                claims = await find_claims(self._target, [owner])
+                if self._attempt in claims.copies:
+                    return False
+        return True
 
     async def _take_turn(self) -> Claims:
         """Waits for collections, and sees that no other copy writes the same attempt.
@@ -323,10 +374,8 @@ class _Copy:
                 info for name, info in earlier.copies[self._attempt].items() if name != self._copier
             ]
             if found and not others:
-                raise self._refused(
-                    "leftovers of the same attempt lie there, and no copy has left them. "
-                    "Delete them by `actorsnap rm --garbage`, or copy to another path"
-                )
+                await self._errands.clean_up(self._withdraw)
+                raise self._refused(_UNCLAIMED)
             if not others:
                 return frozenset()
             noted: list[str] = []

@@ -193,7 +193,7 @@ class Host:
         self._running: set[Attempt] = set()
         # The names are keys, the oldest first.
         self._ended: dict[str, None] = {}
-        self._discarded: dict[str, None] = {}
+        self._discarded: dict[tuple[str, str], None] = {}
         self._ended_beside: dict[str, None] = {}
         self.on_attempt_ended: Callable[[str], None] = lambda _: None
         with contextlib.ExitStack() as undo:
@@ -384,19 +384,31 @@ class Host:
         """The latest attempts of this process and of the one next to it. On the loop only."""
         return frozenset([*self._ended, *self._ended_beside])
 
-    def discard_attempt(self, attempt: str) -> None:
-        """Notes that this process aborted the attempt or deleted its snapshot. On the loop only."""
-        _remember(self._discarded, attempt)
+    def discard_attempt(self, url: str, attempt: str) -> None:
+        """Notes that this process aborted the attempt or deletes its snapshot. On the loop only.
 
-    def discarded_attempts(self) -> frozenset[str]:
-        """The latest attempts of which nothing is wanted any more. On the loop only."""
-        return frozenset(self._discarded)
+        Args:
+            url: The storage's. An attempt of the same name elsewhere is a copy, and stays.
+        """
+        _remember(self._discarded, (url, attempt))
+
+    def forget_discarded(self, url: str, attempt: str) -> None:
+        """Notes that the attempt is deleted: one of its name is a copy now. On the loop only."""
+        self._discarded.pop((url, attempt), None)
+
+    def discarded_attempts(self, url: str) -> frozenset[str]:
+        """Returns the latest attempts at ``url`` that are no longer needed. On the loop only."""
+        return frozenset(attempt for place, attempt in self._discarded if place == url)
 
     def note_ended(self, attempts: Iterable[str]) -> None:
         """Notes the same of attempts of the process beside this one: an uploader's trainer, or a
         trainer's uploader. On the loop only."""
         for attempt in attempts:
             _remember(self._ended_beside, attempt)
+
+    def runs(self, attempt: Attempt) -> bool:
+        """Returns whether the attempt is under way in this process. On the loop only."""
+        return attempt in self._running
 
     def may_run(self, attempt: Attempt) -> bool:
         """Whether an attempt of this machine and process namespace may be under way.
@@ -438,7 +450,7 @@ def _contained(error: BaseException, where: str) -> RuntimeError:
     return fault
 
 
-def _remember(attempts: dict[str, None], attempt: str) -> None:
+def _remember(attempts: dict[T, None], attempt: T) -> None:
     attempts[attempt] = None
     if len(attempts) > _MAX_ENDED:
         del attempts[next(iter(attempts))]

@@ -84,6 +84,13 @@ _COMPLETE = (
     "overwrite=True deletes it, and so does `actorsnap rm --garbage`"
 )
 
+_MAY_RUN = (
+    "%s: no commit object was here, but a complete attempt that may still be saved or copied, and "
+    "is left alone: %s. If its job has ended, or a copy left the commit object out, move its "
+    "folder to another path and run `actorsnap recover --force` there. A later take with "
+    "overwrite=True deletes it"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -348,11 +355,15 @@ class Collected:
 
     Attributes:
         keys: The keys deleted.
-        kept: Complete attempts at a place without a commit object, which are garbage elsewhere.
+        kept: Complete attempts that are garbage elsewhere: there was no commit object, or a damaged
+            snapshot.
+        is_damaged: The snapshot there is damaged: its commit object, or the attempt that it names
+            is not complete.
     """
 
     keys: Sequence[str] = ()
     kept: Sequence[str] = ()
+    is_damaged: bool = False
 
 
 async def collect_garbage(
@@ -370,8 +381,9 @@ async def collect_garbage(
     The order matters: an attempt that was dead before the commit object is read cannot have
     committed after it, so what is deleted belongs to no snapshot, whoever commits meanwhile.
 
-    At a place without a commit object, a complete attempt may be a snapshot that lost it. Such an
-    attempt is left alone, unless this process aborted it or deleted its snapshot.
+    At a place without a commit object, a complete attempt may be a snapshot that lost it; where the
+    commit object is damaged, or names an attempt that is not complete, the one that it named. Such
+    an attempt is left alone, unless this process aborted it or deleted its snapshot.
 
     Args:
         committed: The attempt that the caller has just committed. Who replaces it has a folder
@@ -387,7 +399,7 @@ async def collect_garbage(
         StorageError: listing, reading or deleting failed.
     """
     attempts = await find_attempts(storage)
-    if attempts == [committed]:
+    if attempts == [committed] and was_vacant is not False:
         return Collected()
     mine = {committed} if committed is not None else set()
     sweep = _Sweep(
@@ -395,7 +407,7 @@ async def collect_garbage(
         storage,
         attempts,
         was_vacant=was_vacant,
-        expendable={*expendable, *mine, *host.discarded_attempts()},
+        expendable={*expendable, *mine, *host.discarded_attempts(storage.url)},
     )
     if force:
         return await sweep.delete(attempts, NO_CLAIMS)
@@ -444,12 +456,12 @@ class _Sweep:
     async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
         """Deletes the attempts in ``garbage`` but the committed one and those that are kept."""
         commits = await read_commits(self._storage)
-        spared, complete = await self._spare(commits)
+        spared, complete, is_damaged = await self._spare(commits)
         for name in complete:
             spared.update(claims.copies.get(name, ()))  # whoever resumes that copy needs its claim
         doomed = [name for name in garbage if name not in spared]
         older = commits.older
-        if doomed and older is not None and isinstance(commits.newer, Commit):
+        if older is not None and isinstance(commits.newer, Commit) and not is_damaged:
             # Before anything that it names.
             await self._storage.delete([OLDER_COMMIT_KEY])
             if isinstance(older, Commit) and older.attempt not in {*spared, *claims.copies}:
@@ -460,30 +472,47 @@ class _Sweep:
                 # Interrupted, this leaves nothing that looks complete.
                 keys += await self._storage.delete_folder(manifest_prefix(name).rstrip("/"))
             keys += await self._storage.delete_folder(name)
+            self._host.forget_discarded(self._storage.url, name)
         if keys:
             logger.info("%s: deleted %d objects that were garbage", self._storage.url, len(keys))
-        if complete and self._was_vacant:
-            logger.warning(_COMPLETE, self._storage.url, ", ".join(complete))
-        return Collected(keys=keys, kept=[name for name in complete if name in garbage])
+        kept = [name for name in complete if name in garbage]
+        if self._was_vacant:
+            unsure = [name for name in complete if name not in garbage]
+            for message, names in ((_COMPLETE, kept), (_MAY_RUN, unsure)):
+                if names:
+                    logger.warning(message, self._storage.url, ", ".join(names))
+        return Collected(keys=keys, kept=kept, is_damaged=is_damaged)
 
-    async def _spare(self, commits: Commits) -> tuple[set[str], list[str]]:
-        """Returns the attempts to spare, and those of them that only lack a commit object."""
+    async def _spare(self, commits: Commits) -> tuple[set[str], list[str], bool]:
+        """Returns the attempts to spare, those of them that are complete and that the commit object
+        does not name, and whether the snapshot is damaged."""
         try:
             commit = commits.counting()
         except ChecksumMismatch:
             # It names one of those that were complete. Deleting the snapshot deletes that one.
-            spared = set(await self._complete(self._attempts))
+            complete = await self._complete(self._attempts)
+            spared = set(complete)
             if isinstance(commits.older, Commit):
                 spared.add(commits.older.attempt)
-            return spared, []
+            return spared, complete, True
         spared = {commit.attempt} if commit is not None else set()
         was_vacant = commit is None if self._was_vacant is None else self._was_vacant
-        if not was_vacant:
-            return spared, []
-        ended = await _find_ended(self._host, self._attempts)
+        is_damaged = (
+            commit is not None
+            and commit.attempt not in self._expendable
+            and not await self._complete([commit.attempt])
+        )
+        if not was_vacant and not is_damaged:
+            return spared, [], False
         mine = spared.union(self._expendable)
-        complete = await self._complete([name for name in ended if name not in mine])
-        return spared.union(complete), complete
+        found = [name for name in self._attempts if name not in mine and not self._runs(name)]
+        complete = await self._complete(found)
+        return spared.union(complete), complete, is_damaged
+
+    def _runs(self, name: str) -> bool:
+        """Whether this process is saving the attempt."""
+        attempt = Attempt.parse(name)
+        return attempt is not None and self._host.runs(attempt)
 
     async def _complete(self, attempts: Sequence[str]) -> list[str]:
         run_blocking = self._host.run_blocking

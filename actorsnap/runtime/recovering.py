@@ -273,8 +273,8 @@ class _Recovery:
             if self._call.replace_damaged:
                 return True
             error.add_note(
-                "It named one of the attempts there. recover(replace_damaged=True), on the command "
-                "line --replace-damaged, writes it again"
+                "It named one of the attempts there: recover(replace_damaged=True), on the command "
+                "line --replace-damaged, takes the one that is complete"
             )
             raise
         if commit is None:
@@ -337,7 +337,9 @@ class _Recovery:
         try:
             if not ranks:
                 raise NotASnapshot(
-                    key=name, detail="the attempt has no rank manifest", found="unfinished"
+                    key=self._source.place.url,
+                    detail=f"the attempt {name} has no rank manifest",
+                    found="unfinished",
                 )
             manifest, _ = await self._read(name, ranks[0])
             save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
@@ -353,12 +355,15 @@ class _Recovery:
         if recorded is None and given is None:
             count = len(ranks)
             raise UsageError(
-                f"{name} was saved by an older release, which did not record the number of ranks. "
-                f"There are {count} rank manifests; if {count} ranks saved it, pass "
-                f"world_size={count} (--world-size {count})"
+                f"{name} in {self._storage.url} was saved by an older release, which did not "
+                f"record the number of ranks. There are {count} rank manifests; if {count} ranks "
+                f"saved it, pass world_size={count} (--world-size {count})"
             )
         if recorded is not None and given is not None and recorded != given:
-            raise UsageError(f"{name} was saved by {recorded} ranks, not by {given}")
+            raise UsageError(
+                f"{name} in {self._storage.url} was saved with world_size={recorded}, not "
+                f"{given}: leave out world_size (--world-size)"
+            )
         world_size = given or recorded or 0
         missing = next((n for n, rank in enumerate(ranks) if rank != n), len(ranks))
         if missing < world_size:
@@ -384,7 +389,8 @@ class _Recovery:
             made_by = Attempt.parse(owner)
             if owner in dead or made_by is None:
                 continue
-            what = f"{name} may still be saved" if owner == name else f"{name} may still be copied"
+            verb = "saved" if owner == name else "copied"
+            what = f"{name} in {self._storage.url} may still be {verb}"
             if made_by.host == host_id():
                 why = f"process {made_by.pid} of this host is running"
             else:

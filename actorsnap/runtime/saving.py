@@ -163,8 +163,8 @@ class SaveJob(Job):
     def _end_attempt(self) -> None:
         if self._attempt is not None:
             self._host.end_attempt(self._attempt)
-            if not self._is_committed:
-                self._host.discard_attempt(str(self._attempt))
+            if not self._is_committed and self._storage is not None:
+                self._host.discard_attempt(self._storage.url, str(self._attempt))
 
     async def _conclude(self, errands: Errands) -> None:
         """Saves, and tells the outcome."""

@@ -118,7 +118,7 @@ def delete(source: Source) -> Script[None]:
                 older = (await read_commits(storage)).older
                 superseded = [each.attempt for each in (newer, older) if isinstance(each, Commit)]
                 for attempt in superseded:
-                    host.discard_attempt(attempt)
+                    host.discard_attempt(storage.url, attempt)
                 if older is not None:
                     # First and by itself: a crash must not make it the one that counts.
                     await storage.delete([OLDER_COMMIT_KEY])
@@ -185,13 +185,17 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         deleted: Keys.
-        kept: Complete attempts at a place without commit object, which were not to be deleted.
+        kept: Complete attempts that were not deleted: there is no commit object, or the snapshot is
+            damaged.
         left: Other unfinished attempts that are still there.
+        is_damaged: The snapshot is damaged: its commit object, or the attempt that it names is not
+            complete.
     """
 
     deleted: list[str]
     kept: list[str]
     left: list[str]
+    is_damaged: bool
 
 
 def collect(
@@ -199,7 +203,8 @@ def collect(
 ) -> Script[CollectReport]:
     """Deletes garbage at the URL; with ``force`` also attempts that may be running.
 
-    Complete attempts at a place without commit object are kept, unless they are ``expendable``.
+    Complete attempts at a place without commit object are kept, unless they are ``expendable``; so
+    are those next to a damaged snapshot.
     """
 
     async def step(host: Host) -> CollectReport:
@@ -213,7 +218,10 @@ def collect(
                     if commit is not None:
                         left.discard(commit.attempt)
                 return CollectReport(
-                    deleted=[*collected.keys], kept=[*collected.kept], left=sorted(left)
+                    deleted=[*collected.keys],
+                    kept=[*collected.kept],
+                    left=sorted(left),
+                    is_damaged=collected.is_damaged,
                 )
 
             return await errands.run(perform)

@@ -215,14 +215,12 @@ async def test_a_take_leaves_complete_attempts_alone(
     complete = copy_without_commit(saved, to)
     incomplete = copy_without_commit(saved, to, pid=_DEAD_PID + 1)
     (to / incomplete / "manifest" / "0.json").unlink()
-    elsewhere = copy_without_commit(saved, to, host="f" * 8)
     with caplog.at_level(logging.WARNING, "actorsnap"):
         await take(to, 2, overwrite=overwrite)
     assert (to / complete / "manifest" / "0.json").exists()
     assert not (to / incomplete).exists()
     [line] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert complete in line
-    assert elsewhere in line
     assert incomplete not in line
     assert "`actorsnap recover`" in line
     assert await number_at(to) == 2
@@ -234,16 +232,96 @@ async def test_a_take_leaves_complete_attempts_alone(
     assert not caplog.records
 
 
+async def test_a_complete_attempt_that_may_still_be_saved(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another machine, or a live process of this one, has stored all manifests."""
+    to = tmp_path / "to"
+    lost = copy_without_commit(saved, to)
+    elsewhere = copy_without_commit(saved, to, host="f" * 8)
+    alive = copy_without_commit(saved, to, pid=os.getppid())
+    report = await collect(to)
+    assert (report.deleted, report.kept) == ([], [lost])
+    assert report.left == sorted([elsewhere, alive])
+    with caplog.at_level(logging.WARNING, "actorsnap"):
+        await take(to, 2)
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [[name in line for name in (lost, elsewhere, alive)] for line in lines] == [
+        [True, False, False],
+        [False, True, True],
+    ]
+    assert ["may still be saved" in line for line in lines] == [False, True]
+    for name in (lost, elsewhere, alive):
+        assert (to / name / "manifest" / "0.json").exists()
+    (to / COMMIT_KEY).unlink()
+    # By force they are garbage, but for what keeps complete ones.
+    report = await collect(to, force=True)
+    assert report.deleted == []
+    assert {lost, elsewhere, alive} < {*report.kept}
+    assert report.left == []
+
+
 async def test_a_snapshot_of_this_process_that_lost_its_commit_object(saved: Path) -> None:
-    attempt = decode_commit((saved / COMMIT_KEY).read_bytes()).attempt
+    attempt = attempt_at(saved)
     (saved / COMMIT_KEY).unlink()
     await take(saved, 2)
     assert (saved / attempt / "manifest" / "0.json").exists()
 
 
-async def test_what_this_process_aborted_is_deleted(tmp_path: Path) -> None:
+def attempt_at(folder: Path) -> str:
+    return decode_commit((folder / COMMIT_KEY).read_bytes()).attempt
+
+
+@pytest.mark.parametrize("how", ["take", "copy_to", "collect"])
+async def test_a_copy_of_a_deleted_snapshot(saved: Path, tmp_path: Path, how: str) -> None:
+    """It has the same attempt, of which nothing is needed where it was deleted."""
+    await take(tmp_path / "other", 2)
+    attempt, copied = attempt_at(saved), tmp_path / "copied"
+    shutil.copytree(saved / attempt, copied / attempt)
+    before = files_in(copied)
+    await Snapshot(saved).delete()
+    if how == "take":
+        await take(copied, 3)
+    elif how == "copy_to":
+        await Snapshot(tmp_path / "other").copy_to(copied)
+    else:
+        assert (await collect(copied)).kept == [attempt]
+    after = files_in(copied)
+    assert before.items() <= after.items()
+    if how == "collect":
+        assert after == before
+
+
+async def test_a_deleted_snapshot_that_is_copied_back(saved: Path, tmp_path: Path) -> None:
+    attempt = attempt_at(saved)
+    shutil.copytree(saved, tmp_path / "kept")
+    await Snapshot(saved).delete()
+    shutil.copytree(tmp_path / "kept" / attempt, saved / attempt)
+    report = await collect(saved)
+    assert (report.deleted, report.kept) == ([], [attempt])
+    await Snapshot(saved).recover()
+    await assert_whole(saved, 1)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+async def test_what_this_process_aborted_is_kept_elsewhere(tmp_path: Path) -> None:
+    """A copy of the aborted attempt, made before the next take deletes it."""
+    url, copied = tmp_path / "s", tmp_path / "copied"
+    await abort_at_commit(url)
+    shutil.copytree(url, copied)
+    before = files_in(copied)
+    assert (await collect(copied)).deleted == []
+    assert files_in(copied) == before
+    await take(url, 2)
+    assert await leftovers(url) == []
+
+
+async def abort_at_commit(url: Path) -> None:
     """A storage that fails from the commit on: the complete attempt is left there."""
-    url = tmp_path / "s"
     fault = {"fail_at": 1, "fail_verbs": ["put_if_absent", "delete"], "is_lasting": True}
     with (
         faulty(lambda inner: FaultyStorage(inner, **fault)),  # type: ignore[arg-type]
@@ -251,6 +329,11 @@ async def test_what_this_process_aborted_is_deleted(tmp_path: Path) -> None:
     ):
         await take(faulty_url(url), 1)
     assert list(url.glob("*/manifest/0.json"))
+
+
+async def test_what_this_process_aborted_is_deleted(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    await abort_at_commit(url)
     await take(url, 2)
     assert await leftovers(url) == []
 

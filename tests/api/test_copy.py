@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +175,95 @@ async def test_a_damaged_one_is_replaced_only_if_asked(saved: str, tmp_path: Pat
         await Snapshot(saved).copy_to(str(to))
     await Snapshot(saved).copy_to(str(to), overwrite=True)
     assert (await Snapshot(str(to)).verify("full")).ok
+
+
+async def refused(error: type[ActorSnapError], saved: str, to: Path, match: str) -> str:
+    """Copying raises the error, with and without ``overwrite``, and changes nothing."""
+    before = await objects(to)
+    for overwrite in (False, True, False):
+        with pytest.raises(error, match=match) as caught:
+            await Snapshot(saved).copy_to(str(to), overwrite=overwrite)
+        assert getattr(caught.value, "backend", None) == str(to)
+        assert await objects(to) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["manifest", "data"])
+@pytest.mark.parametrize("how", ["missing", "short"])
+async def test_the_same_snapshot_is_there_but_damaged(
+    saved: str, tmp_path: Path, what: str, how: str
+) -> None:
+    to = tmp_path / "to"
+    await Snapshot(saved).copy_to(str(to))
+    path = files(to)[what]
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    key = str(path.relative_to(to))
+    said = await refused(ObjectExists, saved, to, "this snapshot is committed there, but")
+    assert key in said
+    assert "`actorsnap rm`" in said
+    assert "overwrite" not in said
+    await Snapshot(str(to)).delete()
+    await Snapshot(saved).copy_to(str(to))
+    assert await objects(to) == await objects(saved)
+
+
+async def test_the_same_snapshot_is_there_by_another_commit_object(
+    saved: str, tmp_path: Path
+) -> None:
+    to = tmp_path / "to"
+    shutil.copytree(saved, to)
+    (to / COMMIT_KEY).unlink()
+    await Snapshot(str(to)).recover()
+    said = await refused(ObjectExists, saved, to, "the commit object differs")
+    assert "`actorsnap rm`" in said
+    assert "overwrite" not in said
+    assert (await Snapshot(str(to)).verify("full")).ok
+
+
+@pytest.mark.parametrize("kind", ["complete", "incomplete", "damaged commit object"])
+async def test_objects_that_another_program_copied(saved: str, tmp_path: Path, kind: str) -> None:
+    """They are not claimed: by a claim the next copy would take them for its own."""
+    to = tmp_path / "to"
+    shutil.copytree(saved, to)
+    if kind == "damaged commit object":
+        (to / COMMIT_KEY).write_bytes(b"half")
+        before = await objects(to)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="`actorsnap cp` did not write them"):
+                await Snapshot(saved).copy_to(str(to), overwrite=True)
+        assert await objects(to) == before
+        return
+    (to / COMMIT_KEY).unlink()
+    if kind == "incomplete":
+        files(to)["manifest"].unlink()
+    said = await refused(StorageError, saved, to, "`actorsnap cp` did not write them")
+    assert "`actorsnap rm --garbage`" in said
+    assert "`actorsnap recover`" in said
+    if kind == "complete":
+        await Snapshot(str(to)).recover()
+        await assert_whole_copy(str(to))
+
+
+async def test_another_copy_is_committed_while_this_one_looks(saved: str, tmp_path: Path) -> None:
+    """Its objects are there then, and its claim is not there any more."""
+    to, has_copied = str(tmp_path / "to"), False
+    attempt = await attempt_at(saved)
+
+    async def look(verb: str, key: str) -> None:
+        nonlocal has_copied
+        if verb == "list" and key == f"{attempt}/" and not has_copied:
+            has_copied = True
+            await Snapshot(saved).copy_to(to)
+
+    with faulty(lambda inner: FaultyStorage(inner, before=look)):
+        async with asyncio.timeout(60):
+            report = await Snapshot(saved).copy_to(faulty_url(to))
+    assert has_copied
+    assert report.was_there
+    assert await objects(to) == await objects(saved)
 
 
 async def test_no_snapshot_at_the_source(tmp_path: Path, memory: str) -> None:

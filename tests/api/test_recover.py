@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -242,8 +243,8 @@ def rename(path: Path) -> None:
 @pytest.mark.parametrize(
     ("find", "damage", "error", "says"),
     [
-        (manifest_of, remove, NotASnapshot, "the attempt has no rank manifest"),
-        (manifest_of, rename, NotASnapshot, "the attempt has no rank manifest"),
+        (manifest_of, remove, NotASnapshot, "has no rank manifest"),
+        (manifest_of, rename, NotASnapshot, "has no rank manifest"),
         (manifest_of, cut, ChecksumMismatch, "its own checksum does not fit"),
         (manifest_of, flip_early, ChecksumMismatch, "its own checksum does not fit"),
         (manifest_of, flip_late, ChecksumMismatch, "its own checksum does not fit"),
@@ -368,7 +369,7 @@ def test_a_tensor_with_a_hole(tmp_path: Path) -> None:
 def test_a_damaged_commit_object(lost: Path) -> None:
     (lost / COMMIT_KEY).write_bytes(b"half")
     error = refused(lost, ChecksumMismatch, "the commit object is damaged")
-    assert any("--replace-damaged" in note for note in error.__notes__)
+    assert any("--replace-damaged, takes the one" in note for note in error.__notes__)
     Snapshot(lost).recover(replace_damaged=True)
     asyncio.run(assert_whole(lost, 1))
 
@@ -493,7 +494,9 @@ def test_several_attempts_are_complete(tmp_path: Path) -> None:
     assert str(attempts[2]) not in str(error)
     assert "hours old" in str(error)
     refused(tmp_path / "s", UsageError, "there is no attempt 'x'.*20260101", attempt="x")
-    refused(tmp_path / "s", NotASnapshot, "no rank manifest", attempt=str(attempts[2]))
+    error = refused(tmp_path / "s", NotASnapshot, "no rank manifest", attempt=str(attempts[2]))
+    assert str(tmp_path / "s") in str(error)
+    assert str(attempts[2]) in str(error)
     report = Snapshot(tmp_path / "s").recover(attempt=str(attempts[1]))
     assert report.attempt == str(attempts[1])
     assert report.created == "2026-01-01T00:00:01.000000Z"
@@ -522,7 +525,8 @@ def test_an_attempt_that_may_be_running(
     take_as(tmp_path, now_by(host_id() if host == "this" else host, pid, hours_ago), 1)
     lose_commit(tmp_path)
     if says:
-        refused(tmp_path, UsageError, f"{says}.*--force")
+        match = f" in {re.escape(str(tmp_path))} may still be saved: .*{says}.*--force"
+        refused(tmp_path, UsageError, match)
     Snapshot(tmp_path).recover(force=bool(says))
     asyncio.run(assert_whole(tmp_path, 1))
 
@@ -536,7 +540,7 @@ def test_a_copy_that_is_under_way(lost: Path) -> None:
         claim.parent.mkdir(parents=True)
         claim.write_bytes(encode_copy_claim([]))
         if says:
-            refused(lost, UsageError, f"{attempt} {says}")
+            refused(lost, UsageError, f"{attempt} in {re.escape(str(lost))} {says}")
             shutil.rmtree(lost / owner)
         else:
             Snapshot(lost).recover()
@@ -572,7 +576,8 @@ def test_bad_arguments(lost: Path, how: dict[str, Any]) -> None:
 
 
 def test_another_world_size_than_was_recorded(lost: Path) -> None:
-    refused(lost, UsageError, "saved by 1 ranks, not by 2", world_size=2)
+    match = f" in {re.escape(str(lost))} was saved with world_size=1, not 2: leave out world_size"
+    refused(lost, UsageError, match, world_size=2)
 
 
 # Snapshots of older releases
@@ -587,7 +592,8 @@ def entries_of(folder: Path) -> Sequence[Any]:
 def test_an_older_release_did_not_record_it(tmp_path: Path, name: str) -> None:
     copied = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
     was = lose_commit(copied)
-    refused(copied, UsageError, r"There are 1 rank manifests; .*--world-size 1\)")
+    match = rf" in {re.escape(str(copied))} .* There are 1 rank manifests; .*--world-size 1\)"
+    refused(copied, UsageError, match)
     refused(copied, ChecksumMismatch, "manifest/1.json: the rank manifest is missing", world_size=2)
     Snapshot(copied).recover(world_size=1)
     now = commit_at(copied)
