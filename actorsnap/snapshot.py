@@ -121,7 +121,7 @@ class Snapshot:
             replicated: Globs of paths that are equal on all ranks: ``"model/**"``; the same on
                 all ranks. Sharded tensors, and what DistributedDataParallel wraps, need none.
             overwrite: Replace a snapshot that is committed at ``path``. It stays valid until
-                the new one is committed. Of several that are pending, what commits last stays.
+                the new one is committed. Of several that are pending, the one called last stays.
             resume: Send only what a save to ``path`` whose processes have died has not stored
                 yet, where the storage can tell and copy by itself (``s3://``, ``gs://``). You say
                 by it that no job saves there any more: attempts of other hosts count as dead, and
