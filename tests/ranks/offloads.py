@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import signal
@@ -40,6 +41,7 @@ __all__ = [
     "direct_detached",
     "direct_kinds",
     "direct_mixture",
+    "direct_overwrites",
     "direct_plain",
     "direct_stopped_after_staging",
     "direct_stopped_trainer",
@@ -112,6 +114,33 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return [getattr(value, "_local_tensor", value).detach()]
     return []
+
+
+def overwrites(me: Rank, path: str) -> None:
+    """A large save and a small one to one path, by each pair of ways."""
+    me.join_gloo()
+    warm_up(1 << 20, options=BY_PROCESS)
+    wait_until(lambda: find_uploader(Host.get()).is_ready)
+    ways = itertools.product((BY_THREAD, BY_PROCESS), repeat=2)
+    for number, (large, small) in enumerate(ways):
+        where = f"{path}/{number}"
+        app = {**state(me.rank), "more": StateDict(x=torch.ones(20 << 20))}
+        app["model"]["w0"].fill_(0)
+        first = Snapshot.async_take(where, app, replicated=GLOBS, options=large, overwrite=True)
+        app = state(me.rank)
+        app["model"]["w0"].fill_(1)
+        last = Snapshot.async_take(where, app, replicated=GLOBS, options=small, overwrite=True)
+        last.wait()
+        first.wait()
+    dist.barrier()
+
+
+def direct_overwrites(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, overwrites, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
 
 
 def direct_kinds(num_ranks: int, **arguments: Any) -> list[Any]:

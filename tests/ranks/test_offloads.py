@@ -114,6 +114,14 @@ def test_saves_of_all_ways_in_any_order(director: Director, tmp_path: Path) -> N
     assert list(tmp_path.glob("5/*/data/*/*.chunks/*"))
 
 
+def test_saves_to_one_path_commit_in_the_order_of_their_calls(
+    director: Director, tmp_path: Path
+) -> None:
+    director.play("direct_overwrites", num_ranks=2, path=str(tmp_path))
+    for number in range(4):
+        check_saved(tmp_path / str(number), 1)
+
+
 def test_each_rank_decides_for_itself_where_it_is_left_to_the_runtime(
     director: Director, tmp_path: Path
 ) -> None:
