@@ -46,7 +46,7 @@ __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "Participant
 
 T = TypeVar("T")
 
-_BACKSTOP_S = 10.0
+_BACKSTOP_S = 4.0
 """Seconds that a rank waits beyond the coordinator's deadline before it ends on its own."""
 
 _COMMIT_BACKSTOP_S = 20.0

@@ -63,6 +63,10 @@ _OWN: tuple[type[ActorSnapError], ...] = (
 is derived from these may lack their fields, and other processes and ranks do not know it."""
 
 
+_TEXTS = ("op", "key", "backend", "detail")
+"""The fields of a ``StorageError`` that are strings."""
+
+
 class TranslatedStorage(Wrapper):
     """Raises ``ActorSnapError`` and cancellations only."""
 
@@ -210,9 +214,8 @@ def _is_own(error: BaseException) -> bool:
     wait_s = attribute_of(error, "retry_after_s")
     return (
         type(error) in _OWN
-        and all(isinstance(text, str) for text in (error.op, error.key, error.backend))
-        and isinstance(error.detail, str)
-        and isinstance(error.retryable, bool)
+        and all(isinstance(attribute_of(error, name), str) for name in _TEXTS)
+        and isinstance(attribute_of(error, "retryable"), bool)
         and (wait_s is None or (isinstance(wait_s, int | float) and 0 <= wait_s < math.inf))
     )
 

@@ -180,7 +180,7 @@ async def test_without_rank_0_all_end_by_themselves() -> None:
     await world.run(body, without=[0], has_coordinator=False)
     assert "rank 0, which coordinates, does not answer" in str(world.outcomes[1])
     assert world.outcomes[1] == world.outcomes[2]
-    assert world.took_s == 70
+    assert world.took_s == 64
 
 
 @pytest.mark.parametrize("who", ["rank", "coordinator"])

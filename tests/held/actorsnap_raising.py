@@ -71,6 +71,13 @@ def _mistyped() -> StorageError:
     return StorageError(op="?", backend="?", **fields)
 
 
+def _emptied() -> StorageError:
+    """Of a class of ours, without what its constructor sets."""
+    error = StorageError(op="?", key="?", backend="?")
+    vars(error).clear()
+    return error
+
+
 KINDS: Mapping[str, Callable[[], BaseException]] = {
     "CancelledError": asyncio.CancelledError,
     "KeyboardInterrupt": KeyboardInterrupt,
@@ -98,6 +105,7 @@ KINDS: Mapping[str, Callable[[], BaseException]] = {
     "Derived": lambda: Derived(3),
     "Fieldless": Fieldless,
     "Mistyped": _mistyped,
+    "Emptied": _emptied,
     "SnapshotAborted": lambda: SnapshotAborted(reason="raw", rank=7, stage="store"),
     "ExceptionGroup": lambda: ExceptionGroup("several", [ValueError("first"), OSError("second")]),
     "BaseExceptionGroup": lambda: BaseExceptionGroup(
