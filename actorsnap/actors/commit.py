@@ -99,6 +99,8 @@ class CommitActor:
         errands: Runs the commit, which may hang.
         deadline: The call's, as the event loop's time.
         absence: Returns why other ranks have given this process up; None if they have not.
+        turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
+            take effect.
         on_failure: Gets the exception of a failed commit, before it is reported.
         recorder: Records what is done when.
 
@@ -106,6 +108,7 @@ class CommitActor:
         committed: The commit object, once it was written.
         replaced: The attempt that its commit object replaced, if any.
         was_vacant: No commit object was there before, intact or damaged.
+        is_unanswered: The storage was asked to commit, and whether it has is unknown.
     """
 
     def __init__(
@@ -118,8 +121,11 @@ class CommitActor:
         deadline: float,
         absence: Callable[[], Awaitable[str | None]],
         on_failure: Callable[[BaseException], None],
+        turn: Callable[[], Awaitable[bool]] | None = None,
         recorder: Recorder = NULL_RECORDER,
     ) -> None:
+        self._turn = turn
+        self._is_waiting = False
         self._template = template
         self._records = records
         self._storage = storage
@@ -134,6 +140,7 @@ class CommitActor:
         self.committed: Commit | None = None
         self.replaced: str | None = None
         self.was_vacant = not template.overwrite
+        self.is_unanswered = False
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
         """See ``Committer``."""
@@ -157,6 +164,7 @@ class CommitActor:
     async def _write(self, commit: Commit) -> Failure | None:
         try:
             data = encode_commit(commit)
+            may_be_replaced = await self._await_turn()
             await self._look_before(commit)
             if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
@@ -167,11 +175,28 @@ class CommitActor:
                 else:
                     await self._storage.put_if_absent(COMMIT_KEY, data)
                 row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
+            if may_be_replaced:
+                return Failure(
+                    reason="the storage has not answered the commit of an earlier save to this "
+                    "path, which may yet replace this one: save again",
+                    stage=Stage.COMMIT,
+                    rank=0,
+                    key=COMMIT_KEY,
+                    may_be_visible=True,
+                )
         except BaseException as error:  # any error of a backend: stored data must not be lost
             if ends_this_task(error):
                 raise
             return await self._failed(first_error(error))
         return None
+
+    async def _await_turn(self) -> bool:
+        if self._turn is None:
+            return False
+        self._is_waiting = True
+        may_be_replaced = await self._turn()
+        self._is_waiting = False
+        return may_be_replaced
 
     async def _look_before(self, commit: Commit) -> None:
         """Checks that everything the commit object names is there; finds what it replaces."""
@@ -209,6 +234,7 @@ class CommitActor:
             # The backend tried twice by itself, and met the object of its first try.
             return None
         self._on_failure(error)
+        self.is_unanswered = visible is _Visible.UNKNOWN
         is_lost = isinstance(error, ObjectExists) or (
             visible is _Visible.ANOTHER and not self._template.overwrite
         )
@@ -231,10 +257,14 @@ class CommitActor:
     async def _unanswered(self) -> Failure | None:
         """Ends a commit whose answer nobody waits for any more."""
         if not self._is_asked:
-            return Failure(reason=self._stop_reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            reason = self._stop_reason
+            if self._is_waiting:
+                reason += "; an earlier save to this path has not ended, which has to commit first"
+            return Failure(reason=reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
         if await self._visible() is _Visible.OURS:
             return None
         # The storage may still perform it: what the commit object names must stay.
+        self.is_unanswered = True
         return Failure(
             reason=f"{self._stop_reason}; the storage has not answered the commit, which "
             "may yet take effect",

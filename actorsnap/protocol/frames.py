@@ -54,6 +54,8 @@ __all__ = [
     "TakeOverPrepared",
     "TeamRank",
     "ToProcess",
+    "TurnAsked",
+    "TurnGiven",
 ]
 
 
@@ -244,6 +246,13 @@ class AbsenceReported(_Frame, frozen=True, tag="q"):
     reason: str | None
 
 
+class TurnGiven(_Frame, frozen=True, tag="t"):
+    """The answer to ``TurnAsked``; see ``CommitTurn.wait``."""
+
+    number: int
+    is_unanswered: bool
+
+
 class TakeOver(_Frame, frozen=True, tag="T"):
     """Open the rank's mailbox if the trainer ends before the save; prepare for that now.
 
@@ -285,6 +294,7 @@ ToProcess: TypeAlias = (
     | EndSave
     | EndReceived
     | AbsenceReported
+    | TurnGiven
     | TakeOver
     | AttemptsEnded
     | Alive
@@ -315,6 +325,12 @@ class MessageSent(_Frame, frozen=True, tag="m"):
 
 class AbsenceAsked(_Frame, frozen=True, tag="q"):
     """Asks for ``AbsenceReported``."""
+
+    number: int
+
+
+class TurnAsked(_Frame, frozen=True, tag="u"):
+    """Asks for ``TurnGiven``, before the commit of a save that overwrites."""
 
     number: int
 
@@ -371,10 +387,12 @@ class Finished(_Frame, frozen=True, tag="f"):
 
     Attributes:
         error: None if it is committed.
+        is_unanswered: See ``CommitTurn.release``.
     """
 
     number: int
     error: tuple[EncodedError, ...] | None
+    is_unanswered: bool = False
 
 
 class Recorded(_Frame, frozen=True, tag="t"):
@@ -404,6 +422,7 @@ FromProcess: TypeAlias = (
     Ready
     | MessageSent
     | AbsenceAsked
+    | TurnAsked
     | TakeOverPrepared
     | Begun
     | StagingWanted

@@ -41,6 +41,7 @@ from actorsnap.lines import Lines
 from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.async_call import how_to_await
+from actorsnap.runtime.commit_order import CommitOrder
 from actorsnap.runtime.limits import default_budget_bytes, usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, is_running
@@ -183,6 +184,7 @@ class Host:
             limit, allocate=self.arena.allocate, free=self.arena.free, pin=self.arena.pin
         )
         self.pace = Pace()
+        self.commit_order = CommitOrder()
         self.uploader: Uploader | None = None  # see ``runtime.offload.find_uploader``
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
         self._is_relieving = False

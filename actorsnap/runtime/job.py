@@ -18,6 +18,7 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.errors import printable
 from actorsnap.options import Options
+from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
 from actorsnap.runtime.observing import Observation, error_text
 from actorsnap.runtime.place import Place, Source
@@ -63,6 +64,7 @@ class Job(abc.ABC):
     Args:
         membership: None where this is the only rank.
         fence: See ``Saver``.
+        turn: None: taken by ``start``, if the save overwrites.
         observation: Records what is done when.
 
     Attributes:
@@ -73,6 +75,7 @@ class Job(abc.ABC):
             it ends before.
         finished: Settled with the outcome; the error is the one that users see.
         board: Progress.
+        is_unanswered: See ``CommitActor``.
     """
 
     def __init__(
@@ -83,11 +86,14 @@ class Job(abc.ABC):
         membership: Membership | None,
         fence: Fence | None,
         observation: Observation | None,
+        turn: CommitTurn | None = None,
     ) -> None:
         self._host = host
         self._request = request
         self._membership = membership
         self._observation = observation or Observation("save")
+        self._turn = turn
+        self.is_unanswered = False
         self._has_begun = False
         self._cancel_reason: str | None = None
         self.fence = fence
@@ -106,6 +112,11 @@ class Job(abc.ABC):
     def url(self) -> str:
         """Where it is saved to: rank 0's, as soon as that is known."""
         return self._request.place.url
+
+    @property
+    def place(self) -> Place:
+        """Where it is saved to: rank 0's, as soon as that is known."""
+        return self._request.place
 
     @property
     def options(self) -> Options:
@@ -129,6 +140,8 @@ class Job(abc.ABC):
         abort = self.cancel if self.options.at_exit == "abort" else None
         future = self._awaited_at_exit()
         self._host.track_save(PendingSave(future=future, label=self.label, abort=abort))
+        if self._turn is None and self.rank == 0 and self._request.overwrite:
+            self._turn = self._host.commit_order.join(self._request.place.canonical)
         self._host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:
@@ -199,8 +212,14 @@ class Job(abc.ABC):
         if self._membership is not None:
             self._membership.call.close()
 
+    def _end_turn(self) -> None:
+        """Lets later saves to the path commit."""
+        if self._turn is not None:
+            self._turn.release(is_unanswered=self.is_unanswered)
+
     def _fail(self, error: BaseException) -> None:
         """Tells that there will be no snapshot."""
+        self._end_turn()
         self.board.enter(Phase.ABORTED)
         if self.fence is not None:
             self.fence.open()

@@ -50,6 +50,7 @@ from actorsnap.protocol.frames import (
     StagingWanted,
     TakeOverPrepared,
     ToProcess,
+    TurnAsked,
 )
 from actorsnap.protocol.supervisor import (
     AbortSave,
@@ -140,6 +141,8 @@ class HandedSave(Protocol):
     def on_message(self, frame: MessageSent) -> None: ...
 
     def on_absence_asked(self) -> None: ...
+
+    def on_turn_asked(self) -> None: ...
 
     def on_take_over_prepared(self, error: str) -> None: ...
 
@@ -414,6 +417,7 @@ class Uploader:
         | Recorded
         | MessageSent
         | AbsenceAsked
+        | TurnAsked
         | TakeOverPrepared
         | Finished,
     ) -> None:
@@ -433,6 +437,8 @@ class Uploader:
                 save.on_message(frame)
             case AbsenceAsked():
                 save.on_absence_asked()
+            case TurnAsked():
+                save.on_turn_asked()
             case TakeOverPrepared():
                 save.on_take_over_prepared(frame.error)
             case Finished():

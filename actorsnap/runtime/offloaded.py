@@ -43,6 +43,7 @@ from actorsnap.protocol.frames import (
     StagingWaits,
     StagingWanted,
     ToProcess,
+    TurnGiven,
 )
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
@@ -215,6 +216,7 @@ class OffloadedSave(Job):
         if error is not None:
             self._fail(error)
             return
+        self._end_turn()
         if self.fence is not None:
             self.fence.open()
         self.board.enter(Phase.COMMITTED)
@@ -270,6 +272,15 @@ class OffloadedSave(Job):
     def on_absence_asked(self) -> None:
         """Answers when the mailbox was looked at."""
         self._tasks.start_soon(self._report_absence)
+
+    def on_turn_asked(self) -> None:
+        """Answers when earlier saves have ended, here or in the process."""
+        self._tasks.start_soon(self._give_turn)
+
+    async def _give_turn(self) -> None:
+        assert self._turn is not None
+        is_unanswered = await self._turn.wait()
+        self._uploader.send(TurnGiven(self._number, is_unanswered))
 
     async def _report_absence(self) -> None:
         assert self._relay is not None
@@ -344,6 +355,7 @@ class OffloadedSave(Job):
         self._observation.adopt(record, frame.retries)
 
     def on_finished(self, frame: Finished) -> None:
+        self.is_unanswered = frame.is_unanswered
         if frame.error is not None:
             self._error = decode(frame.error)
             if self._cause is not None:
@@ -412,6 +424,7 @@ class OffloadedSave(Job):
             membership=self._relayed_membership(),
             fence=self.fence,
             observation=self._observation,
+            turn=self._turn,
         )
         self._captured, self._observation = None, Observation("save")
         job.board.subscribe(lambda: self.board.show(job.board.latest))

@@ -151,12 +151,12 @@ class Team:
             machine = RollMachine(label=shown, world_size=self.world_size)
             roll = Roll(save.coordinator, machine=machine, timeout_s=options.timeout_s)
 
-        def start() -> None:
+        async def start() -> None:
             for end in (caller, roll):
                 if end is not None:
                     end.begin()
 
-        self._host.call_soon(start)
+        self._host.submit(start())
         return Call(save, caller, roll)
 
     def join(self, label: Label | None, options: Options) -> Membership:

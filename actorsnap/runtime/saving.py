@@ -42,6 +42,7 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
+from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -98,8 +99,16 @@ class SaveJob(Job):
         stager: Stager | None = None,
         after: str = "",
         cause: BaseException | None = None,
+        turn: CommitTurn | None = None,
     ) -> None:
-        super().__init__(host, request, membership=membership, fence=fence, observation=observation)
+        super().__init__(
+            host,
+            request,
+            membership=membership,
+            fence=fence,
+            observation=observation,
+            turn=turn,
+        )
         self._captured: Captured | Failure | None = captured
         self._copies = copies
         self._stager = stager
@@ -247,6 +256,7 @@ class SaveJob(Job):
                     fsync = await self._prepare(errands, deadline)
                 except _CommittedBefore:
                     self._is_committed = True
+                    self._end_turn()
                     return
                 except ActorSnapError as error:
                     if self._membership is None:
@@ -254,6 +264,7 @@ class SaveJob(Job):
                     self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
             committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
+            self._end_turn()
             # From now on whoever comes last collects what this attempt leaves.
             self._end_attempt()
             self.board.enter(Phase.COMMITTED)
@@ -422,6 +433,8 @@ class SaveJob(Job):
             elif saver.remembered is not None:
                 membership.team.remembered = saver.remembered
                 membership.team.memory = membership.memory
+            if committer is not None:
+                self.is_unanswered = committer.is_unanswered
         is_committed = committer is not None and committer.committed is not None
         if failure is not None and not is_committed:
             raise self._error(failure)
@@ -481,6 +494,7 @@ class SaveJob(Job):
                 deadline=deadline,
                 absence=end.absence,
                 on_failure=self._on_failure,
+                turn=None if self._turn is None else self._turn.wait,
                 recorder=self._recorder,
             )
         coordinator = CoordinatorActor(

@@ -21,7 +21,7 @@ from actorsnap.actors.trace import ProgressBoard, Recorder
 from actorsnap.errors import describe
 from actorsnap.options import Options
 from actorsnap.planning.packing import Chunk
-from actorsnap.protocol.failure import EncodedError, decode, encode
+from actorsnap.protocol.failure import decode, encode
 from actorsnap.protocol.frames import (
     AbsenceAsked,
     AbsenceReported,
@@ -29,6 +29,7 @@ from actorsnap.protocol.frames import (
     ChunksReleased,
     ChunksStaged,
     EndReceived,
+    Finished,
     FromProcess,
     MessageSent,
     Progressed,
@@ -41,8 +42,11 @@ from actorsnap.protocol.frames import (
     Structure,
     TakeOver,
     TakeOverPrepared,
+    TurnAsked,
+    TurnGiven,
 )
 from actorsnap.protocol.save import Assignment
+from actorsnap.runtime.commit_order import Turn
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.observing import Observation
@@ -65,6 +69,7 @@ Delivered: TypeAlias = (
     | EndReceived
     | AbsenceReported
     | TakeOver
+    | TurnGiven
 )
 
 
@@ -85,7 +90,7 @@ class Trainer(Protocol):
         """See ``ArenaView.view``."""
         ...
 
-    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
+    def ended(self, frame: Finished) -> None:
         """Tells it an outcome."""
         ...
 
@@ -124,6 +129,9 @@ class UploadedSave:
         options = msgspec.msgpack.decode(frame.options, type=Options)
         self._team = team
         self._ends: RelayedEnds | None = None
+        self._turn: _LinkedTurn | None = None
+        if frame.overwrite and (team is None or team.rank == 0):
+            self._turn = _LinkedTurn(self._ask_turn)
         self._absences: list[AbsenceReported] = []
         self._has_absence = anyio.Event()
         self._take_over: tuple[TakeOver, StoreAt] | None = None
@@ -152,6 +160,7 @@ class UploadedSave:
             observation=Observation("save", [self._send_record] if frame.records else ()),
             stager=self,
             after=frame.after,
+            turn=self._turn,
         )
         trainer.send(Begun(self._number, self._job.attempt))
         self._job.finished.add_done_callback(lambda _: self._end())
@@ -165,6 +174,14 @@ class UploadedSave:
 
     def cancel(self, reason: str) -> None:
         self._job.cancel(reason)
+
+    def leave_trainer(self) -> None:
+        """The trainer has ended. Call it for the saves in the order of their numbers."""
+        if self._turn is not None:
+            self._turn.leave_trainer(self._host.commit_order.join(self._job.place.canonical))
+
+    def _ask_turn(self) -> None:
+        self._trainer.send(TurnAsked(self._number))
 
     def end(self, reason: str) -> None:
         """See ``EndSave``. Also for the end of a trainer that the save depends on."""
@@ -180,6 +197,9 @@ class UploadedSave:
             case AbsenceReported():
                 self._absences.append(frame)
                 self._has_absence.set()
+            case TurnGiven():
+                assert self._turn is not None
+                self._turn.give(is_unanswered=frame.is_unanswered)
             case TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
             case _:
@@ -272,7 +292,8 @@ class UploadedSave:
         self._in.close()
         self._out.close()
         error = self._job.finished.exception()
-        self._trainer.ended(self._number, None if error is None else encode(error))
+        encoded = None if error is None else encode(error)
+        self._trainer.ended(Finished(self._number, encoded, self._job.is_unanswered))
 
     def prepare(self, assignment: Assignment) -> None:
         """Lets the trainer begin, while this process packs."""
@@ -302,6 +323,35 @@ def _connect(address: StoreAddress) -> StoreAt:
     store = StoreAt(address)
     store.clone()
     return store
+
+
+class _LinkedTurn:
+    """A ``CommitTurn`` that the trainer gives; once that has ended, one in this process."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._ask = ask
+        self._given = anyio.Event()
+        self._is_unanswered = False
+        self._own: Turn | None = None
+
+    def give(self, *, is_unanswered: bool) -> None:
+        """The trainer has answered."""
+        self._is_unanswered = is_unanswered
+        self._given.set()
+
+    def leave_trainer(self, own: Turn) -> None:
+        """The trainer has ended."""
+        self._own = own
+        self._given.set()
+
+    async def wait(self) -> bool:
+        self._ask()
+        await self._given.wait()
+        return self._is_unanswered if self._own is None else await self._own.wait()
+
+    def release(self, *, is_unanswered: bool = False) -> None:
+        if self._own is not None:
+            self._own.release(is_unanswered=is_unanswered)
 
 
 class _ArenaStaging:

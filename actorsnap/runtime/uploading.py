@@ -23,7 +23,7 @@ import anyio
 import anyio.abc
 
 from actorsnap.errors import printable
-from actorsnap.protocol.failure import EncodedError, encode_value
+from actorsnap.protocol.failure import encode_value
 from actorsnap.protocol.frames import (
     Alive,
     AttemptsEnded,
@@ -140,6 +140,8 @@ class _Service:
 
     async def _outlive_trainer(self, tasks: anyio.abc.TaskGroup) -> None:
         self._idle = anyio.Event()
+        for _, save in sorted(self._saves.items()):
+            save.leave_trainer()
         left = [save for save in self._saves.values() if not save.is_detached]
         for save in left:
             save.cancel("the trainer has ended")
@@ -173,11 +175,11 @@ class _Service:
         """See ``Trainer``."""
         return self._arena.view(offset, nbytes)
 
-    def ended(self, number: int, error: tuple[EncodedError, ...] | None) -> None:
+    def ended(self, frame: Finished) -> None:
         """See ``Trainer``."""
-        del self._saves[number]
+        del self._saves[frame.number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
-        self._link.send(Finished(number, error))
+        self._link.send(frame)
         if self._idle is not None and not self._saves:
             self._idle.set()
 

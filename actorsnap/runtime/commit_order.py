@@ -1,0 +1,81 @@
+"""The order in which the saves of this process to one path commit: that of their calls.
+
+A small save that was called after a large one would otherwise commit first, and then be replaced by
+the older state. Only saves that overwrite take part; without ``overwrite`` the second one fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import anyio
+
+__all__ = ["CommitOrder", "CommitTurn", "Turn"]
+
+
+class CommitTurn(Protocol):
+    """The place of one save in the order. Used on the runtime's loop."""
+
+    async def wait(self) -> bool:
+        """Waits until all earlier saves have ended.
+
+        Returns:
+            Whether the storage has not answered the commit of an earlier one, which may yet take
+            effect. Reported to one save only.
+        """
+        ...
+
+    def release(self, *, is_unanswered: bool = False) -> None:
+        """Lets later saves commit: this one has ended. Again does nothing."""
+        ...
+
+
+class CommitOrder:
+    """The latest turns, by path. From any thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Turn] = {}
+        self._lock = threading.Lock()
+
+    def join(self, path: str) -> Turn:
+        """Takes the next turn at ``path``, a normalised URL."""
+        with self._lock:
+            turn = self._last[path] = Turn(self, path, self._last.get(path))
+            return turn
+
+    def _forget(self, turn: Turn) -> None:
+        with self._lock:
+            if self._last.get(turn.path) is turn:
+                del self._last[turn.path]
+
+
+class Turn:
+    """See ``CommitTurn``."""
+
+    def __init__(self, order: CommitOrder, path: str, before: Turn | None) -> None:
+        self.path = path
+        self._order = order
+        self._before = before
+        self._is_unanswered: bool | None = None
+        self._waiting: list[anyio.Event] = []
+
+    async def wait(self) -> bool:
+        is_unanswered = False
+        while (before := self._before) is not None:
+            if before._is_unanswered is None:
+                ended = anyio.Event()
+                before._waiting.append(ended)
+                await ended.wait()
+            # An earlier save may have ended before its own turn came.
+            is_unanswered |= bool(before._is_unanswered)
+            self._before = before._before
+        return is_unanswered
+
+    def release(self, *, is_unanswered: bool = False) -> None:
+        if self._is_unanswered is None:
+            self._is_unanswered = is_unanswered
+            for ended in self._waiting:
+                ended.set()
+            if self._before is None and not is_unanswered:
+                self._order._forget(self)
