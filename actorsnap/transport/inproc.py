@@ -1,4 +1,4 @@
-"""The transport inside one process: bounded streams, messages passed as they are."""
+"""The transport inside one process: bounded streams that pass messages as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 __all__ = ["InprocTransport"]
 
 _MAX_MESSAGES_PER_RANK = 16
-"""A rank sends and gets fewer than ten messages per attempt; more would be a defect."""
+"""Capacity of a stream. A rank exchanges fewer than ten messages per attempt; more are a defect."""
 
 
 class InprocTransport:
