@@ -544,7 +544,7 @@ class FetcherPool:
     def _batches(
         self, requests: Sequence[Request], read: Read, row: Row, filled: list[int]
     ) -> Iterator[Sequence[memoryview]]:
-        """Yields views to fill, up to 1 MiB at a time, and verifies them while in the CPU's cache."""
+        """Yields views to fill, up to 1 MiB at a time; verifies them while in the CPU's cache."""
         at, nbytes = read.start, 0
         batch: list[_Target] = []
         for target in _targets(requests, read):
