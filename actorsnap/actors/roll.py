@@ -47,8 +47,7 @@ __all__ = ["Caller", "Roll"]
 logger = Lines(__name__)
 
 _EARLIER_S = 0.05
-"""Lead of this deadline over that of the call's own actor, which names no absent rank; in seconds.
-"""
+"""Lead of this deadline over that of the call's actor, which names no absent rank, in seconds."""
 
 _LISTEN_S = 0.05
 """Minimum time to receive queued messages if the deadline has already passed, in seconds."""
