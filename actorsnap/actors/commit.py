@@ -103,7 +103,6 @@ class CommitActor:
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
         on_failure: Receives the exception of a failed commit before it is reported.
-        recorder: Records activity.
 
     Attributes:
         committed: The commit object, once written.
@@ -144,13 +143,11 @@ class CommitActor:
         self.is_unanswered = False
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
-        """See ``Committer``."""
         self._stop_reason = reason
         grace_s = _COMMIT_GRACE_S if has_grace else 0.0
         self._scope.deadline = anyio.current_time() + grace_s
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """See ``Committer``."""
         commit = self._template.fill(self._records(payloads))
         answers: list[Failure | None] = []
         with self._scope:

@@ -42,7 +42,6 @@ class ExchangeActor:
     Args:
         commons: The shared ranges, in the same order on all ranks.
         pieces: Their split by ``planning.exchange.cut``, for all ranks.
-        rank: This rank.
         num_ranks: Number of ranks, and of pieces in a round.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
         read: Reads stored ranges into memory and verifies them.

@@ -88,8 +88,6 @@ class StagingOrder:
 
 
 class Staging(Protocol):
-    """Fulfils one order."""
-
     async def run(self) -> None:
         """Stages all chunks; releases the sources."""
         ...

@@ -51,7 +51,6 @@ class ChecksumLedger:
 
     @property
     def key(self) -> str:
-        """The object's key."""
         return self.plan.key
 
     def block_bytes(self, item: int) -> int:

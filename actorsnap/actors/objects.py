@@ -28,13 +28,8 @@ class RankObjects:
 
     Args:
         storage: Owned by the caller.
-        attempt: The attempt of the objects.
         resumed: Dead attempts whose objects are reused, the newest first.
         is_compressed: Each chunk is a separate object: there is nothing to open.
-        recorder: Records activity.
-
-    Attributes:
-        plans, storage, attempt: As given.
     """
 
     def __init__(

@@ -336,7 +336,6 @@ class FetcherPool:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
-        recorder: Records activity.
     """
 
     def __init__(

@@ -91,7 +91,6 @@ class Caller:
         self._listening: anyio.CancelScope | None = None
 
     def has_coordinator(self) -> bool:
-        """See ``ParticipantEnd``."""
         return self._end.has_coordinator()
 
     def begin(self) -> None:
@@ -99,7 +98,6 @@ class Caller:
         self._begun_s = anyio.current_time()
 
     async def send(self, message: ToCoordinator) -> None:
-        """See ``ParticipantEnd``."""
         await self._end.send(message)
         if isinstance(message, Failed):
             self._failure = message.failure
@@ -110,7 +108,6 @@ class Caller:
                     self._listening.cancel()
 
     async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
-        """See ``ParticipantEnd``."""
         while self._withdrawn is None:
             message: FromCoordinator | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
@@ -174,11 +171,9 @@ class Roll:
         self._begun_s = anyio.current_time()
 
     async def absence(self) -> str | None:
-        """See ``CoordinatorEnd``."""
         return await self._end.absence()
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
-        """See ``CoordinatorEnd``."""
         await self._end.send(rank, message)
 
     async def receive(self) -> ToCoordinator | Lost | Broken | Moved:

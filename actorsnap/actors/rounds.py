@@ -224,7 +224,6 @@ class ParticipantActor:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome is known."""
         return self._machine.is_final
 
     @property
@@ -309,7 +308,6 @@ class ParticipantActor:
         await self._over.wait()
 
     async def wait(self) -> End:
-        """Waits for the outcome."""
         await self._over.wait()
         assert self.outcome is not None
         return self.outcome

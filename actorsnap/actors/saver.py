@@ -94,8 +94,6 @@ class Saver:
     """Takes part in one save.
 
     Args:
-        rank: This rank.
-        release: This release.
         end: The transport's end of this rank.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
         captured: The rank's state, released after staging and building the manifest. A ``Failure``:
@@ -108,7 +106,6 @@ class Saver:
         on_eager_staged: Called when everything but the lazy part is copied.
         remembered: The plan of the group's last save, with its digest.
         timeout_s: The coordinator's time limit, in seconds.
-        recorder: Records activity.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -382,7 +379,6 @@ class Saver:
         self._on_staged()
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
-        """Lets uploaders begin when staging permits."""
         if self._settings.copies:
             await may_store.wait()
             await anyio.sleep(_HEAD_START_S)

@@ -39,7 +39,6 @@ class StagingActor:
             cannot be read in place.
         budget: Lends the memory for copies.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
-        recorder: Records activity.
         fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
             in the order of ``order``.
         on_eager_staged: Called when everything but the lazy part is copied; with a fence only.

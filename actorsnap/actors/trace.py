@@ -104,11 +104,9 @@ class ProgressBoard:
         return unsubscribe
 
     def plan(self, total_bytes: int) -> None:
-        """Sets the total."""
         self._change(total_bytes=total_bytes)
 
     def add(self, *, staged: int = 0, hashed: int = 0, stored: int = 0) -> None:
-        """Adds to the byte counters."""
         now = self._latest
         self._change(
             staged_bytes=now.staged_bytes + staged,
@@ -338,7 +336,6 @@ class Recorder:
             idle.insert(0, row)
 
     def record(self) -> Record:
-        """Returns the content."""
         rows = [
             RowRecord(
                 row.name,
@@ -395,7 +392,6 @@ class _NullRow(Row):
     def around(
         self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
     ) -> Callable[P, T]:
-        """Returns ``fn``."""
         return fn
 
 
@@ -407,12 +403,10 @@ class _NullRecorder(Recorder):
         self._row = _NullRow()
 
     def add_row(self, actor: str) -> Row:
-        """Returns a row that keeps nothing."""
         return self._row
 
     @contextmanager
     def row(self, actor: str) -> Iterator[Row]:
-        """Yields a row that keeps nothing."""
         yield self._row
 
     def adopt(self, record: Record) -> None:

@@ -43,7 +43,6 @@ class UploaderActor:
         resumes: Whether to reuse data of dead attempts.
         pace: Limits the time of work; None: no limit.
         compressed: Stores chunks of compressed objects; None if the objects are plain.
-        recorder: Records activity.
     """
 
     def __init__(

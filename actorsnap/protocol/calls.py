@@ -52,7 +52,6 @@ class RankLost(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """For people."""
         if not self.silent_s:
             return f"rank {self.rank} has left: its process ended"
         return (

@@ -185,7 +185,6 @@ class PacingMachine:
         return commands
 
     def validate(self) -> None:
-        """Asserts the invariants, cheaply; called after each event."""
         assert MIN_DUTY <= self._learned <= 1.0
         assert self.duty == 0.0 or MIN_DUTY <= self.duty <= 1.0
         assert self._is_looking == (self.duty == 0.0)

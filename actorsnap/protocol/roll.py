@@ -138,12 +138,7 @@ def aborted(label: Label, reason: str, rank: int | None) -> Failure:
 
 
 class RollMachine(Machine[RollState, RollEvent, RollCommand]):
-    """The roll call of one call.
-
-    Args:
-        label: Rank 0's label.
-        world_size: Number of ranks.
-    """
+    """The roll call of one call; ``label`` is rank 0's."""
 
     def __init__(self, *, label: Label, world_size: int) -> None:
         super().__init__(_TABLE, _S.CALLING)

@@ -188,9 +188,6 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
     Its last messages stay available: a rank that repeats a message after the end gets the outcome
     again.
-
-    Args:
-        world_size: Number of ranks.
     """
 
     def __init__(self, *, world_size: int) -> None:
@@ -386,11 +383,7 @@ _P = ParticipantState
 
 
 class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand]):
-    """A rank's side of one call.
-
-    Args:
-        rank: This rank.
-    """
+    """A rank's side of one call."""
 
     def __init__(self, *, rank: int) -> None:
         super().__init__(_PARTICIPANT, _P.WORKING)

@@ -142,12 +142,10 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(payload: object) -> bytes:
-    """Returns a payload as msgpack."""
     return _encoder.encode(payload)
 
 
 def decode(payload: bytes, kind: type[T]) -> T:
-    """Reverses ``encode``."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 

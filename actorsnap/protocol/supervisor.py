@@ -226,7 +226,6 @@ class Supervisor:
         return commands
 
     def validate(self) -> None:
-        """Asserts the invariants, cheaply; called after each event."""
         if self.state in (_S.ABSENT, _S.UNUSABLE):
             assert not self._saves
         if self.state in (_S.STARTING,):

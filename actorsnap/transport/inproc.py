@@ -30,11 +30,9 @@ class InprocTransport:
         ]
 
     def participant(self, rank: int) -> _Participant:
-        """The end of ``rank``."""
         return _Participant(self._up_send, self._down[rank][1])
 
     def coordinator(self) -> _Coordinator:
-        """The coordinator's end."""
         return _Coordinator(self._up_receive, [send for send, _ in self._down])
 
     def close(self) -> None:

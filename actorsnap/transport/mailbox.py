@@ -252,7 +252,6 @@ class Mailbox:
         ]
 
     def start(self) -> None:
-        """Starts the threads, once; ``wake`` may be called from now on."""
         for thread in self._threads:
             thread.start()
 

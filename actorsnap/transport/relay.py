@@ -159,8 +159,6 @@ class Relay:
     """The mailbox' side of one call; a ``Wire``. On the loop only.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         participant: This rank's end of the mailbox.
         coordinator: The coordinator's end; None except on rank 0.
         on_aborted: Called when the coordinator aborts the call.
@@ -210,7 +208,6 @@ class Relay:
         self._kept = None
 
     def post(self, to: int | None, message: Message) -> None:
-        """See ``Wire``."""
         if to is not None:
             self._sent_outcome = _outcome_of(message) or self._sent_outcome
         with contextlib.suppress(anyio.ClosedResourceError):  # the call has ended
@@ -223,7 +220,6 @@ class Relay:
         await sent.wait()
 
     async def absence(self) -> str | None:
-        """See ``Wire``."""
         assert self._coordinator is not None
         return await self._coordinator.absence()
 

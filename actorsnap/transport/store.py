@@ -1,26 +1,24 @@
-"""The transport between processes: mailboxes in the job's existing c10d store.
+"""The transport between processes: mailboxes in the job's c10d store.
 
 Every rank of a group has one mailbox, a queue in the store. A ``StorePort`` is one process' access
 to these mailboxes, kept from save to save. Its threads (``transport.mailbox``) only move frames;
-all decisions about frames are made here, on the runtime's event loop.
+this module decides about them, on the runtime's event loop.
 
-Frames. A frame carries one message, or a piece of a large one, and the number of its save. Frames
-of a save that has not begun here are kept; frames of an ended save are dropped.
+Frames. A frame carries one message, or a piece of one, and the number of its save. Frames of a save
+that has not begun here are kept; frames of an ended save are dropped.
 
-Sessions. Messages left in a mailbox by an earlier job must not be accepted. A rank therefore first
-sends *hello* with a random token. The coordinator's port answers *welcome* with that token and the
-token of its session. All other frames carry the session token. Frames of another session are
-dropped; frames that arrive before the welcome wait for it.
+Sessions. Messages of an earlier job may remain in a mailbox and must not be accepted. A rank first
+sends *hello* with a random token. The coordinator's port answers *welcome* with that token and its
+session's token, which all other frames carry. Frames of another session are dropped; frames that
+arrive before the welcome are kept until then.
 
-Liveness. While a save is in flight, the sending thread sends heartbeats with the numbers of its
-saves: to rank 0, or from rank 0 to all ranks. A rank that has not begun one of these saves yet
-answers with heartbeats too. A rank that was heard in a save, or has a session when the save begins,
-is ``Lost`` after ``lost_after_s`` of silence, even if its process ended before the save. A rank
-without a session is waited for until the deadline. Silence is counted in small steps between looks,
-so a process that was stopped itself, and finds its clock far ahead, reads its mail before it judges
-others. Rank 0 uses the times of its own heartbeats to detect that the others may have lost it.
-Heartbeats come from the sending thread, so they continue while a slow ``state_dict()`` keeps the
-trainer from asking for messages.
+Liveness. During a save the sending threads exchange heartbeats with the numbers of their saves:
+from each rank to rank 0, and from rank 0 to all. A rank that has not begun one of these saves yet
+sends them too. A rank that was heard in a save, or has a session when it begins, is ``Lost`` after
+``lost_after_s`` of silence. Only the deadline limits the wait for a rank without a session. Silence
+is counted in small steps: a process that was stopped itself reads its mail before it judges others.
+Rank 0 uses the times of its own heartbeats to detect that others may have lost it. Heartbeats
+continue while a slow ``state_dict()`` keeps the trainer busy.
 
 This module must not know the meaning of messages, nor torch.
 """
@@ -172,8 +170,7 @@ class _End(Generic[In]):
 class StoreParticipant(_End[Down], Generic[Up, Down]):
     """A rank's end of one save; see ``transport.base.ParticipantEnd``.
 
-    Raises:
-        anyio.ClosedResourceError: By ``send`` and ``receive``, after the save was closed.
+    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
     """
 
     colleague: StoreCoordinator[Up, Down] | None = None
@@ -181,7 +178,6 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
     is_coordinated = False
 
     def has_coordinator(self) -> bool:
-        """See ``transport.base.ParticipantEnd``."""
         self._port._dispatch()
         return self.is_coordinated or self.colleague is not None
 
@@ -201,8 +197,7 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
 class StoreCoordinator(_End[Up], Generic[Up, Down]):
     """The coordinator's end of one save; see ``transport.base.CoordinatorEnd``.
 
-    Raises:
-        anyio.ClosedResourceError: By ``send`` and ``receive``, after the save was closed.
+    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
     """
 
     colleague: StoreParticipant[Up, Down]
@@ -213,7 +208,6 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
             self.put(Began(rank=rank, tag=tag))
 
     async def absence(self) -> str | None:
-        """See ``transport.base.CoordinatorEnd``."""
         self._port._look(2 * self._look_s)
         if self._away_s <= _GIVEN_UP * self._lost_after_s:
             return None
@@ -287,19 +281,16 @@ class StorePort(Generic[Up, Down]):
     Args:
         store: Cloned by the threads, then released.
         namespace: Identifies the job and the group; unique within the store.
-        rank: Rank in the group.
-        world_size: Number of ranks in the group.
+        rank, world_size: Within the group.
         up: Type of messages to the coordinator, for msgspec.
         down: Type of messages to participants.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
-        beat_s: Longest interval between heartbeats, in seconds; a short ``lost_after_s`` of a save
-            shortens it.
+        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` of a save reduces it.
         clock: Returns seconds; measures silence only.
-        first_number: Number of the first save; not 0 if an earlier port of the group in this
-            process has used the numbers below.
+        first_number: Number of the first save; continues those of an earlier port in this process.
         connect_s: Time limit for the store to answer, in seconds.
-        session: Session of the port that this one continues, from another process; on rank 0 that
-            port's own. None: a new session.
+        session: Session of another process' port to continue; on rank 0 that port's own. None: a
+            new session.
     """
 
     def __init__(
@@ -395,7 +386,6 @@ class StorePort(Generic[Up, Down]):
 
     @property
     def next_number(self) -> int:
-        """Number of the next save."""
         return self._next_number
 
     def begin(
@@ -461,7 +451,6 @@ class StorePort(Generic[Up, Down]):
             )
 
     def _wake(self) -> None:
-        """Schedules a dispatch on the loop. From any thread."""
         if not self._is_dispatch_due:
             self._is_dispatch_due = True
             self._run_on_loop(self._dispatch)
