@@ -2,12 +2,12 @@
 
 anyio's limiters count tokens; this one counts bytes. Requests are admitted strictly in order, so
 small ones do not starve a large one. A request larger than the whole budget is admitted when
-nothing else is leased; otherwise it would wait for ever.
+nothing else is leased.
 
 Except for staging, the first lease of each purpose may exceed the limit. A save whose storage hangs
-may hold the whole budget until its deadline, and restores from healthy storages must not wait for
-that. Also, staged memory is only freed by storing, which may need memory too. A task that waits for
-such a lease may hold one for an earlier purpose in ``Purpose``, and no other.
+may hold the whole budget until its deadline, and restores must not wait for that. Also, staged
+memory is only freed by storing, which may need memory too. A task that waits for such a lease may
+hold one for an earlier purpose in ``Purpose``, and no other.
 """
 
 from __future__ import annotations

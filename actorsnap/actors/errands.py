@@ -1,11 +1,10 @@
 """Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
 A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
-such step therefore runs in a separate task, an errand. A caller that is cancelled waits for it only
-for a short grace period. An abandoned errand keeps its resources, leased memory and descriptors,
-until its threads return. This is safe for steps that at most read the caller's memory: saves,
-reading an index, verifying, deleting. It is not for reads into the caller's tensors; these are
-always awaited.
+such step runs in a separate task, an errand, and a cancelled caller waits for it only for a short
+grace period. An abandoned errand keeps leased memory and descriptors until its threads return. This
+is safe for steps that at most read the caller's memory: saves, reading an index, verifying,
+deleting. Reads into the caller's tensors are always awaited instead.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A round is one of ``protocol.rounds``: pieces are sent only after every rank has read its own, so no
 rank waits for one whose storage has failed. Reading the next round overlaps with sending, and
-copying a piece to its destination overlaps with sending the next one.
+copying a piece to its destination with sending the next one.
 
-A cancelled rank leaves at once, in the middle of a round. The exchange has its own channel for
-pieces, so an abandoned broadcast cannot be confused with another one.
+A cancelled rank leaves in the middle of a round. Each exchange has its own channel, so an abandoned
+broadcast cannot be confused with another one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
 It takes chunks in write order and sends them on a bounded stream. In a blocking save, chunks of
-contiguous CPU tensors are sent as views of the trainer's memory, without a copy; worker threads
-copy all others into leased memory first. This module must not know how chunks are used.
+contiguous CPU tensors are views of the trainer's memory; worker threads copy all others into leased
+memory first. This module must not know how chunks are used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The uploader actors: hash staged chunks and write them.
 
 A pool of uploaders takes chunks from one bounded stream. Each chunk is hashed once, in the memory
-that is written: its CRC32C, sent to the storage with it, is combined from those of its blocks. If
-the storage can be called from threads, one thread hashes and writes each block in turn, while it is
-in the CPU cache.
+that is written; its CRC32C, which the storage gets, is combined from those of its blocks. If the
+storage can be called from threads, each block is written right after hashing, by the same thread,
+while in the CPU cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
-One codec for both: ranks exchange exceptions inside a ``Failure``; the uploader process and its
-trainer exchange bare chains. An exception is encoded with its causes, each by class, text, notes
-and fields. Encoding never raises, whatever the exception's methods do: otherwise the receiver would
-wait for it until the deadline.
+Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
+An exception is encoded with its causes, each by class, text, notes and fields. Encoding never
+raises, whatever the exception's methods do: otherwise the receiver would wait until the deadline.
 """
 
 from __future__ import annotations

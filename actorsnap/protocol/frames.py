@@ -1,13 +1,12 @@
-"""Messages between a trainer and its uploader process, on the connection between them.
+"""Messages between a trainer and its uploader process.
 
-The trainer captures and stages. The process does all other work of a save: it runs the participant,
-the coordinator on rank 0, and the storage. See ``docs/decisions/0011-uploader-process.md``. Tensor
-bytes travel through the arena, never here.
+The trainer captures and stages. The process runs the participant, the coordinator on rank 0, and
+the storage. See ``docs/decisions/0011-uploader-process.md``. Tensor bytes travel through the arena,
+never here.
 
-Both ends are of the same release. The structure of a state is sent once, as a ``Structure`` with a
-digest. A save then sends the digest and the small values that have changed since. Chunks are not
-described at all: each end packs the same items by the same plan and rules, and numbers the chunks
-as in ``packing.write_order``.
+Both ends are of the same release. A state's ``Structure`` is sent once. A save then sends its
+digest and the small values that have changed since. Chunks are not described: each end packs the
+same items by the same plan and rules, and numbers the chunks as in ``packing.write_order``.
 """
 
 from __future__ import annotations

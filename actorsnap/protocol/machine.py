@@ -1,11 +1,11 @@
 """Base of machines that are tables: a state, and one method for all events.
 
-``handle`` takes an event and returns commands. The owner of a machine performs them and reports
-their results as events. A table has a row for each state, with a rule for each event that can occur
-there. A rule is a method: it changes the machine, returns the commands, and does nothing else.
+``handle`` takes an event and returns commands. The machine's owner performs them and reports their
+results as events. A table has a row for each state, with a rule for each event that can occur
+there. A rule is a method: it changes the machine and returns commands, nothing else.
 
-An event without a rule in a row cannot occur in that state: it is a ``ProtocolViolation``. A state
-with an empty row is final: late events are ignored.
+An event without a rule in its state is a ``ProtocolViolation``. A state with an empty row is final:
+late events are ignored.
 """
 
 from __future__ import annotations

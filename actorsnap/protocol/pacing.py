@@ -1,30 +1,26 @@
-"""Limits the speed of uploads so that the trainer's steps are slowed by at most a given share.
+"""Limits how much uploads slow the trainer's steps.
 
 Theory of operation. Steps that end while nothing is stored measure the usual step time. Steps that
-end while saves are stored measure the cost, in windows of several steps and at least a second.
-Costs grow with the *duty* of the uploaders, the share of the time in which they work. A window and
-its duty give a slope; all windows together give its estimate, older ones with less weight. The
-estimate gives the largest duty within the limit. Short saves share a window, and the next save
-inherits the estimate.
+end while saves are stored measure the cost, in windows of several steps. Costs grow with the *duty*
+of the uploaders, the share of the time in which they work. Each window gives a slope; their
+average, with less weight on older ones, gives the largest duty within the limit. Short saves share
+a window, and the next save inherits the estimate.
 
 1. Means are compared, without steps that took more than twice the median: uploads do not cause
-   evaluations and stalls of a data loader. Medians would not do: uploaders work in bursts, which
-   may affect one short step in ten.
-2. The trainer may change by itself, when batches get longer or shorter. Therefore, if old
-   measurements suggest slowing uploaders further, or that uploads make the trainer faster,
-   uploaders *look*: they rest for some steps while the usual step time is measured again. They also
-   look when a save begins and no steps preceded it.
+   evaluations and stalls of a data loader. Medians would not do: a burst may affect one short step
+   in ten.
+2. Batches may get longer or shorter. If old measurements suggest a lower duty, or that uploads make
+   the trainer faster, uploaders *look*: they rest for some steps while the usual step time is
+   measured again. They also look when a save begins and no steps preceded it.
 3. No duty is below ``MIN_DUTY``, except during a look, which is short.
-4. Uploaders are not slowed while a save lags behind its schedule: a straight line from the save's
-   begin to half of its ``timeout_s``, less ``SLACK`` of it.
-5. Uploaders are not slowed while a save is staged: the trainer waits for it, or will, and staging
-   may wait for memory. Nor are they slowed if no steps are reported: there is no trainer to
-   protect.
+4. Uploads are not slowed while a save lags behind its schedule: a straight line from its begin to
+   half of its ``timeout_s``, less ``SLACK`` of it.
+5. Uploads are not slowed while a save is staged: the trainer waits for it, or will, and staging may
+   wait for memory. Nor without reported steps: there is no trainer to protect.
 6. A duty is realised in *bursts*: all uploaders work at the same time, then rest together. The duty
-   is the burst's share of burst and rest. An uploader at work when the burst ends finishes its
-   chunk, and that time counts.
+   is the burst's share of both. A chunk in progress when the burst ends is finished and counts.
 
-This module has no clock: the times are given to it. ``actors/pace.py`` waits.
+This module has no clock: ``actors/pace.py`` measures and waits.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The rounds:
 
-0. *Ready*: The input is checked, commit object and manifests are read. All ranks must have read the
-   same attempt. Only then ``state_dict()`` is called, which may be collective.
+0. *Ready*: Each rank has checked its input and read the index of the same attempt. Only then
+   ``state_dict()`` is called, which may be collective.
 1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to
-   continue, and how to read (``planning.exchange``). In a dry run the last round follows,
-   *weighed*, which adds up the costs of all ranks.
+   continue, and how to read (``planning.exchange``). A dry run ends with the next round, *weighed*,
+   which adds up the costs of all ranks.
 2. In shared mode one round per piece, for all turns of all sets of ranks that share: each rank has
    read its piece, and all send theirs. A rank without a piece only arrives.
 3. *Read*: All data is in place. Only then ``load_state_dict()`` is called.

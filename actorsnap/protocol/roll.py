@@ -1,20 +1,19 @@
 """The roll call at the beginning of each call that ranks make together, as a table.
 
 The first heartbeat of every rank contains a digest of the ``Label`` of its call. The machine runs
-in rank 0's process, in front of the coordinator of the call, a save or a restore. Its actor
-(``actors.roll``) feeds it, and passes all other messages on to the coordinator.
+in rank 0's process, in front of the coordinator of the save or restore. Its actor (``actors.roll``)
+feeds it and passes other messages on to the coordinator.
 
 Rules:
 
-1. Messages of a rank pass only if its label is rank 0's. So no rank is told to write, and no round
-   passes, before all ranks have made the same call.
-2. If labels differ, the call is refused with one ``UsageError`` for all ranks that shows the
-   labels. The list is complete if all ranks call within ``SETTLE_S``. After a refusal no message of
-   a rank passes: it may belong to another call.
+1. Messages of a rank pass only if its label is rank 0's. So no rank writes, and no round passes,
+   before all ranks have made the same call.
+2. If labels differ, all ranks get one ``UsageError`` that shows the labels: all of them, if all
+   ranks call within ``SETTLE_S``. After a refusal no message passes: it may belong to another call.
 3. A failure of one rank waits as long: a call out of phase may be its cause, and is then the error.
    A cancellation does not wait.
-4. While ranks are absent, all ranks that have called are reminded of them after each of
-   ``REMIND_AFTER_S``. The deadline, and the loss of a rank, name the absent ranks too.
+4. Ranks that have called are reminded of absent ones after each of ``REMIND_AFTER_S``. The
+   deadline, and the loss of a rank, name the absent ranks too.
 
 Messages may be repeated or late.
 """

@@ -10,16 +10,16 @@ Rules:
 
 1. A rank leaves a round only after every rank that takes part in it has arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
-3. The decision of the commit round starts once, after all ranks have arrived. From then on only its
-   result counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
+3. The commit round is decided once, after all ranks have arrived. From then on only its result
+   counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
 4. A rank that has arrived at the commit round and then loses the coordinator does not know the
-   outcome, even if it failed or was cancelled in the meantime: its caller looks in the storage.
-   Before that round nothing can have been committed.
+   outcome, even if it has failed or was cancelled: its caller looks in the storage. Before that
+   round nothing can have been committed.
 5. Messages may be late or repeated. Another process may take over either end: it repeats the last
-   message of the end that it continues, and the other end answers as before.
+   message of that end, and the other end answers as before.
 
-Both machines are tables (``protocol/machine.py``): an event without a rule in a state is a defect.
-Messages are the exception: a late or repeated one has no effect.
+Both machines are tables (``protocol/machine.py``): an event without a rule is a defect, but late
+and repeated messages have no effect.
 """
 
 from __future__ import annotations

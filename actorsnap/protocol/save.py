@@ -2,17 +2,15 @@
 
 The rounds:
 
-0. *Joined*: Each rank has an inventory of its state, and sends digests. The coordinator asks one
-   rank per unknown digest for the content, then plans which rank writes which items. Each rank gets
-   its part of the plan.
-1. *Opened* (only ranks that share objects with others): The objects with several writers are open.
-   Each rank gets the tokens of those that it joins.
-2. *Written* (the same ranks): All chunks of shared objects are stored. Only then are these objects
-   completed.
+0. *Joined*: Each rank sends digests of its inventory. The coordinator asks one rank per unknown
+   digest for the content, then plans which rank writes which items. Each rank gets its part.
+1. *Opened* (only ranks that share objects): The objects with several writers are open. Each rank
+   gets the tokens of those that it joins.
+2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
 3. *Stored*, the commit round: Each rank has stored its manifest.
 
-Inventories, item lists and the plan of the previous save are remembered by their digests
-(``protocol.memory``): a rank that saves the same state again sends digests only.
+Inventories, item lists and the plan are remembered by their digests (``protocol.memory``): a rank
+that saves the same state again sends digests only.
 """
 
 from __future__ import annotations

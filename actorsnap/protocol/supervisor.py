@@ -1,14 +1,13 @@
 """Decides when a trainer has an uploader process, and the fate of saves when it dies.
 
-1. A process is started for the first save, or earlier on request. Saves requested meanwhile are
-   sent when it is ready.
-2. If it ends before it was ready, another one is started, once. If that fails too, these and all
-   later saves are made without a process: a slow snapshot is better than none.
+1. A process is started for the first save, or earlier on request. Saves are sent when it is ready.
+2. If it ends before that, another one is started, once. If that fails too, these and all later
+   saves are made without a process: a slow snapshot is better than none.
 3. A process that is silent for too long is killed: it was stopped, or hangs in a system call.
-4. If it dies in a save whose chunks are all still in the arena, or not yet copied there, the save
-   is sent to the next process, once, with the name of the dead attempt, which may have committed.
-   Any other save is aborted with the reason. A save with other ranks is sent again only if the
-   process had not begun it: otherwise the other ranks rely on the dead attempt.
+4. If it dies in a save whose chunks are all still in the arena, or not yet copied there, the next
+   process gets the save, once, with the name of the dead attempt, which may have committed. Any
+   other save is aborted. A save with other ranks is sent again only if the process had not begun
+   it: otherwise the other ranks rely on the dead attempt.
 5. Each requested save ends exactly once: finished, aborted, or made without a process.
 
 ``protocol.frames`` defines the messages between trainer and process.

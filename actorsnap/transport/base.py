@@ -1,9 +1,9 @@
 """Interface of a transport.
 
 A transport carries messages between the participants (one per rank) and the coordinator of one
-save. It keeps the order of messages between two parties and never mixes saves. It may lose messages
-after a party is gone, and knows nothing of their meaning. Its own observations, ``Lost`` and
-``Broken``, come out of ``receive`` in order with the messages.
+save. It keeps the order of messages between two parties, never mixes saves, and knows nothing of
+the messages' meaning. It may lose messages after a party is gone. ``receive`` also returns its own
+observations, ``Lost`` and ``Broken``, in order with the messages.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The threads of a store port: they send frames to other ranks' mailboxes and receive from their
-own.
+"""The threads of a store port: they send and receive frames.
 
-A mailbox is a queue in the job's c10d store. One thread receives and one sends, each on its own
-connection (``clone``), so neither waits for the other, and the trainer waits for neither. The
-threads move, encode and decode frames; ``transport.store`` interprets them, on the runtime's loop.
-Loop and threads share two queues and a few attributes, each set by one side and read by the other.
-There are no locks.
+A mailbox is a queue in the job's c10d store. One thread sends to other ranks' mailboxes, one
+receives from this rank's, each on its own connection (``clone``): neither waits for the other, nor
+the trainer for them. They encode and decode; ``transport.store`` interprets frames on the runtime's
+loop. Loop and threads share two queues and a few attributes, each set by one side and read by the
+other. There are no locks.
 
 This module must not know torch: a store is any object with the methods of ``QueueStore``.
 """
@@ -81,15 +80,12 @@ class QueueStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics:
-    """Traffic through the store since the port was made. Bytes are those of whole frames.
+    """Traffic through the store since the port was made.
 
     Attributes:
-        messages_sent: Messages of saves; those within rank 0 do not count.
-        bytes_sent: Of all frames, heartbeats included.
-        messages_received: Messages of saves, ended ones included.
-        bytes_received: Of all frames.
-        beats_sent: Heartbeats.
-        beats_received: Heartbeats.
+        messages_sent, messages_received: Messages of saves, without those within rank 0.
+        bytes_sent, bytes_received: Bytes of all frames.
+        beats_sent, beats_received: Heartbeats.
         num_dropped: Frames that were late, foreign, or undecodable.
     """
 
