@@ -241,7 +241,7 @@ class CommitActor:
                 op="commit",
                 key=COMMIT_KEY,
                 backend=self._storage.url,
-                detail="another snapshot was committed at this path meanwhile",
+                detail="another snapshot was committed at this path in the meantime",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
         return Failure.caused_by(
@@ -257,7 +257,7 @@ class CommitActor:
         if not self._is_asked:
             reason = self._stop_reason
             if self._is_waiting:
-                reason += "; an earlier save to this path has not ended, which has to commit first"
+                reason += "; an earlier save to this path has to commit first and has not ended"
             return Failure(reason=reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
         if await self._visible() is _Visible.OURS:
             return None

@@ -140,7 +140,7 @@ class Errands:
             if not ended.is_set():
                 self._left.append(ended)
                 logger.warning(
-                    "%s: the storage hangs, %d calls have not returned; going on without them",
+                    "%s: the storage hangs, %d calls have not returned; continuing without them",
                     self._label,
                     self._num_calls,
                 )

@@ -423,8 +423,8 @@ class FetcherPool:
                 op="read_into",
                 key="",
                 backend=self._storage.url,
-                detail=f"{len(read_bytes)} of {num_reads} reads brought {sum(read_bytes)} of "
-                f"{planned_bytes} bytes, and none of them failed",
+                detail=f"{len(read_bytes)} of {num_reads} reads returned {sum(read_bytes)} of "
+                f"{planned_bytes} bytes, without an error",
             )
 
     def _plan(
@@ -657,7 +657,7 @@ def _decompress(
         except ChecksumMismatch as error:
             wanted = _wanted_of(requests, read, window.start, window.stop)
             raise ChecksumMismatch(
-                key=error.key, detail=f"{error.detail}; it has bytes of {wanted}"
+                key=error.key, detail=f"{error.detail}; it contains bytes of {wanted}"
             ) from error.__cause__
         if not is_alone:
             low = window.start - at

@@ -377,4 +377,4 @@ class ParticipantActor:
 
 
 def _no_answer(question: bytes) -> bytes:
-    raise AssertionError("nothing is asked in this round")
+    raise AssertionError("no question is expected in this round")

@@ -121,7 +121,7 @@ class UploaderActor:
             )
             if written is None:
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                raise RuntimeError(f"{ledger.key}: a chunk was given up, and nothing was cancelled")
+                raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
             checksums = written
             self._board.add(hashed=nbytes, stored=nbytes)
         else:

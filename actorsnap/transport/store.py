@@ -156,7 +156,7 @@ class _End(Generic[In]):
             self._asked_s = now
         connect_s = self._port.connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
-            self.put(Broken(reason=f"the job's store does not answer for {connect_s:g} s"))
+            self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
             (rank, now - heard)
             for rank, heard in self._heard.items()
@@ -554,7 +554,7 @@ class StorePort(Generic[Up, Down]):
             if frame.payload == self._token:
                 self._on_welcome(frame.token)
             else:
-                self._drop(frame, "it is for another process with this rank: two jobs at one store")
+                self._drop(frame, "for another process with this rank: two jobs use one store")
         elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
             self._drop(frame, "it is not for a rank other than 0")
         elif self._session is None:
