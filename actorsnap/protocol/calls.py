@@ -31,7 +31,7 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> str:
-        """The beginning of every reason."""
+        """Common beginning of all reasons."""
         trouble = f"; {self.trouble}" if self.trouble else ""
         return f"timeout_s={self.timeout_s:g} is over{trouble}"
 
