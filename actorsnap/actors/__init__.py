@@ -1,1 +1,1 @@
-"""The shell that performs what the protocol decides. anyio only; no decisions here."""
+"""Actors: perform the decisions of the protocol. anyio only; no decisions here."""

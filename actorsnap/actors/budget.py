@@ -1,14 +1,13 @@
 """A first-in-first-out byte budget, shared by all snapshots of a process.
 
-anyio's limiters count tokens, not bytes; this counts bytes. It decides only who may go next:
-strictly in order of asking, so that a large request is not starved by small ones. One that is
-larger than the whole budget is admitted when nothing else is leased, or nothing would move.
+anyio's limiters count tokens; this one counts bytes. Requests are admitted strictly in order, so
+small ones do not starve a large one. A request larger than the whole budget is admitted when
+nothing else is leased.
 
-A lease for anything but staging goes beyond the limit where no other one for its purpose is lent.
-A save whose storage hangs may hold everything until its deadline, and restores from healthy
-storages do not wait for that. And what is staged is freed only when it is stored, which may take
-memory, too. Who waits for such a lease may hold one for a purpose that stands before it in
-``Purpose``, and no other.
+Except for staging, the first lease of each purpose may exceed the limit. A save whose storage hangs
+may hold the whole budget until its deadline, and restores must not wait for that. Also, staged
+memory is only freed by storing, which may need memory too. A task that waits for such a lease may
+hold one for an earlier purpose in ``Purpose``, and no other.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
 
 
 class Purpose(Enum):
-    """What memory is for."""
+    """Purpose of a lease."""
 
     STAGING = auto()
     COMPRESSING = auto()
@@ -37,7 +36,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetStatistics:
-    """Bytes leased now, their limit, the most ever leased, and how many wait."""
+    """Bytes leased now, their limit and peak, and the number of waiting requests."""
 
     leased_bytes: int
     limit_bytes: int
@@ -53,8 +52,9 @@ class _Waiter:
 
 
 class Lease:
-    """The right to ``nbytes`` of memory, and the memory itself. Release it once, or use it
-    as a context manager; releasing twice is harmless.
+    """The right to ``nbytes`` of memory, and the memory itself.
+
+    Release it once, or use it as a context manager; releasing twice is harmless.
 
     Attributes:
         on_release: Called once when the lease is released, if set.
@@ -70,7 +70,7 @@ class Lease:
         self.on_release: Callable[[], None] | None = None
 
     def release(self) -> None:
-        """Gives the bytes back; ``view`` must not be used any more."""
+        """Returns the bytes to the budget; ``view`` must not be used any more."""
         budget, self._budget = self._budget, None
         if budget is not None:
             view, self.view = self.view, memoryview(b"")
@@ -80,7 +80,7 @@ class Lease:
                 self.on_release()
 
     def pin(self, pinner: Pinner) -> None:
-        """Pins the memory for a device, unless it is; from any thread. See ``Arena.pin``."""
+        """Pins the memory for a device, once; from any thread. See ``Arena.pin``."""
         assert self._budget is not None
         self._budget._pin(self.view, pinner)
 
@@ -92,13 +92,13 @@ class Lease:
 
 
 class Budget:
-    """Lends memory up to a limit, in the order of asking. Used on one event loop only.
+    """Lends memory up to a limit, in order of request. Used on one event loop only.
 
     Args:
         limit_bytes: At least 1.
-        allocate: Gives writable memory of exactly that many bytes.
-        free: Takes it back.
-        pin: Pins it for a device, as far as that can be had.
+        allocate: Returns writable memory of exactly the given number of bytes.
+        free: Takes the memory back.
+        pin: Pins the memory for a device, if the system permits.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Budget:
         )
 
     def would_wait(self, nbytes: int) -> bool:
-        """Whether ``lease(nbytes)`` would have to wait now."""
+        """Returns whether ``lease(nbytes)`` would wait now."""
         return bool(self._waiters) or not self._fits(nbytes)
 
     async def lease(self, nbytes: int, purpose: Purpose = Purpose.STAGING) -> Lease:
         """Waits for its turn and for ``nbytes``, and allocates them.
 
-        Cancellation: nothing stays leased.
+        Cancellation: Nothing stays leased.
         """
         waiter = _Waiter(nbytes, purpose)
         self._waiters.append(waiter)

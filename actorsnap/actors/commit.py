@@ -1,6 +1,6 @@
 """The commit: the one operation that makes a snapshot visible.
 
-Looks first, then writes the commit object, then, if there was no answer, looks again.
+Looks first, then writes the commit object, then looks again if there was no answer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 logger = Lines(__name__)
 
 _COMMIT_GRACE_S = 10.0
-"""Seconds that a commit may still take when the caller cancels: it mostly succeeds, and an
-unanswered one leaves garbage."""
+"""Time left for a commit after the caller cancels, in seconds: it usually succeeds, and an
+unanswered one leaves garbage.
+"""
 
 _LOOK_S = 10.0
-"""Limit of the look at the result of a failed commit, in seconds."""
+"""Time limit of the check after a failed commit, in seconds."""
 
 _LATE_LOOK_S = 2.0
 """The same limit after the call's deadline, in seconds."""
@@ -54,7 +55,7 @@ _NUM_LOOKERS = 16
 
 
 async def is_committed(storage: Storage, errands: Errands, attempt: str) -> bool:
-    """Looks whether the commit object names ``attempt``; False if the storage does not answer."""
+    """Returns whether the commit object names ``attempt``; False if the storage does not answer."""
     with anyio.move_on_after(_LOOK_S):
         try:
             commit = await errands.run(find_commit, storage)
@@ -77,7 +78,7 @@ class CommitTemplate:
 
     Attributes:
         save: The part that rank manifests repeat.
-        overwrite: Replace a commit object that is there already.
+        overwrite: Replace an existing commit object.
     """
 
     attempt: str
@@ -94,21 +95,20 @@ class CommitActor:
 
     Args:
         template: The rest of the commit object.
-        records: Reads the payloads of the commit round.
-        storage: Where the commit object goes.
+        records: Decodes the payloads of the commit round.
+        storage: Receives the commit object.
         errands: Runs the commit, which may hang.
-        deadline: The call's, as the event loop's time.
+        deadline: The call's deadline, as the event loop's time.
         absence: Returns why other ranks have given this process up; None if they have not.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
-        on_failure: Gets the exception of a failed commit, before it is reported.
-        recorder: Records what is done when.
+        on_failure: Receives the exception of a failed commit before it is reported.
 
     Attributes:
-        committed: The commit object, once it was written.
-        replaced: The attempt that its commit object replaced, if any.
-        was_vacant: No commit object was there before, intact or damaged.
-        is_unanswered: The storage was asked to commit, and whether it has is unknown.
+        committed: The commit object, once written.
+        replaced: The attempt that was replaced, if any.
+        was_vacant: There was no commit object before, intact or damaged.
+        is_unanswered: The commit was sent to the storage, and its result is unknown.
     """
 
     def __init__(
@@ -143,18 +143,16 @@ class CommitActor:
         self.is_unanswered = False
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
-        """See ``Committer``."""
         self._stop_reason = reason
         grace_s = _COMMIT_GRACE_S if has_grace else 0.0
         self._scope.deadline = anyio.current_time() + grace_s
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """See ``Committer``."""
         commit = self._template.fill(self._records(payloads))
         answers: list[Failure | None] = []
         with self._scope:
             answers.append(await self._errands.run(self._write, commit))
-        # A client may have swallowed the cancellation, and returned without an answer.
+        # A client may have swallowed the cancellation and returned without an answer.
         is_answered = bool(answers) and (answers[0] is not None or not self._scope.cancel_called)
         failure = answers[0] if is_answered else await self._unanswered()
         if failure is None:
@@ -199,7 +197,7 @@ class CommitActor:
         return may_be_replaced
 
     async def _look_before(self, commit: Commit) -> None:
-        """Checks that everything the commit object names is there; finds what it replaces."""
+        """Checks that all named rank manifests exist; finds the commit object to be replaced."""
         looks: list[Callable[[], Awaitable[None]]] = [
             partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
         ]
@@ -231,7 +229,7 @@ class CommitActor:
     async def _failed(self, error: BaseException) -> Failure | None:
         visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
-            # The backend tried twice by itself, and met the object of its first try.
+            # The backend retried, and found the object of its first try.
             return None
         self._on_failure(error)
         self.is_unanswered = visible is _Visible.UNKNOWN
@@ -243,7 +241,7 @@ class CommitActor:
                 op="commit",
                 key=COMMIT_KEY,
                 backend=self._storage.url,
-                detail="another snapshot was committed at this path meanwhile",
+                detail="another snapshot was committed at this path in the meantime",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
         return Failure.caused_by(
@@ -255,15 +253,15 @@ class CommitActor:
         )
 
     async def _unanswered(self) -> Failure | None:
-        """Ends a commit whose answer nobody waits for any more."""
+        """Ends a commit whose answer is no longer awaited."""
         if not self._is_asked:
             reason = self._stop_reason
             if self._is_waiting:
-                reason += "; an earlier save to this path has not ended, which has to commit first"
+                reason += "; an earlier save to this path has to commit first and has not ended"
             return Failure(reason=reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
         if await self._visible() is _Visible.OURS:
             return None
-        # The storage may still perform it: what the commit object names must stay.
+        # The storage may still perform it: the objects it names must stay.
         self.is_unanswered = True
         return Failure(
             reason=f"{self._stop_reason}; the storage has not answered the commit, which "
@@ -275,7 +273,7 @@ class CommitActor:
         )
 
     async def _visible(self) -> _Visible:
-        """Looks whose commit object is there, after a commit that failed or had no answer."""
+        """Determines whose commit object is there, after a commit failed or was not answered."""
         left_s = self._deadline - anyio.current_time()
         with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:

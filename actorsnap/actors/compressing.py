@@ -1,8 +1,8 @@
-"""Compresses staged chunks, and stores each as an object of its own.
+"""Compresses staged chunks and stores each as a separate object.
 
-Implements the writer's side of ``docs/format.md`` ("Compressed data object"). A chunk is compressed
-on a worker thread, frame by frame, in short turns, into leased memory. One that does not shrink is
-stored as it is. This module must not know which chunks there are, nor why they are compressed.
+Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Worker threads
+compress a chunk frame by frame, in short turns, into leased memory. A chunk that does not shrink is
+stored uncompressed. This module must not know the set of chunks, nor why they are compressed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 __all__ = ["CompressedObject", "CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
-"""So long a thread compresses before others have their turn on it."""
+"""Seconds for which a thread compresses one chunk before it yields to others."""
 
 _MIN_SAVED = 1 / 32
-"""Smallest part of a chunk that compression must save; less is not worth decompressing."""
+"""Smallest part of a chunk that compression must save to be worth decompressing."""
 
 _TRIAL_FRAMES = 4
-"""Frames that are tried: if these do not shrink, the chunk is stored as it is."""
+"""Number of frames tried: if they do not shrink, the chunk is stored uncompressed."""
 
 
 class CompressedObject(ObjectWriter):
-    """Stands for a compressed object among writers: there is nothing to open, nor to complete.
+    """Represents a compressed object among writers: there is nothing to open or complete.
 
-    What was stored of it goes with ``Storage.delete``.
+    ``Storage.delete`` removes its stored chunks.
     """
 
     def __init__(self, key: str, size: int) -> None:
@@ -51,22 +51,22 @@ class CompressedObject(ObjectWriter):
         raise AssertionError("each chunk is an object of its own")
 
     async def complete(self) -> None:
-        """Each chunk was, when it was stored."""
+        """Does nothing: each chunk was complete when it was stored."""
 
     async def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     async def abort(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class CompressedStore:
     """Stores chunks.
 
     Args:
-        num_threads: So many chunks are compressed at once. Of more, in turns, none would be ready
-            before all are, and the link would wait.
-        max_bytes: Limit of the chunks that are compressed or sent at once; None: the budget's.
+        num_threads: Chunks compressed at once. With more, in turns, all would be ready late, and
+            the link would idle.
+        max_bytes: Limit of the chunks compressed or sent at once, in bytes; None: the budget's.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class CompressedStore:
         checksum: int,
         row: Row,
     ) -> StoredChunk:
-        """Stores the chunk of the object ``key`` that begins at its byte ``start``.
+        """Stores the chunk of the object ``key`` that begins at byte ``start``.
 
         Args:
-            views: Its bytes.
-            itemsizes: Of what lies in each of them.
-            checksum: CRC32C of them all.
+            views: The chunk's bytes.
+            itemsizes: Item size of each view, in bytes.
+            checksum: CRC32C of all views.
 
         Raises:
-            StorageError: it failed.
-        Cancellation: a turn that a thread has begun ends first.
+            StorageError: Storing failed.
+        Cancellation: A turn that a thread has begun ends first.
         """
         nbytes = sum(map(len, views))
         with await self._room.lease(nbytes):
@@ -128,7 +128,7 @@ class CompressedStore:
         itemsizes: Sequence[int],
         row: Row,
     ) -> tuple[Lease, _Packing]:
-        """Returns memory that holds the frames, and which these are."""
+        """Returns the memory of the frames, and their description."""
         async with self._threads:
             row.note(Wait.THREAD)
             lease = await self._budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
@@ -165,13 +165,13 @@ def _take_turn(packing: _Packing, key: str, start: int, row: Row) -> bool:
 
 
 class _Packing:
-    """A chunk that is being compressed.
+    """A chunk during compression.
 
     Attributes:
-        done: So many of its bytes were looked at.
-        frames: Their sizes, in order; empty in the end where the chunk does not shrink.
-        size: Their sum.
-        checksum: CRC32C of them.
+        done: Bytes of the chunk that were processed.
+        frames: Stored sizes of the frames, in order; empty in the end if the chunk does not shrink.
+        size: Sum of ``frames``.
+        checksum: CRC32C of the frames.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class _Packing:
         self.checksum = 0
 
     def turn(self) -> bool:
-        """Compresses for a while; True if there is more. For worker threads."""
+        """Compresses for one turn; returns whether more is left. For worker threads."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
             head, body = pack_frame(source, width=width, codec=self._codec)
@@ -215,7 +215,7 @@ def _split_frames(
 ) -> Iterator[tuple[memoryview, int]]:
     """Yields the bytes of each frame and the width of its shuffle.
 
-    Bytes of several views are joined. The width is that of most bytes of the frame.
+    Bytes of several views are joined. The width suits the most frequent item size of the frame.
     """
     parts: list[memoryview] = []
     num_bytes: dict[int, int] = {}

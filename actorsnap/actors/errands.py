@@ -1,11 +1,10 @@
-"""What a call does in a storage that may hang, and how it stops waiting for it.
+"""Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
-A thread inside a system call cannot be stopped: a write to a dead NFS server may never return.
-Here each such step is a task of its own, an errand. Whoever waits for one can be cancelled, and
-then waits for a short grace only. The errand that is left keeps what its threads use, leased
-memory and descriptors, until they return. That is safe for what at most reads the caller's
-memory: saves, reading an index, verifying, deleting. It is not for reads into the caller's
-tensors: those are waited for, however long it takes.
+A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
+such step runs in a separate task, an errand, and a cancelled caller waits for it only for a short
+grace period. An abandoned errand keeps leased memory and descriptors until its threads return. This
+is safe for steps that at most read the caller's memory: saves, reading an index, verifying,
+deleting. Reads into the caller's tensors are always awaited instead.
 """
 
 from __future__ import annotations
@@ -29,26 +28,27 @@ logger = Lines(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 2.0
-"""So long is a step waited for when nobody wants it any more: healthy storages answer by then."""
+"""Grace period for a cancelled step, in seconds: a healthy storage answers within it."""
 
 _CLEANUP_S = 30.0
-"""Cleaning up takes no longer, and a grace only behind the call's deadline; what is left is
-garbage."""
+"""Time limit of a clean-up, in seconds; past the call's deadline only the grace period. An
+unfinished clean-up leaves garbage.
+"""
 
 _CLOSE_S = 5.0
-"""Closing a storage takes no longer; nothing is lost where it does."""
+"""Time limit for closing a storage, in seconds; exceeding it loses nothing."""
 
 
 class Errands:
     """The errands of one call. For use on one event loop.
 
     Args:
-        tasks: Where they run. It ends when the last one has returned.
-        run_blocking: Where their blocking calls go.
-        run_bulk: Where those go that move bytes; None: to the others.
-        label: Of the call, for messages.
+        tasks: Task group of the errands. It ends when the last one has returned.
+        run_blocking: Runs their blocking calls.
+        run_bulk: Runs blocking calls that move bytes; None: ``run_blocking``.
+        label: Names the call in messages.
         on_retry: See ``StorageContext``.
-        deadline: The loop's time when the call has to end, with what it cleans up.
+        deadline: The loop's time at which the call, clean-up included, has to end.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Errands:
             self._num_calls -= 1
 
     async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """``run_blocking``, for what moves bytes."""
+        """``run_blocking`` for work that moves bytes."""
         self._num_calls += 1
         try:
             return await self._run_bulk(fn, *args)
@@ -95,21 +95,21 @@ class Errands:
 
     @property
     def trouble(self) -> str:
-        """The last error after which a storage was asked again; empty if there was none."""
+        """The last error that led to a retry; empty if there was none."""
         if self._retried is None:
             return ""
         error, noted_s = self._retried
         return f"{anyio.current_time() - noted_s:.1f} s ago the storage failed: {error}"
 
     async def run(self, step: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Awaits ``step(*args)`` in a task of its own.
+        """Awaits ``step(*args)`` in a separate task.
 
         Raises:
-            Exception: what the step raises.
-        Cancellation: cancels the step and waits for a grace. A step that ends by itself within
-            it has ended as if not cancelled; one that hangs is left behind, with a warning.
+            Exception: Raised by the step.
+        Cancellation: Cancels the step and waits for the grace period. A step that completes within
+        it counts as not cancelled; one that hangs is abandoned with a warning.
         """
-        scope = anyio.CancelScope(shield=True)  # cancelled by who waits, and by nobody else
+        scope = anyio.CancelScope(shield=True)  # cancelled by the waiting caller only
         ended = anyio.Event()
         results: list[T] = []
         errors: list[Exception] = []
@@ -123,7 +123,7 @@ class Errands:
             except BaseException as error:
                 if ends_this_task(error):
                     raise
-                # It must not end the runtime, nor pass for a cancellation.
+                # It must neither end the runtime nor pass for a cancellation.
                 plain = RuntimeError(f"{self._label}: {describe(first_error(error))}")
                 plain.__cause__ = error
                 errors.append(plain)
@@ -140,7 +140,7 @@ class Errands:
             if not ended.is_set():
                 self._left.append(ended)
                 logger.warning(
-                    "%s: the storage hangs, %d calls have not returned; going on without them",
+                    "%s: the storage hangs, %d calls have not returned; continuing without them",
                     self._label,
                     self._num_calls,
                 )
@@ -151,19 +151,20 @@ class Errands:
         return results.pop()
 
     async def clean_up(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Runs ``step`` whatever is cancelled, for a bounded time; never raises its error.
+        """Runs ``step`` despite cancellation, for a bounded time; never raises its error.
 
-        Behind errands that were left it is left, too: it runs when they have returned.
+        If errands were abandoned before, the step is abandoned too: it runs after they have
+        returned.
         """
         left_s = self._deadline - anyio.current_time()
         limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
         await self._end(step, limit_s, "garbage was left")
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
-        """``clean_up`` that closes a storage, for a part of what is left of the scopes around it.
+        """``clean_up`` for closing a storage, within half of the remaining time.
 
-        A storage that hangs while it is closed must not keep the caller beyond its time, and must
-        leave some to what the caller does next.
+        A storage that hangs on close must not delay the caller beyond its deadline, and must leave
+        time for the caller's next step.
         """
         deadline = min(self._deadline, anyio.current_effective_deadline())
         left_s = deadline - anyio.current_time()
@@ -199,12 +200,12 @@ class Errands:
     async def _tidy(self, step: Callable[[], Awaitable[None]], left: str) -> None:
         try:
             await step()
-        except Exception:  # whatever a backend raises
+        except Exception:  # any error of a backend
             logger.warning("%s: %s", self._label, left, exc_info=True)
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception of a group that is no group itself."""
+    """Returns the first exception of nested groups that is not a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,11 +1,11 @@
-"""Reads what some ranks want once: each of them its pieces, which it passes on to the others.
+"""Reads ranges wanted by several ranks once: each rank reads pieces and sends them to the others.
 
-A round is one of ``protocol.rounds``: pieces are passed on only after every rank has read its own,
-so no rank waits for one whose storage has failed. While a round is passed on, the pieces of the
-next one are read; while a piece is passed on, the one before is copied to where it belongs.
+A round is one of ``protocol.rounds``: pieces are sent only after every rank has read its own, so no
+rank waits for one whose storage has failed. Reading the next round overlaps with sending, and
+copying a piece to its destination with sending the next one.
 
-A rank that is cancelled leaves at once, in the middle of a round. The way by which pieces are
-passed on is the exchange's own, so what the others wait for there meets nobody else.
+A cancelled rank leaves in the middle of a round. Each exchange has its own channel, so an abandoned
+broadcast cannot be confused with another one.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
 
 NUM_BUFFERS = 4
-"""Two for the rank's own pieces, of this round and the next; two for those of others."""
+"""Number of buffers: two for the rank's own pieces, of this round and the next; two for others'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Common:
-    """A stored range that all ranks of a set want, and where this one wants it."""
+    """A stored range that all ranks of a set want, and its destinations on this rank."""
 
     stored: Stored
     sinks: Sequence[ByteSink]
 
 
 class ExchangeActor:
-    """One rank's part in an exchange. Ranks are counted in the set that shares.
+    """One rank's part in an exchange. Ranks are counted within the set that shares.
 
     Args:
-        commons: What is wanted, in an order that all ranks have.
-        pieces: ``planning.exchange.cut`` of it, for all ranks.
-        rank: This one; of as many as there are pieces in a round.
+        commons: The shared ranges, in the same order on all ranks.
+        pieces: Their split by ``planning.exchange.cut``, for all ranks.
+        num_ranks: Number of ranks, and of pieces in a round.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
-        read: Reads stored ranges into memory, and verifies them.
-        meet: Finds the other ranks. All do it at once, before the first broadcast.
-        broadcast: Passes on what lies in the memory of the given rank to that of all others.
+        read: Reads stored ranges into memory and verifies them.
+        meet: Connects to the other ranks. All call it at once, before the first broadcast.
+        broadcast: Sends the memory of the given rank to the memory of all others.
         arrive: Waits until all ranks of the group have arrived.
-        run_blocking: Where pieces are copied; always waited for, for the memory is the caller's.
-        errands: For all that may hang.
+        run_blocking: Copies pieces; always awaited, as the memory is the caller's.
+        errands: Runs all work that may hang.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ExchangeActor:
         """Fills every sink.
 
         Raises:
-            ChecksumMismatch, StorageError: what this rank's reading raises; never before it has
-                passed on what the others wait for.
-            Exception: what ``arrive``, ``meet`` or ``broadcast`` raises.
-        Cancellation: sinks hold any mixture. ``memory`` may be in use by errands.
+            ChecksumMismatch, StorageError: Reading failed on this rank; raised only after the
+                pieces that others wait for are sent.
+            Exception: Raised by ``arrive``, ``meet`` or ``broadcast``.
+        Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
         """
         if self._rounds:
             await self._errands.run(self._read_own, 0)
@@ -98,7 +98,7 @@ class ExchangeActor:
                 if number + 1 < len(self._rounds):
                     tasks.start_soon(self._read_ahead, number + 1)
                 if number == 0:
-                    # Not before: a read that fails would keep the others waiting here, too.
+                    # Not earlier: after a failed read, the others would wait here too.
                     await self._errands.run(self._meet)
                 await self._pass_on(number)
             if self._error is not None:
@@ -139,7 +139,7 @@ class ExchangeActor:
         if source == self._rank:
             return self._own[number % 2][:nbytes]
         if nbytes:
-            self._theirs.reverse()  # the other one may still be copied from
+            self._theirs.reverse()  # the other buffer may still be copied from
         return self._theirs[0][:nbytes]
 
     def _deliver(self, parts: Sequence[Part], memory: memoryview) -> None:

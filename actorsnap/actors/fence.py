@@ -1,8 +1,8 @@
-"""The fence between a lazy staging and the steps that would change what it has not copied yet.
+"""The fence keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
-It lives on the runtime's loop: the staging actor takes chunks from it and says what it has copied.
-A trainer's thread waits for a ``Watch``, which needs nothing of that thread, nor of a loop that may
-run there. What is copied when is ``planning.backlog``'s to decide.
+It belongs to the runtime's loop: the staging actor takes chunks from it and reports copied ones. A
+trainer's thread waits for a ``Watch``, which needs no cooperation of that thread or its event loop.
+``planning.backlog`` decides the order of copies.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.state.captured import Leaf
 
 if TYPE_CHECKING:
-    from actorsnap.state.lazy import LazyState  # imports torch, which the uploader process has not
+    from actorsnap.state.lazy import LazyState  # imports torch, which the uploader process lacks
 
 __all__ = ["Fence", "Watch"]
 
 
 class Watch:
-    """Somebody's interest in some leaves.
+    """A request to copy some leaves.
 
     Attributes:
         leaves: In the order in which they will be changed.
-        passed: Set when all of them are copied, or nobody copies any more.
+        passed: Set when all of them are copied, or copying has ended.
     """
 
     def __init__(self, leaves: Sequence[int]) -> None:
         self.leaves = leaves
         self.passed = threading.Event()
         self.is_awaited = False
-        self.chunks: set[int] | None = None  # once it is planned
+        self.chunks: set[int] | None = None  # set when planned
 
 
 class Fence:
-    """What of one rank's state is not copied yet. Used on the runtime's loop, but for ``is_open``
-    and ``lazy``.
+    """Tracks uncopied state of one rank. Used on the runtime's loop, except ``is_open`` and
+    ``lazy``.
 
     Args:
         lazy: The leaves that are staged lazily.
-        leaves: All, for their paths.
+        leaves: All leaves, for their paths.
 
     Attributes:
         is_open: Nobody has to wait any more.
@@ -57,7 +57,7 @@ class Fence:
         self._paths = [leaf.item.path for leaf in leaves]
         self._watches: list[Watch] = []
         self._is_hurried = False
-        # May be changed from now on.
+        # Leaves that the trainer may change from now on.
         self._passed: set[int] = set()
         self._chunks: Sequence[Chunk] = ()
         self._numbers: dict[tuple[int, int], int] = {}
@@ -68,16 +68,16 @@ class Fence:
 
     @property
     def has_eager(self) -> bool:
-        """Whether there is anything for which the caller of the save must wait."""
+        """Whether there are leaves that the caller of the save must wait for."""
         return bool(self.lazy.eager)
 
     @property
     def has_eager_left(self) -> bool:
-        """Whether any of that is not copied yet."""
+        """Whether any of these leaves is not copied yet."""
         return self.has_eager if self._backlog is None else self._backlog.has_eager_left
 
     def watch(self, watch: Watch) -> None:
-        """Begins to watch; the leaves are copied in their turn, behind those watched before."""
+        """Adds a watch; its leaves are copied after those of earlier watches."""
         if self.is_open:
             watch.passed.set()
             return
@@ -87,7 +87,7 @@ class Fence:
             self._look_at(watch)
 
     def hurry(self, watch: Watch | None = None) -> None:
-        """Notes that somebody waits, for all that is left where there is no watch."""
+        """Copies a watch's leaves first because a caller waits; None: everything."""
         if watch is None:
             self._is_hurried = True
         else:
@@ -97,7 +97,7 @@ class Fence:
         self._tell()
 
     def open(self) -> None:
-        """Lets everybody pass: all is copied, or nothing will be any more."""
+        """Releases all waiters: copying has finished or was abandoned."""
         self.is_open = True
         for watch in self._watches:
             watch.passed.set()
@@ -107,7 +107,7 @@ class Fence:
     # For the staging actor
 
     def plan(self, objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> None:
-        """Takes notice of what this rank copies; the rest is others'."""
+        """Sets the chunks that this rank copies."""
         self._has_news = anyio.Event()
         self._chunks = chunks
         self._numbers = {(chunk.object, chunk.index): n for n, chunk in enumerate(chunks)}
@@ -119,15 +119,15 @@ class Fence:
             self._look_at(watch)
 
     async def next_chunk(self, copier: int) -> Chunk | None:
-        """The next chunk to copy, when it is time; None at the end.
+        """Returns the next chunk to copy, when it is due; None at the end.
 
-        While nobody waits, one copier at a time works: the CPU is the trainer's.
+        While nobody waits, only one copier works: the trainer needs the CPU.
 
         Args:
-            copier: Number of the one who asks; 0 always works.
+            copier: Number of the calling copier; 0 always works.
 
         Raises:
-            StateChanged: there is nothing to copy any more: a change came first.
+            StateChanged: The next leaves were changed before they were copied.
         """
         assert self._backlog is not None
         while copier and not self._wants_all():
@@ -137,14 +137,14 @@ class Fence:
             self._tell()
         if number is None:
             return None
-        self._check(self._leaves_of[number])  # memory that was given back must not be read
+        self._check(self._leaves_of[number])  # released memory must not be read
         return self._chunks[number]
 
     def finish(self, chunk: Chunk) -> None:
-        """Notes that a chunk was copied, and lets pass who has waited for that only.
+        """Records a copied chunk, and releases the watches that waited for it only.
 
         Raises:
-            StateChanged: what was copied may be of a later step.
+            StateChanged: The copied bytes may be of a later step.
         """
         assert self._backlog is not None
         number = self._numbers[chunk.object, chunk.index]
@@ -158,10 +158,10 @@ class Fence:
             self._tell()
 
     def check(self) -> None:
-        """Looks once more at what no watch has let pass: a write may have been under way.
+        """Checks the leaves again that no watch has released: a write may have been in progress.
 
         Raises:
-            StateChanged: there was one.
+            StateChanged: There was one.
         """
         self._check(self._staged - self._passed)
 
@@ -178,7 +178,7 @@ class Fence:
                 self._backlog.promote(watch.chunks)
         if not watch.chunks:
             self._watches.remove(watch)
-            # A write may have been under way while it was copied; ``check`` finds it, if it stays.
+            # A write may have been in progress during the copy; ``check`` detects it later.
             fresh = self._staged.intersection(watch.leaves) - self._passed
             self._passed |= fresh - {self.lazy.changed(fresh)}
             watch.passed.set()

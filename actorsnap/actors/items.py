@@ -1,4 +1,4 @@
-"""What travels between the actors of one process. Holds live memory; never encoded."""
+"""Items passed between the actors of one process. They hold live memory and are never encoded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "
 
 
 class StagedMemory(Protocol):
-    """Memory that holds copies; released once, by whoever needs it last."""
+    """Memory with copies; released once, by its last user."""
 
     view: memoryview
 
@@ -29,12 +29,11 @@ class StagedChunk:
     """A chunk whose bytes are ready to be hashed and written.
 
     Attributes:
-        chunk: Which.
-        head: Bytes of the object's header that the chunk begins with, or empty.
-        pieces: What follows, in order.
+        chunk: The planned chunk.
+        head: Bytes of the object's header at the beginning of the chunk, or empty.
+        pieces: The following pieces, in order.
         sources: Per item of the object, the trainer's own memory; used without a lease only.
-        lease: Memory with copies of the pieces, back to back, or None. Released by whoever
-            stored the chunk.
+        lease: Memory with contiguous copies of the pieces, or None. Released after storing.
     """
 
     chunk: Chunk
@@ -44,10 +43,9 @@ class StagedChunk:
     lease: StagedMemory | None
 
     def views(self) -> Iterator[memoryview]:
-        """One per piece, made as they are asked for.
+        """Yields one view per piece, created on demand.
 
-        Views of 16,000 small tensors at a time would send the garbage collector over every
-        object of the process again and again.
+        Many views at once (16,000 small tensors) would trigger repeated full garbage collections.
         """
         if self.lease is None:
             for piece in self.pieces:
@@ -61,7 +59,7 @@ class StagedChunk:
 
 
 def release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
-    """Empties the stream; only after a failure is anything in it."""
+    """Empties the stream, which holds chunks only after a failure."""
     while True:
         try:
             chunk = staged.receive_nowait()
@@ -73,14 +71,14 @@ def release_leases(staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingOrder:
-    """What is to be staged, and where it goes.
+    """Chunks to stage, and their destination.
 
     Attributes:
         objects: The plan.
-        chunks: In the order in which they are to be stored.
-        out: Where staged chunks go; closed at the end.
-        full: Set when memory makes staging wait, and at its end: until then the storing
-            side leaves the CPU to the copies, because the trainer waits for them.
+        chunks: In the order of storing.
+        out: Receives staged chunks; closed at the end.
+        full: Set when staging waits for memory, and at its end. Until then the storing side leaves
+            the CPU to the copies, because the trainer waits for them.
     """
 
     objects: Sequence[ObjectPlan]
@@ -90,20 +88,18 @@ class StagingOrder:
 
 
 class Staging(Protocol):
-    """Fulfils one order."""
-
     async def run(self) -> None:
-        """Stages everything; the sources are not referred to any more then."""
+        """Stages all chunks; releases the sources."""
         ...
 
 
 class Stager(Protocol):
-    """Stages somewhere else, where the bytes are."""
+    """Stages in another process, which holds the bytes."""
 
     def prepare(self, assignment: Assignment) -> None:
-        """Takes notice of what will be packed, and how: staging may begin."""
+        """Provides the packing plan: staging may begin."""
         ...
 
     def make(self, order: StagingOrder) -> Staging:
-        """Passes on here what is staged there."""
+        """Returns a ``Staging`` that receives the chunks staged there."""
         ...

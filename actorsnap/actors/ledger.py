@@ -1,6 +1,6 @@
-"""What a rank has stored: checksums as they come, and what the rank manifest says at the end.
+"""Collects the checksums of stored chunks, and makes the rank manifest from them.
 
-It must not know when a chunk is stored, nor how.
+This module must not know when or how chunks are stored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.
 
     Args:
-        items: Those of the plan.
+        items: The items of the plan.
 
-    The blocks of an object are numbered through, item by item. A chunk's blocks are
-    neighbours, because chunks are cut between blocks.
+    Blocks of an object are numbered consecutively across items. A chunk's blocks are adjacent,
+    because chunks are split between blocks.
     """
 
     def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
@@ -51,23 +51,22 @@ class ChecksumLedger:
 
     @property
     def key(self) -> str:
-        """The object's key."""
         return self.plan.key
 
     def block_bytes(self, item: int) -> int:
-        """The size of the blocks of item ``item``."""
+        """Returns the block size of an item, in bytes."""
         return self._block_bytes[item]
 
     def itemsizes(self, staged: StagedChunk) -> list[int]:
-        """The item size of each piece of a chunk."""
+        """Returns the item size of each piece of a chunk, in bytes."""
         return [self._items[piece.item].itemsize for piece in staged.pieces]
 
     def record_chunk(self, chunk: StoredChunk) -> None:
-        """Notes how a chunk of a compressed object was stored."""
+        """Records how a chunk of a compressed object was stored."""
         self._chunks[chunk.start] = chunk
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
-        """Notes that a chunk is stored, and the checksums of its blocks."""
+        """Records that a chunk is stored, and the checksums of its blocks."""
         self._recorded_bytes += staged.chunk.stop - staged.chunk.start
         if checksums:
             piece = staged.pieces[0]
@@ -75,10 +74,10 @@ class ChecksumLedger:
             self._values[first : first + len(checksums)] = checksums
 
     def check_complete(self) -> None:
-        """Compares what is stored with the plan.
+        """Checks that all planned bytes are stored.
 
         Raises:
-            RuntimeError: chunks are missing.
+            RuntimeError: Chunks are missing.
         """
         planned_bytes = sum([chunk.stop - chunk.start for chunk in self.plan.chunks])
         if self._recorded_bytes != planned_bytes:
@@ -87,17 +86,17 @@ class ChecksumLedger:
             )
 
     def stored(self, item: int, number: int) -> Stored:
-        """Where item ``item`` lies, in object number ``number`` of the rank manifest.
+        """Returns the location of an item, in object number ``number`` of the rank manifest.
 
         Raises:
-            AssertionError: a block was never recorded.
+            AssertionError: A block was never recorded.
         """
         values = tuple(self._values[self._first[item] : self._first[item + 1]])
         assert None not in values, "a block was never hashed"
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
 
     def to_record(self) -> ObjectRecord:
-        """What the rank manifest says of the object."""
+        """Returns the object's record for the rank manifest."""
         return ObjectRecord(
             key=self.plan.key,
             size=self.plan.size,
@@ -119,7 +118,7 @@ def manifest_of(
 
     Args:
         captured: The rank's state; leaves that other ranks store are in no plan.
-        ledgers: Of all objects of the rank, complete.
+        ledgers: Complete ledgers of all objects of the rank.
     """
     for ledger in ledgers:
         ledger.check_complete()
@@ -159,11 +158,11 @@ def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tup
 
 
 def _refers_to(entry: Entry, absent: set[str]) -> bool:
-    """Whether an entry is worth nothing here, because another rank stores what it refers to."""
+    """Returns whether an entry is useless here because another rank stores its target."""
     match entry:
         case ViewEntry():
             return entry.of in absent
         case CompositeEntry():
-            # Its parts may be with several ranks: it stands with the first one.
+            # Several ranks may store its parts: the entry belongs to the rank of the first one.
             return part_path(entry.path, entry.parts[0]) in absent
     return False

@@ -1,6 +1,6 @@
-"""The objects that a rank writes in one save: opened or joined, completed or released, or deleted.
+"""The objects that a rank writes in one save: opens, joins, completes, releases or deletes them.
 
-``actors.saver`` decides when; what is written to them, it must not know.
+``actors.saver`` decides when. This module must not know their content.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ _MAX_OPENING = 16
 
 
 class RankObjects:
-    """A rank's objects, by their numbers among its plans.
+    """A rank's objects, numbered as its plans.
 
     Args:
-        storage: Stays the caller's.
-        attempt: The attempt that they belong to.
-        resumed: Dead attempts, the newest first, whose objects are used.
-        is_compressed: Each chunk is an object of its own: there is nothing to open.
-        recorder: Records what is done when.
-
-    Attributes:
-        plans, storage, attempt: As given.
+        storage: Owned by the caller.
+        resumed: Dead attempts whose objects are reused, the newest first.
+        is_compressed: Each chunk is a separate object: there is nothing to open.
     """
 
     def __init__(
@@ -60,14 +55,14 @@ class RankObjects:
         self._beside: list[str] = []
 
     async def open(self) -> tuple[Token, ...]:
-        """Opens those that are this rank's to open; returns the tokens of those that others join.
+        """Opens this rank's own objects; returns the tokens of those that others join.
 
         Raises:
-            StorageError: one could not be opened.
-        Cancellation: what is open stays so until ``delete``.
+            StorageError: One could not be opened.
+        Cancellation: Open objects stay open until ``delete``.
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
-        # Each may cost a request, and who joins waits for the last one.
+        # Each may cost a request, and joining ranks wait for the last one.
         await for_each(opens, self._open, at_once=_MAX_OPENING)
         return tuple(
             Token.of(self.attempt, self.plans[number].key, self._writers[number].token)
@@ -92,7 +87,7 @@ class RankObjects:
         """Opens objects of other ranks.
 
         Raises:
-            StorageError: one could not be opened.
+            StorageError: One could not be opened.
         """
         for key, token in [each.opened(self.attempt) for each in tokens]:
             number = self._number_of[key]
@@ -113,32 +108,32 @@ class RankObjects:
             self._opened[number].set()
 
     async def writer_of(self, number: int) -> ObjectWriter:
-        """The object's writer, as soon as it is open."""
+        """Returns the object's writer, once open."""
         await self._opened[number].wait()
         return self._writers[number]
 
     async def complete(self, number: int) -> None:
-        """Makes an object durable that this rank has opened."""
+        """Makes an object that this rank has opened durable."""
         with self._recorder.row("objects") as row:
             await self._writers[number].complete()
             row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
 
     async def release(self, number: int) -> None:
-        """Makes what was written to an object of another rank as durable as a joiner can."""
+        """Makes this rank's part of another rank's object as durable as a joiner can."""
         await self._writers[number].release()
         self._ended.add(number)
 
     async def put(self, key: str, data: bytes) -> None:
-        """Stores an object beside them, which goes with them."""
+        """Stores an additional object, which ``delete`` removes too."""
         self._beside.append(key)
         await self.storage.put(key, [memoryview(data)])
 
     async def delete(self) -> None:
-        """Deletes what this rank has opened or put; what it has joined, it gives up.
+        """Deletes the objects that this rank has opened or put; aborts those that it has joined.
 
         Raises:
-            StorageError: something is left.
+            StorageError: Some objects remain.
         """
         for number, writer in self._writers.items():
             if number not in self._ended:
@@ -147,7 +142,7 @@ class RankObjects:
             keys = [chunk_key(plan.key, c.start) for plan in self.plans for c in plan.chunks]
         else:
             keys = [plan.key for plan in self.plans if plan.opens]
-        # The manifest first: what is left if this is interrupted does not look complete.
+        # The manifest first: if deletion is interrupted, the rest does not look complete.
         keys = [*self._beside, *keys]
         if keys:
             await self.storage.delete(keys)

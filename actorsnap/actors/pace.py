@@ -1,4 +1,4 @@
-"""The pace of the uploaders: performs what ``protocol.pacing`` decides."""
+"""Paces the uploaders; ``protocol.pacing`` decides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """One for all uploaders of a process. Used on one event loop only."""
+    """The pace of all uploaders of a process. Used on one event loop only."""
 
     def __init__(self) -> None:
         self._bursts = Bursts()
@@ -21,21 +21,21 @@ class Pace:
 
     @property
     def duty(self) -> float:
-        """From 0, a rest until it is changed, to 1, all of the time."""
+        """Share of the time in which uploaders work: 0 pauses them, 1 never does."""
         return self._bursts.duty
 
     def set(self, duty: float) -> None:
-        """Changes the duty, also for those that rest now."""
+        """Changes the duty; resting uploaders notice."""
         self._bursts.set(duty)
         self._wake()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[bool]:
-        """Waits until it may be worked; what is done inside is a piece of work.
+        """Waits for permission to work; the body is one piece of work.
 
         Yields:
             Whether there was a rest.
-        Cancellation: nothing is left behind.
+        Cancellation: Leaves nothing behind.
         """
         has_rested = False
         while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:

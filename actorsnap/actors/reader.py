@@ -1,7 +1,7 @@
-"""Reads what lies in storage: commit object, rank manifests, and leaves' bytes.
+"""Reads a snapshot: commit object, rank manifests, and the bytes of leaves.
 
-``SnapshotReader`` is the index side; ``FetcherPool`` moves bytes. Checksums are verified on
-the very memory that the caller gets. What to read is planned by ``planning.restore``.
+``SnapshotReader`` reads the index; ``FetcherPool`` reads bytes and verifies checksums in the
+caller's own memory. ``planning.restore`` plans the reads.
 """
 
 from __future__ import annotations
@@ -68,29 +68,29 @@ logger = Lines(__name__)
 T = TypeVar("T")
 
 _MAX_LISTED = 10_000
-"""So many keys are looked at to say what is there instead of a snapshot."""
+"""Maximum number of keys listed to explain why there is no snapshot."""
 
 _MAX_VIEWS = 256
 
 _MAX_NAMED = 4
 
 _TURN_BYTES = 64 << 20
-"""So much a thread reads before others have their turn on it."""
+"""Bytes that one thread reads before it yields to others."""
 
 
 async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
     """Returns the commit object; None if there is none.
 
-    Reads its older name only where the other one is not there.
+    Reads its older name only if the newer one is missing.
 
     Args:
-        folder: Where below the storage's root to look.
+        folder: Folder below the storage's root.
 
     Raises:
-        FormatError: It is damaged, or of a newer or another format.
+        FormatError: The commit object is damaged, or of a newer or another format.
         StorageError: Reading failed.
     """
-    # The first name a second time: an older snapshot may have been replaced between the reads.
+    # The first name again: an older snapshot may have been replaced between the two reads.
     for key in (*COMMIT_KEYS, COMMIT_KEY):
         commit = await _read_commit(storage, key, folder)
         if commit is not None:
@@ -100,7 +100,7 @@ async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """What lies under the two names of a commit object: it, None, or why it cannot be used.
+    """The commit objects under both names: each a commit, None, or the reason why it is unusable.
 
     Attributes:
         newer: ``COMMIT_KEY``.
@@ -111,10 +111,10 @@ class Commits:
     older: Commit | FormatError | None
 
     def counting(self) -> Commit | None:
-        """Returns the one that counts.
+        """Returns the valid one: ``newer`` if it exists, else ``older``.
 
         Raises:
-            FormatError: It cannot be used.
+            FormatError: It is unusable.
         """
         found = self.older if self.newer is None else self.newer
         if isinstance(found, FormatError):
@@ -123,9 +123,9 @@ class Commits:
 
 
 async def read_commits(storage: Storage) -> Commits:
-    """Reads both names of the commit object at the same time.
+    """Reads both names of the commit object concurrently.
 
-    An older snapshot that is replaced at this very moment may be missed.
+    May miss an older snapshot that is being replaced.
 
     Raises:
         StorageError: Reading failed.
@@ -161,8 +161,8 @@ async def _read_commit(storage: Storage, key: str, folder: str = "") -> Commit |
 async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str) -> bool:
     """Returns whether every rank of an attempt has stored its manifest.
 
-    Such an attempt lacks nothing but a commit object. Where its manifests do not record the world
-    size, the manifest of rank 0 is enough.
+    Such an attempt lacks only a commit object. If its manifests do not record the world size, the
+    manifest of rank 0 suffices.
 
     Raises:
         StorageError: Reading or listing failed.
@@ -179,10 +179,10 @@ async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str)
 
 
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
-    """What ``read`` returns; over a network it has two tries, for a bit may flip on the way.
+    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit.
 
     Raises:
-        ChecksumMismatch: the second time, too: so they are stored, or too many flip.
+        ChecksumMismatch: The retry failed too.
     """
     if not storage.capabilities.has_blocking_io:
         try:
@@ -193,12 +193,12 @@ async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
 
 
 class SnapshotReader:
-    """Reads the index of a committed snapshot, which others may replace meanwhile.
+    """Reads the index of a committed snapshot, which may be replaced in the meantime.
 
     Args:
-        storage: Open; stays the caller's.
-        attempt: Whose objects are read, where the commit object was read before.
-        read_head: Returns the first bytes of a file that lies at the storage's own URL, or None.
+        storage: Open; owned by the caller.
+        attempt: The attempt, if the commit object was read before.
+        read_head: Returns the first bytes of a file at the storage's own URL, or None.
     """
 
     def __init__(
@@ -214,12 +214,12 @@ class SnapshotReader:
         self._read_head = read_head
 
     async def commit(self) -> Commit:
-        """The commit object.
+        """Reads the commit object.
 
         Raises:
-            NotASnapshot: there is none; says what is there instead.
-            FormatError: it is damaged, or of a newer format.
-            StorageError: reading failed.
+            NotASnapshot: There is none; the error describes the content found instead.
+            FormatError: It is damaged, or of a newer format.
+            StorageError: Reading failed.
         """
         try:
             commit = await find_commit(self.storage)
@@ -233,30 +233,29 @@ class SnapshotReader:
         return commit
 
     async def explain(self, error: Exception) -> NotASnapshot | None:
-        """Says what the file is that lies where a file system should have the snapshot's folder;
-        None if the error is another one."""
+        """Returns the error for a file in place of the snapshot's folder; None for other errors."""
         if isinstance(error, StorageError) and isinstance(error.__cause__, NotADirectoryError):
             return await self._explain_file()
         return None
 
     async def check_replaced(self) -> None:
-        """Looks at the commit object again, when something is not as it says.
+        """Reads the commit object again after an inconsistency.
 
         Raises:
-            SnapshotReplaced: it is another one now, or gone: what was read is not damaged.
-            StorageError: reading failed.
+            SnapshotReplaced: It was replaced or deleted; the data read is not damaged.
+            StorageError: Reading failed.
         """
-        with suppress(FormatError):  # what is damaged now says nothing
+        with suppress(FormatError):  # a damaged one proves nothing
             commit = await find_commit(self.storage)
             if commit is None or commit.attempt != self._attempt:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
     async def manifest(self, record: ManifestRecord) -> RankManifest:
-        """The rank manifest that the commit object names by ``record``.
+        """Reads the rank manifest named by ``record``.
 
         Raises:
-            FormatError: it is missing or damaged.
-            StorageError: reading failed.
+            FormatError: It is missing or damaged.
+            StorageError: Reading failed.
         """
 
         async def read() -> RankManifest:
@@ -287,7 +286,7 @@ class SnapshotReader:
         return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:
-        """Says what the file is that lies at the URL; None if there is none."""
+        """Describes the file at the URL; None if there is none."""
         head = None if self._read_head is None else await self._read_head()
         if head is None:
             return None
@@ -296,10 +295,10 @@ class SnapshotReader:
 
 
 class Request:
-    """Stored bytes of one leaf, and where they go.
+    """Stored bytes of one leaf, and their destination.
 
     Args:
-        index: What ``stored.object`` counts in.
+        index: The index that ``stored.object`` refers to.
     """
 
     __slots__ = ("index", "key", "sink", "stored")
@@ -311,8 +310,7 @@ class Request:
         self.sink = sink
 
     def leaf(self) -> tuple[str, Stored]:
-        """The path of the leaf that has the bytes, and where it, or its shard, lies; looked up
-        for messages only."""
+        """Returns the path and the stored range of the leaf or shard. For messages only."""
         stored = self.stored
         return next(
             (path, data)
@@ -331,14 +329,13 @@ def _all_stored(index: Index | RankManifest) -> Iterator[tuple[str, Stored]]:
 
 
 class FetcherPool:
-    """Reads many leaves at once.
+    """Reads many leaves concurrently.
 
     Args:
         verify: Compare checksums.
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
-        recorder: Records what is done when.
     """
 
     def __init__(
@@ -366,18 +363,18 @@ class FetcherPool:
         """Fills every sink.
 
         Raises:
-            ChecksumMismatch: bytes are missing, or differ from what was written; names the
-                object and the leaf.
-            UnsupportedFormat: they are compressed, and there is no library; nothing was read.
-            StorageError: reading failed, or has not read all that was planned.
-        Cancellation: reads in flight on threads end first. Sinks hold any mixture.
+            ChecksumMismatch: Bytes are missing, or differ from those written; names the object and
+                the leaf.
+            UnsupportedFormat: They are compressed, and the library is missing; nothing was read.
+            StorageError: Reading failed or was incomplete.
+        Cancellation: Reads in flight on threads end first. Sinks hold any mixture.
         """
         in_place, others, chunks = await self._run_blocking(self._plan, requests)
         has_ended = False
-        read_bytes: list[int] = []  # by read; threads may append to it
+        read_bytes: list[int] = []  # per read; appended to by threads
 
         def drain(row: Row) -> bool:
-            """Reads on this thread for a while; True if there may be more."""
+            """Reads on this thread for one turn; returns whether more may be left."""
             nbytes = 0
             row.note(Wait.THREAD)
             for read in ready:
@@ -403,14 +400,14 @@ class FetcherPool:
                     read_bytes.append(read.stop - read.start)
 
         async def tell_threads() -> None:
-            """A cancellation reaches threads by ``has_ended`` only."""
+            """Passes a cancellation on to threads, which only see ``has_ended``."""
             nonlocal has_ended
             try:
                 await anyio.sleep_forever()
             finally:
                 has_ended = True
 
-        # Iterators of lists may be shared by threads.
+        # Threads may share iterators of lists.
         ready, rest = iter(in_place), iter(others)
         async with anyio.create_task_group() as outer:
             outer.start_soon(tell_threads)
@@ -426,20 +423,20 @@ class FetcherPool:
                 op="read_into",
                 key="",
                 backend=self._storage.url,
-                detail=f"{len(read_bytes)} of {num_reads} reads brought {sum(read_bytes)} of "
-                f"{planned_bytes} bytes, and none of them failed",
+                detail=f"{len(read_bytes)} of {num_reads} reads returned {sum(read_bytes)} of "
+                f"{planned_bytes} bytes, without an error",
             )
 
     def _plan(
         self, requests: Sequence[Request]
     ) -> tuple[list[Read], list[Read], dict[str, ChunkMap]]:
-        """The reads that threads can do alone, the others, and the compressed objects."""
+        """Returns reads that need only a thread, the other reads, and the compressed objects."""
         reads = plan_reads(
             [Range(r.key, r.stored.start, r.stored.stop, r.sink.is_addressable) for r in requests],
             chunk_bytes=self._chunk_bytes,
             max_gap_bytes=self._max_gap_bytes,
         )
-        # Also of those ranks whose bytes are gaps.
+        # Includes the objects of ranks whose bytes are gaps.
         keys = {request.key for request in requests}
         indexes = {id(request.index): request.index for request in requests}.values()
         chunks = chunk_maps(r for index in indexes for r in index.objects if r.key in keys)
@@ -503,7 +500,7 @@ class FetcherPool:
         views: Sequence[memoryview],
         row: Row,
     ) -> None:
-        """Fills ``views`` with the bytes of a compressed object that ``read`` says."""
+        """Fills ``views`` with the bytes of a read from a compressed object."""
         extents = list(chunks.extents(read.start, read.stop))
         scratch_bytes = max([1, *[extent.size for extent in extents if extent.frames]])
         decompress = functools.partial(_decompress, requests, read)
@@ -537,7 +534,7 @@ class FetcherPool:
             decompress(extent, stored[0], into, row)
 
     def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row) -> int:
-        """Returns how many bytes were filled and verified."""
+        """Returns the number of bytes filled and verified."""
         filled: list[int] = []
         batches = self._batches(requests, read, row, filled)
         self._storage.read_into_blocking(read.key, read.start, batches)
@@ -546,7 +543,7 @@ class FetcherPool:
     def _batches(
         self, requests: Sequence[Request], read: Read, row: Row, filled: list[int]
     ) -> Iterator[Sequence[memoryview]]:
-        """Views to fill, up to 1 MiB at a time, verified while they are in the CPU's cache."""
+        """Yields views to fill, up to 1 MiB at a time; verifies them while in the CPU's cache."""
         at, nbytes = read.start, 0
         batch: list[_Target] = []
         for target in _targets(requests, read):
@@ -564,7 +561,7 @@ class FetcherPool:
     def _end_batch(
         self, batch: Sequence[_Target], key: str, at: int, nbytes: int, row: Row
     ) -> None:
-        """Verifies what was just read."""
+        """Verifies the batch just read."""
         row.note(Work.READ, key, at, nbytes)
         if self._verify:
             _verify_all(batch)
@@ -609,7 +606,7 @@ def _is_addressable(requests: Sequence[Request], read: Read) -> bool:
 
 
 class _Window:
-    """Views that are neighbouring bytes of an object, from ``start`` on."""
+    """Views of adjacent bytes of an object, beginning at ``start``."""
 
     def __init__(self, views: Sequence[memoryview], start: int) -> None:
         self.views = views
@@ -618,7 +615,7 @@ class _Window:
         self._starts = list(accumulate(map(len, views), initial=start))
 
     def within(self, start: int, stop: int) -> _Window:
-        """What of ``[start, stop)`` they are."""
+        """Returns the part of the window within ``[start, stop)``."""
         start, stop = max(start, self.start), min(stop, self.stop)
         index = max(bisect_right(self._starts, start) - 1, 0)
         found: list[memoryview] = []
@@ -639,10 +636,10 @@ def _decompress(
     into: _Window,
     row: Row,
 ) -> None:
-    """Fills ``into`` with what the frames of an extent have of it.
+    """Fills ``into`` from the frames of an extent.
 
     Raises:
-        ChecksumMismatch: one is damaged; names what was wanted of it.
+        ChecksumMismatch: A frame is damaged; names the leaves concerned.
     """
     row.note(Wait.THREAD)
     unpacker = Unpacker(extent.key)
@@ -660,7 +657,7 @@ def _decompress(
         except ChecksumMismatch as error:
             wanted = _wanted_of(requests, read, window.start, window.stop)
             raise ChecksumMismatch(
-                key=error.key, detail=f"{error.detail}; it has bytes of {wanted}"
+                key=error.key, detail=f"{error.detail}; it contains bytes of {wanted}"
             ) from error.__cause__
         if not is_alone:
             low = window.start - at
@@ -672,14 +669,14 @@ def _decompress(
 
 
 def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -> str:
-    """The leaves of which a read wants bytes in ``[start, stop)`` of the object."""
+    """Returns the leaves of a read that have bytes in ``[start, stop)`` of the object."""
     paths: dict[str, None] = {}
     at = read.start
     for gap, part in zip(read.gaps, read.parts, strict=True):
         low = at + gap
         at = low + part.stop - part.start
         request = requests[part.request]
-        # Who verifies asks for headers, too, which have no checksums of their own.
+        # Verification also requests headers, which have no checksums of their own.
         if low < stop and start < at and request.stored.crc32c:
             paths[request.leaf()[0]] = None
             if len(paths) > _MAX_NAMED:
@@ -689,7 +686,7 @@ def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -
 
 
 class _Target(NamedTuple):
-    """Memory to fill: a part of a leaf, or a gap (``request`` is None)."""
+    """Memory to fill: part of a leaf, or a gap (``request`` is None)."""
 
     request: Request | None
     start: int
@@ -697,7 +694,7 @@ class _Target(NamedTuple):
 
 
 def _targets(requests: Sequence[Request], read: Read) -> Iterator[_Target]:
-    """What a read fills, in order; large parts in views of the largest block."""
+    """Yields the targets of a read in order; large parts are split into blocks of maximum size."""
     for gap, part in zip(read.gaps, read.parts, strict=True):
         if gap:
             yield _Target(None, 0, memoryview(bytearray(gap)))
@@ -717,9 +714,9 @@ def _verify_all(targets: Sequence[_Target]) -> None:
 
 
 def _verify(request: Request, start: int, view: memoryview) -> None:
-    """Compares a leaf's bytes from ``start`` (a block's begin) on with its checksums."""
+    """Verifies a leaf's bytes from ``start`` (the beginning of a block) against its checksums."""
     stored = request.stored
-    # A block that is alone is all of the view. So is nearly every leaf, where there are many.
+    # A single block covers the whole view. Most leaves have one block where there are many leaves.
     block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
     number = start // block_bytes
     found = block_checksums(view, block_bytes)

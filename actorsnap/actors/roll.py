@@ -1,7 +1,7 @@
-"""The two ends of a call with the roll call in front: see ``protocol.roll``, which decides.
+"""Adds the roll call of ``protocol.roll`` to the ends of a call.
 
-``Caller`` is a rank's end, ``Roll`` the coordinator's. What makes the call uses them in place of
-the transport's own ends, on the runtime's loop only.
+``Caller`` is a rank's end, ``Roll`` the coordinator's. A call uses them in place of the transport's
+own ends, on the runtime's loop only.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ __all__ = ["Caller", "Roll"]
 logger = Lines(__name__)
 
 _EARLIER_S = 0.05
-"""How much earlier the deadline is here than at the actor behind, which names no absent rank."""
+"""Lead of this deadline over that of the call's actor, which names no absent rank, in seconds."""
 
 _LISTEN_S = 0.05
-"""Least time for messages that have come already, where a deadline is over at the first look."""
+"""Minimum time to receive queued messages if the deadline has already passed, in seconds."""
 
 _PATIENCE_S = 3.0
-"""Extra time a rank waits beyond the deadline for rank 0; less than any other patience."""
+"""Extra time a rank waits for rank 0 beyond the deadline, in seconds; shorter than other limits."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -68,12 +68,12 @@ class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
     A rank withdraws from the call if rank 0 has not answered by the deadline, or if it is cancelled
-    before rank 0 has called: nothing was written for the call, and nothing will be. Rank 0 gets the
-    reason when it calls after all.
+    before rank 0 has called: nothing was or will be written for the call. If rank 0 calls later, it
+    gets the reason.
 
     Args:
-        end: The transport's.
-        label: What this rank calls.
+        end: The transport's end.
+        label: The call that this rank makes.
         timeout_s: Seconds from ``begin`` until rank 0 must have answered.
     """
 
@@ -91,7 +91,6 @@ class Caller:
         self._listening: anyio.CancelScope | None = None
 
     def has_coordinator(self) -> bool:
-        """See ``ParticipantEnd``."""
         return self._end.has_coordinator()
 
     def begin(self) -> None:
@@ -99,7 +98,6 @@ class Caller:
         self._begun_s = anyio.current_time()
 
     async def send(self, message: ToCoordinator) -> None:
-        """See ``ParticipantEnd``."""
         await self._end.send(message)
         if isinstance(message, Failed):
             self._failure = message.failure
@@ -110,7 +108,6 @@ class Caller:
                     self._listening.cancel()
 
     async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
-        """See ``ParticipantEnd``."""
         while self._withdrawn is None:
             message: FromCoordinator | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
@@ -149,7 +146,7 @@ class Caller:
                 self._failure = overdue(self._label, absent, self._timeout_s)
                 await self._end.send(Failed(self._rank, self._failure))
             self._withdrawn = self._failure
-        elif not has_coordinator:  # else it names those that are absent
+        elif not has_coordinator:  # otherwise rank 0 reports the absent ranks
             _warn(self._label, self._rank, [0])
 
 
@@ -157,8 +154,8 @@ class Roll:
     """The coordinator's end of a call; a ``CoordinatorEnd``.
 
     Args:
-        end: The transport's.
-        machine: Fresh.
+        end: The transport's end.
+        machine: A new machine.
         timeout_s: Seconds from ``begin`` until all ranks must have called.
     """
 
@@ -174,16 +171,16 @@ class Roll:
         self._begun_s = anyio.current_time()
 
     async def absence(self) -> str | None:
-        """See ``CoordinatorEnd``."""
         return await self._end.absence()
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
-        """See ``CoordinatorEnd``."""
         await self._end.send(rank, message)
 
     async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
-        """See ``CoordinatorEnd``. Returns ``Failed`` once if the call is refused; after that, only
-        ``Lost`` and ``Broken``."""
+        """See ``CoordinatorEnd``.
+
+        Returns ``Failed`` once if the call is refused; after that, only ``Lost`` and ``Broken``.
+        """
         while True:
             message: ToCoordinator | Began | Lost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):

@@ -1,4 +1,4 @@
-"""Performs ``protocol.rounds``: the coordinator's side, and a rank's."""
+"""Performs ``protocol.rounds`` for the coordinator and for a rank."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "Participant
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0
-"""Seconds that a rank waits beyond the coordinator's deadline before it ends on its own."""
+"""Extra time a rank waits beyond the coordinator's deadline, in seconds."""
 
 _COMMIT_BACKSTOP_S = 20.0
-"""Additional seconds in the commit round: an unanswered commit is waited for, then looked for."""
+"""Additional wait in the commit round, in seconds: the coordinator may wait for an unanswered
+commit, then look for it.
+"""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
@@ -62,7 +64,7 @@ class Decisions(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """The work that leads to the next round."""
+        """The work before the next round."""
         ...
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
@@ -78,7 +80,7 @@ class Committer(Protocol):
     """Performs the commit round of one call."""
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """Returns None if it has committed. Never raises for an operating failure."""
+        """Returns None if committed. Never raises for an operating failure."""
         ...
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
@@ -92,9 +94,9 @@ class CoordinatorActor:
     Args:
         aborted: Makes the failures of the coordinator itself.
         timeout_s: Seconds until the call is aborted.
-        deadline: The loop's time when they are over; None: they begin with ``run``.
+        deadline: The same limit as the loop's time; None: ``timeout_s`` from the start of ``run``.
         committer: For a call with a commit round.
-        trouble: Returns the last error of a storage, for the message at the deadline.
+        trouble: Returns the last storage error, for the message at the deadline.
     """
 
     def __init__(
@@ -170,8 +172,8 @@ class CoordinatorActor:
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
         if self._committer is None and (absence := await self._end.absence()):
-            # The ranks that gave this process up have ended: no round may pass here, either. A
-            # committer looks by itself, right before it commits.
+            # Ranks that gave this process up have ended, so no round may pass here. A committer
+            # checks this itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, Lost):
             reason = RankLost(message.rank, message.silent_s).reason
@@ -192,14 +194,14 @@ class CoordinatorActor:
 
 
 class ParticipantActor:
-    """A rank of one call. All on one event loop.
+    """A rank of one call. Used on one event loop only.
 
     Args:
         aborted: Makes the failures of this rank.
-        timeout_s: The coordinator's.
+        timeout_s: The coordinator's time limit, in seconds.
 
     Attributes:
-        stage: The work that the rank does now.
+        stage: Current work of the rank.
         outcome: None until it is known.
     """
 
@@ -222,12 +224,11 @@ class ParticipantActor:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome is known."""
         return self._machine.is_final
 
     @property
     def verdict(self) -> ActorSnapError | None:
-        """The error that all ranks raise, once it is known. A new one at each call."""
+        """The error that all ranks raise, once known. A new one at each call."""
         failure = None if self.outcome is None else self.outcome.failure
         if failure is None:
             return None
@@ -258,12 +259,12 @@ class ParticipantActor:
         """Waits until all ranks have arrived at the next round; returns the decision.
 
         Args:
-            then: The stage of the work that follows; None: as before.
+            then: Stage of the work that follows; None: unchanged.
             commits: This is the commit round.
             answer: Answers questions of the coordinator.
 
         Raises:
-            ActorSnapError: The one that all ranks raise, if that is the outcome.
+            ActorSnapError: The call has failed; the same on all ranks.
         Cancellation: The rank still counts as arrived.
         """
         self._proceed = anyio.Event()
@@ -282,7 +283,7 @@ class ParticipantActor:
         """Awaits ``work()``; cancels it when the outcome is known.
 
         Raises:
-            ActorSnapError: The one that all ranks raise, if that is the outcome.
+            ActorSnapError: The call has failed; the same on all ranks.
             Exception: Raised by the work.
         """
         results: list[T] = []
@@ -302,12 +303,11 @@ class ParticipantActor:
         return results.pop()
 
     async def fail(self, failure: Failure) -> None:
-        """Reports that this rank cannot go on, and waits for the outcome."""
+        """Reports that this rank cannot continue, and waits for the outcome."""
         await self._handle(WorkFailed(failure))
         await self._over.wait()
 
     async def wait(self) -> End:
-        """Waits for the outcome."""
         await self._over.wait()
         assert self.outcome is not None
         return self.outcome
@@ -377,4 +377,4 @@ class ParticipantActor:
 
 
 def _no_answer(question: bytes) -> bytes:
-    raise AssertionError("nothing is asked in this round")
+    raise AssertionError("no question is expected in this round")

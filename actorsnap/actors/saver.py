@@ -2,7 +2,7 @@
 
 Read ``Saver._save`` from top to bottom: the rank joins, opens its objects, moves bytes from the
 staging actor to the uploaders over one bounded stream, completes the objects, and stores its
-manifest. The rounds in between are those of ``protocol.save``.
+manifest. ``protocol.save`` defines the rounds in between.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ logger = Lines(__name__)
 _RELEASED = MemorySource(0, 0, None)
 
 _MAX_COMPRESSED_BYTES = 64 << 20
-"""Memory for compressed chunks, in bytes, when the budget is lent to copies in another process."""
+"""Memory for compressed chunks, in bytes, when another process copies with the budget."""
 
 _HEAD_START_S = 0.002
-"""Seconds for which uploaders leave the GIL and the CPUs to the trainer after it was woken: else it
-continues a switch interval (5 ms) later."""
+"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first.
+Otherwise it continues a switch interval (5 ms) later.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class SaveSettings:
     """How a rank saves.
 
     Attributes:
-        copies: Copy everything before it is stored, so that the trainer may go on.
+        copies: Copy all bytes before storing them, so that the trainer may continue.
         num_uploaders: Chunks hashed and written at once.
         num_copiers: Chunks copied at once.
         pace: See ``UploaderActor``.
@@ -93,21 +94,18 @@ class Saver:
     """Takes part in one save.
 
     Args:
-        rank: This rank.
-        release: This release.
         end: The transport's end of this rank.
-        open_storage: Opens the place that the coordinator names; the storage stays the caller's.
-        captured: The rank's state, dropped as soon as it is staged and the manifest built; or why
-            there is none: then this rank only reports that.
+        open_storage: Opens the location that the coordinator names; the caller owns the storage.
+        captured: The rank's state, released after staging and building the manifest. A ``Failure``:
+            this rank only reports it.
         errands: Runs all work of this rank that may hang.
         on_staged: Called when the trainer may overwrite its tensors.
-        on_failure: Gets the exception of a failure before it is reported.
+        on_failure: Receives the exception of a failure before it is reported.
         stager: Stages in another process; None: in this one.
         fence: Stages lazily; see ``StagingActor``.
         on_eager_staged: Called when everything but the lazy part is copied.
         remembered: The plan of the group's last save, with its digest.
-        timeout_s: The coordinator's.
-        recorder: Records what is done when.
+        timeout_s: The coordinator's time limit, in seconds.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -162,7 +160,7 @@ class Saver:
         self._objects: RankObjects | None = None
 
     def request_cancel(self, reason: str) -> None:
-        """Asks for an abort. The commit may still win. Call on the loop only."""
+        """Requests an abort. The commit may still win. Call on the loop only."""
         self._failure = self._failure or Failure(reason=reason, stage=Stage.CANCEL, rank=self._rank)
         self._work_scope.cancel()
 
@@ -170,8 +168,8 @@ class Saver:
         """Takes part until the outcome.
 
         Returns:
-            None if committed, else why not. Never raises for an operating failure.
-        Cancellation: Writers are closed, objects discarded, as in an abort.
+            None if committed, else the failure. Never raises for an operating failure.
+        Cancellation: Writers are closed and objects discarded, as in an abort.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -183,7 +181,7 @@ class Saver:
             await self._discard()
             raise
         finally:
-            # Errors and their frames may refer to this object; the trainer's memory goes now.
+            # Errors and their frames may refer to this object: release the trainer's memory now.
             self._leaves, self._captured = [], Captured()
         failure = outcome.failure
         if failure is not None and outcome.is_unknown:
@@ -193,7 +191,7 @@ class Saver:
         return failure
 
     async def _work(self) -> None:
-        """Saves; reports a failure, or that the caller has cancelled."""
+        """Saves; reports a failure or a cancellation by the caller."""
         if self._failure is None:
             with self._work_scope:
                 try:
@@ -205,7 +203,7 @@ class Saver:
 
     @contextmanager
     def _during(self, stage: Stage, key: str | None = None) -> Iterator[None]:
-        """Says where an error has occurred. The first one ends the work."""
+        """Records the stage and object of an error. The first error ends the work."""
         try:
             yield
         except BaseException as error:
@@ -215,10 +213,10 @@ class Saver:
     def _note_failure(self, error: BaseException, stage: Stage, key: str | None) -> None:
         if ends_this_task(error):
             raise error
-        # What a round raises at the end of the call is the outcome, and no failure of this rank.
+        # An error that a round raises at the end of the call is the outcome, not a failure here.
         if self._failure is None and not self._rounds.is_over:
             self._failure = self._failure_of(first_error(error), stage, key)
-        # A sibling may hang in a call of the storage: it is left behind.
+        # A sibling may hang in the storage: it is abandoned.
         self._work_scope.cancel()
 
     def _failure_of(self, error: BaseException, stage: Stage, key: str | None) -> Failure:
@@ -266,7 +264,7 @@ class Saver:
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
-        """Reports what this rank holds; returns its leaves by scope, and its part of the plan."""
+        """Reports this rank's inventory; returns its leaves by scope, and its part of the plan."""
         # ``answer`` outlives this call: it must not refer to the trainer's memory.
         sharded, before = self._captured.sharded, self._before
         scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
@@ -293,10 +291,10 @@ class Saver:
     async def _store_objects(
         self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
     ) -> None:
-        """Stages all chunks and stores them; completes the objects that no other rank writes to."""
+        """Stages and stores all chunks; completes the objects that only this rank writes."""
         plans, order = objects.plans, write_order(objects.plans)
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
-        # Copies are bounded by the budget; views of live memory need only keep up.
+        # The budget bounds copies; views of live memory only need to keep the uploaders busy.
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
@@ -353,7 +351,7 @@ class Saver:
             self._announce_staged()
 
     async def _release_when_stopped(self, staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
-        """When the work is stopped, frees the memory of chunks that wait for a write that hangs."""
+        """Releases staged chunks if the work stops while a write hangs."""
         try:
             await anyio.sleep_forever()
         finally:
@@ -361,7 +359,7 @@ class Saver:
             release_leases(staged)
 
     async def _open(self, assignment: Assignment, objects: RankObjects) -> None:
-        """Opens this rank's objects, and joins those of other ranks."""
+        """Opens this rank's objects and joins those of other ranks."""
         tokens = await objects.open()
         if assignment.shares_objects:
             payload = await self._rounds.arrive(encode(tokens))
@@ -372,7 +370,7 @@ class Saver:
             await staging.run()
         if self._settings.copies:
             for leaf in self._leaves:
-                leaf.source = _RELEASED  # from now on the trainer may free its memory, too
+                leaf.source = _RELEASED  # the trainer may free its memory now
             self._announce_staged()
 
     def _announce_staged(self) -> None:
@@ -381,14 +379,13 @@ class Saver:
         self._on_staged()
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
-        """Lets uploaders begin when staging permits."""
         if self._settings.copies:
             await may_store.wait()
             await anyio.sleep(_HEAD_START_S)
         begin.set()
 
     async def _complete_shared(self, objects: RankObjects) -> None:
-        """Completes the objects of this rank that other ranks have written to as well."""
+        """Completes the objects of this rank that other ranks also write."""
         async with anyio.create_task_group() as tasks:
             for number, plan in enumerate(objects.plans):
                 if plan.has_joiners:
@@ -433,7 +430,7 @@ class Saver:
 
     def _pack(self, assignment: Assignment, scopes: list[list[int]]) -> tuple[ObjectPlan, ...]:
         if assignment.rules.codec is not None:
-            check_available()  # rank 0 has seen only its own installation
+            check_available()  # rank 0 has checked its own installation only
         assert assignment.plan is not None
         plans = pack(
             [leaf.item for leaf in self._leaves],
@@ -466,7 +463,7 @@ class Saver:
     # The end --------------------------------------------------------------------------------------
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
-        """Looks in the storage: the coordinator is gone, and it may have committed."""
+        """Looks in the storage: the coordinator is gone and may have committed."""
         objects = self._objects
         assert objects is not None
         if await is_committed(objects.storage, self._errands, objects.attempt):
@@ -476,6 +473,8 @@ class Saver:
         )
 
     async def _discard(self) -> None:
-        """Deletes what this rank wrote. Bounded; a failure is only logged, as it leaves garbage."""
+        """Deletes this rank's objects, in bounded time. A failure leaves garbage and is only
+        logged.
+        """
         if self._objects is not None:
             await self._errands.clean_up(self._objects.delete)

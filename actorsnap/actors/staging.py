@@ -1,9 +1,8 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
-It takes chunks in write order and sends them on a bounded stream. A chunk of contiguous CPU
-tensors in a blocking save is sent as views of the trainer's own memory, without a copy;
-anything else is copied into leased memory first, on worker threads. It must not know what
-becomes of the chunks.
+It takes chunks in write order and sends them on a bounded stream. In a blocking save, chunks of
+contiguous CPU tensors are views of the trainer's memory; worker threads copy all others into leased
+memory first. This module must not know how chunks are used.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["StagingActor", "sources_of"]
 
 _MAX_COPIED_BYTES = 48 << 20
-"""What a blocking save copies is bounded by this, whatever the budget: nobody waits for the
-copies, so that more of them in flight would only take memory."""
+"""Limit of copies in a blocking save, in bytes, besides the budget. The trainer does not wait for
+these copies, so more of them would only use memory.
+"""
 
 
 class StagingActor:
     """Stages all chunks of one rank's plan.
 
     Args:
-        order: Which, and where they go.
+        order: The chunks, and their destination.
         sources: Per object, the byte source of each item, in stored order.
-        copies: True copies every chunk, so that the trainer may overwrite its tensors as
-            soon as ``run`` has returned; they are not referred to any more then. False copies
-            only what cannot be read in place.
+        copies: True: copy every chunk, so that the trainer may overwrite its tensors as soon as
+            ``run`` has returned; the sources are released by then. False: copy only chunks that
+            cannot be read in place.
         budget: Lends the memory for copies.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
-        recorder: Records what is done when.
-        fence: Says which chunk comes next, and hears of each that is copied. Without one they are
-            copied in the order of ``order``.
-        on_eager_staged: Called when all is copied that is not to be copied lazily; with a fence.
+        fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
+            in the order of ``order``.
+        on_eager_staged: Called when everything but the lazy part is copied; with a fence only.
     """
 
     def __init__(
@@ -76,13 +75,12 @@ class StagingActor:
         self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
 
     async def run(self) -> None:
-        """Stages everything.
+        """Stages all chunks.
 
         Raises:
-            StateChanged: there is a fence, and somebody went around it.
-            Exception: what a device copy raises.
-        Cancellation: leases of chunks that were not sent are released; a copy in flight
-            ends first.
+            StateChanged: The state was changed without waiting for the fence.
+            Exception: Raised by a device copy.
+        Cancellation: Leases of unsent chunks are released; a copy in flight ends first.
         """
         chunks = iter(self._order)
         fence = self._fence
@@ -98,7 +96,7 @@ class StagingActor:
                 if fence is not None:
                     fence.check()
         finally:
-            # The trainer may free its memory now, whoever still holds this actor.
+            # The trainer may free its memory now, even if this actor stays referenced.
             self._sources = ()
             if fence is not None:
                 fence.open()
@@ -173,7 +171,7 @@ class StagingActor:
 
 
 def sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:
-    """The bytes of each item of an object, in stored order."""
+    """Returns the byte source of each item of an object, in stored order."""
     return [
         source if box is None else PartSource(source, box.start, stop - start)
         for source, box, start, stop in zip(

@@ -1,9 +1,8 @@
-"""What a call reports: a board of counters while it runs, and a recorder of what actors did.
+"""Progress of a running call, and a record of its actors' work.
 
-The board is for whoever waits: it holds only the latest state, so that a slow reader skips
-states, never holds up a save, and nothing queues for it. The recorder is for whoever wants to
-know afterwards where the time went; a call that nobody watches has ``NULL_RECORDER``. It knows no
-files and no clock but the one it is given.
+A ``ProgressBoard`` holds only the latest state: a slow reader skips states and never delays a save.
+A ``Recorder`` stores timings for later analysis; an unobserved call uses ``NULL_RECORDER``. This
+module knows no files, and only the clock it is given.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ logger = Lines(__name__)
 
 
 class Phase(StrEnum):
-    """How far a save is."""
+    """Phase of a save."""
 
     STAGING = "staging"
     STORING = "storing"
@@ -52,13 +51,13 @@ class Phase(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A state of a save on this rank. Counters are bytes and never fall.
+    """A state of a save on this rank. Counters are bytes and never decrease.
 
     Attributes:
-        phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``;
-            ``committed`` or ``aborted`` come last.
-        total_bytes: What this rank stores, headers included; 0 until it is planned.
-        staged_bytes, hashed_bytes, stored_bytes: Done so far, all before compression.
+        phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``; finally
+            ``committed`` or ``aborted``.
+        total_bytes: Bytes that this rank stores, headers included; 0 until planned.
+        staged_bytes, hashed_bytes, stored_bytes: Done so far, before compression.
     """
 
     phase: Phase = Phase.STAGING
@@ -76,7 +75,7 @@ class ProgressBoard:
     """The latest ``Progress`` of one save.
 
     Args:
-        label: Stands in every log line: snapshot, attempt and rank.
+        label: Prefix of every log line: snapshot, attempt and rank.
     """
 
     def __init__(self, label: str) -> None:
@@ -90,8 +89,10 @@ class ProgressBoard:
         return self._latest
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Calls ``listener`` after each change, on the runtime's thread; it must not block.
-        Returns what ends the subscription."""
+        """Calls ``listener`` after each change; returns a function that ends the subscription.
+
+        The listener runs on the runtime's thread and must not block.
+        """
         with self._lock:
             self._listeners.append(listener)
 
@@ -103,11 +104,9 @@ class ProgressBoard:
         return unsubscribe
 
     def plan(self, total_bytes: int) -> None:
-        """Sets what there is to do."""
         self._change(total_bytes=total_bytes)
 
     def add(self, *, staged: int = 0, hashed: int = 0, stored: int = 0) -> None:
-        """Counts bytes."""
         now = self._latest
         self._change(
             staged_bytes=now.staged_bytes + staged,
@@ -116,11 +115,11 @@ class ProgressBoard:
         )
 
     def show(self, progress: Progress) -> None:
-        """Takes over the state of another board that shows the same save."""
+        """Copies the state of another board of the same save."""
         self._change(**msgspec.structs.asdict(progress))
 
     def enter(self, phase: Phase) -> None:
-        """Moves on to ``phase``; the last one stays."""
+        """Enters ``phase``, unless the save has ended."""
         if not self._latest.is_last:
             logger.debug("%s: %s", self.label, phase)
             self._change(phase=phase)
@@ -134,7 +133,7 @@ class ProgressBoard:
 
 
 class Work(StrEnum):
-    """What an actor does."""
+    """Activity of an actor."""
 
     AGREE = "agree"
     CAPTURE = "capture"
@@ -157,7 +156,7 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
-    """What an actor waits for."""
+    """Reason for which an actor waits."""
 
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
@@ -176,15 +175,14 @@ _KINDS: dict[str, Kind] = {
 }
 
 _MAX_SPANS = 20_000
-"""Of a row: some megabytes of memory. Totals go on beyond it."""
+"""Maximum number of spans of a row: some megabytes of memory. Totals continue beyond it."""
 
 _MIN_WAIT_NS = 20_000
-"""A shorter wait is counted only."""
+"""Shortest wait that is recorded as a span, in nanoseconds; shorter ones only count."""
 
 
 class Span(NamedTuple):
-    """Something that a row did from ``begin_ns`` to ``end_ns``, with ``nbytes`` bytes of the
-    object ``key`` from ``offset`` on."""
+    """One activity of a row, on ``nbytes`` bytes of the object ``key`` from ``offset``."""
 
     kind: Kind
     begin_ns: int
@@ -195,7 +193,7 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a moment."""
+    """An event at a moment."""
 
     at_ns: int
     name: str
@@ -212,7 +210,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """All that was done of one kind. Times are nanoseconds of the recorder's clock."""
+    """Sum of all activities of one kind. Times are nanoseconds of the recorder's clock."""
 
     begin_ns: int
     count: int = 0
@@ -231,7 +229,7 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What a recorder holds, for another process of the machine."""
+    """Content of a recorder, for another process of the machine."""
 
     rows: list[RowRecord]
     marks: list[Mark]
@@ -239,15 +237,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row:
-    """What one actor did, one thing after the other. Made by a ``Recorder``.
+    """Sequential activities of one actor. Made by a ``Recorder``.
 
-    A span lasts from the end of the one before, so a call site is one line behind what it
-    describes. Used by one task, or by the thread that works for it, at a time.
+    A span begins at the end of the previous one, so a call site follows the work it describes. Used
+    by one task, or a thread working for it, at a time.
 
     Attributes:
-        name: Of the actor, with a number.
-        totals: By kind, in the order in which they came up.
-        num_dropped: Spans that were counted only, because there were too many.
+        name: The actor's name and a number.
+        totals: By kind, in order of first use.
+        num_dropped: Spans beyond the maximum, which were only counted.
     """
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
@@ -259,11 +257,11 @@ class Row:
         self._since_ns = clock()
 
     def restart(self) -> None:
-        """What went by since the last span was none of this actor's."""
+        """Excludes the time since the last span."""
         self._since_ns = self._clock()
 
     def note(self, kind: Kind, key: str = "", offset: int = 0, nbytes: int = 0) -> None:
-        """Since the last span, the actor did ``kind``."""
+        """Records the time since the last span as ``kind``."""
         begin_ns, end_ns = self._since_ns, self._clock()
         self._since_ns = end_ns
         totals = self.totals.get(kind)
@@ -283,7 +281,7 @@ class Row:
     def around(
         self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
     ) -> Callable[P, T]:
-        """``fn``, for a worker thread: notes the wait for one, and the call."""
+        """Wraps ``fn`` for a worker thread: records the wait for the thread, and the call."""
 
         def noted(*args: P.args, **kwargs: P.kwargs) -> T:
             self.note(Wait.THREAD)
@@ -295,15 +293,15 @@ class Row:
 
 
 class Recorder:
-    """What all actors of one call on one rank did. Rows are made on one thread at a time.
+    """Activities of all actors of one call on one rank. Rows are made on one thread at a time.
 
     Args:
-        clock: Nanoseconds; it is the same for all processes of a machine.
+        clock: Returns nanoseconds; the same for all processes of a machine.
 
     Attributes:
-        begin_ns: When it was made.
-        rows: In the order in which they were first used.
-        marks, samples: In the order in which they came.
+        begin_ns: Time of creation.
+        rows: In order of first use.
+        marks, samples: In order of arrival.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -316,7 +314,7 @@ class Recorder:
         self._num: dict[str, int] = {}
 
     def add_row(self, actor: str) -> Row:
-        """A row of its own, for all of the call."""
+        """Returns a new row, reserved for the whole call."""
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
         row = Row(f"{actor} {number}", self._clock)
@@ -325,7 +323,7 @@ class Recorder:
 
     @contextmanager
     def row(self, actor: str) -> Iterator[Row]:
-        """A row of such an actor that nobody uses now."""
+        """Yields an idle row of such an actor."""
         idle = self._idle.setdefault(actor, [])
         if idle:
             row = idle.pop(0)
@@ -338,7 +336,6 @@ class Recorder:
             idle.insert(0, row)
 
     def record(self) -> Record:
-        """All that was recorded."""
         rows = [
             RowRecord(
                 row.name,
@@ -352,7 +349,7 @@ class Recorder:
         return Record(rows, list(self.marks), list(self.samples))
 
     def adopt(self, record: Record) -> None:
-        """Adds what the recorder of another process of this machine holds."""
+        """Adds the content of another recorder on this machine."""
         for given in record.rows:
             row = Row(given.name, self._clock)
             row.spans = [Span(_KINDS[span[0]], *span[1:]) for span in given.spans]
@@ -363,19 +360,19 @@ class Recorder:
         self.samples += record.samples
 
     def clear(self) -> None:
-        """Forgets everything: whoever keeps the recorder keeps no memory."""
+        """Releases all content, even if the recorder itself is kept."""
         self.rows.clear()
         self.marks.clear()
         self.samples.clear()
         self._idle.clear()
 
     def mark(self, name: str, **details: str | int | float) -> None:
-        """Notes that something has happened; on any thread."""
+        """Records an event; on any thread."""
         if len(self.marks) < _MAX_SPANS:
             self.marks.append(Mark(self._clock(), name, details))
 
     def sample(self, name: str, measure: Callable[[], int]) -> None:
-        """Notes a quantity; on any thread."""
+        """Records a quantity; on any thread."""
         if len(self.samples) < _MAX_SPANS:
             self.samples.append(Sample(self._clock(), name, measure()))
 
@@ -395,24 +392,21 @@ class _NullRow(Row):
     def around(
         self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
     ) -> Callable[P, T]:
-        """Returns ``fn``."""
         return fn
 
 
 class _NullRecorder(Recorder):
-    """The recorder of a call that nobody watches: it keeps nothing."""
+    """The recorder of an unobserved call: it keeps nothing."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 0)
         self._row = _NullRow()
 
     def add_row(self, actor: str) -> Row:
-        """Returns a row that keeps nothing."""
         return self._row
 
     @contextmanager
     def row(self, actor: str) -> Iterator[Row]:
-        """Yields a row that keeps nothing."""
         yield self._row
 
     def adopt(self, record: Record) -> None:
@@ -422,8 +416,8 @@ class _NullRecorder(Recorder):
         """Does nothing."""
 
     def sample(self, name: str, measure: Callable[[], int]) -> None:
-        """Does nothing: not even ``measure``, which may cost microseconds."""
+        """Does nothing; does not even call ``measure``, which may cost microseconds."""
 
 
 NULL_RECORDER: Final[Recorder] = _NullRecorder()
-"""Recorder of all calls that nobody watches."""
+"""Recorder of all unobserved calls."""

@@ -1,9 +1,9 @@
 """The uploader actors: hash staged chunks and write them.
 
-A pool of them takes chunks from one bounded stream. Each chunk is checksummed from the very
-memory that is written, once: the CRC32C of the chunk, which goes with it to the storage, comes
-from those of its blocks. Where the storage can be called from threads, hashing and writing
-share one hop and the CPU cache: a block is written right after it was hashed.
+A pool of uploaders takes chunks from one bounded stream. Each chunk is hashed once, in the memory
+that is written; its CRC32C, which the storage gets, is combined from those of its blocks. If the
+storage can be called from threads, each block is written right after hashing, by the same thread,
+while in the CPU cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["UploaderActor"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
-"""Small pieces are gathered up to these sizes for one write call."""
+"""Maximum number of views in one write call; ``_BATCH_BYTES`` limits its bytes."""
 
 
 class UploaderActor:
@@ -34,16 +34,15 @@ class UploaderActor:
 
     Args:
         chunks: A clone of the stream of staged chunks.
-        writer_of: The writer of an object, by its number; waits until it is open.
-        ledgers: Per object, where its checksums go.
+        writer_of: Returns an object's writer, by number; waits until it is open.
+        ledgers: Per object, the receiver of its checksums.
         begin: Nothing is stored before this is set.
         report: Called with the object's number after each chunk.
-        is_stopped: Asked between two blocks, on any thread: True lets the rest go.
+        is_stopped: Returns whether to give up; called between two blocks, on any thread.
         has_blocking_io: Whether the writers may be called from worker threads.
-        resumes: Whether to ask the writers for what dead attempts have left.
-        pace: Says when to work; None: always.
-        compressed: Stores chunks of compressed objects; None where the objects are plain.
-        recorder: Records what is done when.
+        resumes: Whether to reuse data of dead attempts.
+        pace: Limits the time of work; None: no limit.
+        compressed: Stores chunks of compressed objects; None if the objects are plain.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class UploaderActor:
         """Stores chunks.
 
         Raises:
-            StorageError: a write failed; the chunk's lease is released.
-        Cancellation: as for a failure; a block that a worker thread writes ends first.
+            StorageError: A write failed; the chunk's lease is released.
+        Cancellation: As for a failure; a block that a worker thread writes ends first.
         """
         async with self._chunks:
             await self._begin.wait()
@@ -122,7 +121,7 @@ class UploaderActor:
             )
             if written is None:
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                raise RuntimeError(f"{ledger.key}: a chunk was given up, and nothing was cancelled")
+                raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
             checksums = written
             self._board.add(hashed=nbytes, stored=nbytes)
         else:
@@ -145,7 +144,7 @@ class UploaderActor:
 
 
 def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int], int]:
-    """What to write behind the head, the checksums of its blocks, and that of the chunk."""
+    """Returns the views after the head, their block checksums, and the chunk's checksum."""
     views = list(staged.views())
     checksums: list[int] = []
     whole = crc32c(staged.head)
@@ -164,7 +163,7 @@ def _hash_and_write(
     is_stopped: Callable[[], bool],
     row: Row,
 ) -> list[int] | None:
-    """Returns the checksums of the blocks; None if it was stopped before the last one."""
+    """Returns the checksums of the blocks; None if stopped before the last one."""
     row.note(Wait.THREAD)
     checksums: list[int] = []
     at = staged.chunk.start
@@ -196,7 +195,7 @@ def _write(
     nbytes: int,
     row: Row,
 ) -> None:
-    """Writes a batch that was just hashed."""
+    """Writes a batch just hashed."""
     row.note(Work.HASH, key, at, nbytes)
     writer.write_at_blocking(at, batch)
     row.note(Work.STORE, key, at, nbytes)

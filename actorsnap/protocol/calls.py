@@ -1,4 +1,4 @@
-"""Events and commands of several machines, with the same meaning in each."""
+"""Events and commands shared by several machines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True):
-    """The time that the caller allowed is over.
+    """The call's deadline has passed.
 
     Attributes:
-        timeout_s: For people.
-        trouble: The last error of a storage, for people; empty if there was none.
+        timeout_s: The time limit, in seconds; for people.
+        trouble: The last storage error, for people; empty if there was none.
     """
 
     timeout_s: float
@@ -31,12 +31,12 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> str:
-        """The beginning of every reason."""
+        """Common beginning of all reasons."""
         trouble = f"; {self.trouble}" if self.trouble else ""
         return f"timeout_s={self.timeout_s:g} is over{trouble}"
 
     def reason(self, absent: Sequence[int]) -> str:
-        """Why it ends where these ranks are waited for."""
+        """Returns why the call ends while these ranks are awaited."""
         named = ", ".join(map(str, absent[:16])) + (" ..." if len(absent) > 16 else "")
         return (
             f"{self.is_over}; still waiting for rank(s) {named}. Raise "
@@ -45,14 +45,13 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
 
 class RankLost(msgspec.Struct, frozen=True):
-    """A rank that was heard before was not heard for ``silent_s``; 0.0 if it has left."""
+    """A rank was silent for ``silent_s``; 0.0 if it has left."""
 
     rank: int
     silent_s: float
 
     @property
     def reason(self) -> str:
-        """For people."""
         if not self.silent_s:
             return f"rank {self.rank} has left: its process ended"
         return (
@@ -62,11 +61,11 @@ class RankLost(msgspec.Struct, frozen=True):
 
 
 class CoordinatorLost(msgspec.Struct, frozen=True):
-    """The coordinator was not heard for a while, or cannot be reached any more.
+    """The coordinator was silent for a while, or can no longer be reached.
 
     Attributes:
         reason: For people.
-        rank: 0 if it is silent; None where this end carries nothing any more, whoever's fault.
+        rank: 0 if it is silent; None if this end has failed.
     """
 
     reason: str
@@ -74,7 +73,7 @@ class CoordinatorLost(msgspec.Struct, frozen=True):
 
     @classmethod
     def silent(cls, rank: int, silent_s: float) -> CoordinatorLost:
-        """It was not heard for ``silent_s``; 0.0 if it has left."""
+        """Returns the event for a coordinator silent for ``silent_s``; 0.0 if it has left."""
         how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
         return cls(f"rank {rank}, which coordinates, {how}", rank)
 

@@ -1,9 +1,8 @@
-"""How an exception travels to another process or rank, and why an attempt failed.
+"""Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
-One codec for both ways: between ranks inside a ``Failure``, and between the uploader process and
-its trainer as a bare chain. An exception is encoded with its causes; of each its class, text, notes
-and fields. Encoding never raises, whatever the exception does when it is looked at: the receiver
-would wait for it until the deadline.
+Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
+An exception is encoded with its causes, each by class, text, notes and fields. Encoding never
+raises, whatever the exception's methods do: otherwise the receiver would wait until the deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _OS_FIELDS = ("errno", "strerror", "filename")
 
 
 class Stage(StrEnum):
-    """Where in a save or a restore something failed."""
+    """Stage of a save or a restore in which it failed."""
 
     CAPTURE = "capture"
     JOIN = "join"
@@ -69,7 +68,8 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
     Attributes:
         kind: Name of its class.
-        fields: Of an ``ActorSnapError``; of an ``OSError`` its number, text and file name; msgpack.
+        fields: Fields of an ``ActorSnapError``; number, text and file name of an ``OSError``;
+            msgpack.
     """
 
     kind: str
@@ -79,12 +79,12 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 def encode(error: BaseException) -> tuple[EncodedError, ...]:
-    """Returns the error, its cause, the cause of that, and so on. Never raises."""
+    """Encodes an error and its chain of causes. Never raises."""
     chain: list[BaseException] = []
     seen: object = error
     while isinstance(seen, BaseException) and len(chain) < _MAX_CAUSES:
         if any(seen is other for other in chain):
-            break  # causes can go in a circle
+            break  # causes can form a cycle
         chain.append(seen)
         seen = _cause_of(seen)
     return tuple([_encode_one(link) for link in chain])
@@ -115,7 +115,7 @@ def _encode_one(error: BaseException) -> EncodedError:
 
 
 def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
-    """Returns ``value`` as msgpack can encode it; other objects as the name of their class."""
+    """Returns a form of ``value`` that msgpack can encode; other objects by their class name."""
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value
@@ -139,7 +139,7 @@ def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
 def decode(chain: Sequence[EncodedError]) -> Exception:
     """Returns the first error of a chain, with the others as its causes.
 
-    One whose class is neither in ``errors`` nor built in is returned as a ``RuntimeError``.
+    A class that is neither in ``errors`` nor built in becomes a ``RuntimeError``.
     """
     assert chain
     cause: Exception | None = None
@@ -153,7 +153,7 @@ def decode(chain: Sequence[EncodedError]) -> Exception:
 
 
 def _decode_one(link: EncodedError) -> Exception:
-    with suppress(Exception):  # made of other things than those that were sent
+    with suppress(Exception):  # the fields do not fit the class
         fields = msgspec.msgpack.decode(link.fields) if link.fields else {}
         if "errno" in fields:
             return OSError(*[fields[name] for name in _OS_FIELDS])
@@ -165,18 +165,18 @@ def _decode_one(link: EncodedError) -> Exception:
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why an attempt ends without commit, or a restore; the same on every rank.
+    """Why an attempt or a restore failed; the same on every rank.
 
     Attributes:
         reason: For people.
-        stage: Where it began.
-        rank: On which rank, or None.
+        stage: Stage of the first failure.
+        rank: Rank of the first failure, or None.
         key: The object concerned, or None.
-        error: The error to raise on every rank. None: ``SnapshotAborted``, from the above.
-        causes: Of that error; see ``encode``.
-        may_be_visible: The commit failed in a way that may have left the commit object in
-            place. The objects that it names must then stay, or readers would find a broken
-            snapshot.
+        error: The error to raise on every rank. None: a ``SnapshotAborted`` made from the fields
+            above.
+        causes: Causes of that error; see ``encode``.
+        may_be_visible: The failed commit may have left the commit object in place. The objects that
+            it names must then stay, or readers would find a broken snapshot.
     """
 
     reason: str
@@ -196,8 +196,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of(
         cls, error: BaseException, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
-        """Returns a failure that is raised as ``error``, or, if that is no error of actorsnap, as a
-        ``SnapshotAborted`` that ``error`` caused."""
+        """Returns a failure that is raised as ``error``.
+
+        An error that is not of actorsnap becomes the cause of a ``SnapshotAborted``.
+        """
         if not isinstance(error, ActorSnapError):
             return cls.caused_by(error, stage=stage, rank=rank, key=key)
         first, *causes = encode(error)
@@ -228,10 +230,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of_save(cls, error: BaseException, *, stage: Stage, rank: int) -> Failure:
-        """Returns the failure of a save that has ended with ``error``, for its other ranks.
+        """Returns the failure of a save that ended with ``error``, for its other ranks.
 
         Args:
-            stage, rank: Where ``error`` does not name them itself.
+            stage, rank: Used if ``error`` does not name them.
         """
         if isinstance(error, StateChanged):
             return cls.of(error, stage=Stage.STAGE, rank=error.rank)
@@ -247,7 +249,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def to_error(self) -> ActorSnapError:
-        """Returns the error that every rank raises, a new one at each call."""
+        """Returns the error that every rank raises; a new one at each call."""
         error = None if self.error is None else decode([self.error, *self.causes])
         if isinstance(error, ActorSnapError):
             return error

@@ -1,13 +1,12 @@
-"""What a trainer and its uploader process say to each other, on the connection between them.
+"""Messages between a trainer and its uploader process.
 
-The trainer captures and stages; the process does all else of a save, as a process of its own would
-do it: it runs the participant, on rank 0 the coordinator, and the storage. See
-``docs/decisions/0011-uploader-process.md``. Bytes of tensors travel through the arena, never here.
+The trainer captures and stages. The process runs the participant, the coordinator on rank 0, and
+the storage. See ``docs/decisions/0011-uploader-process.md``. Tensor bytes travel through the arena,
+never here.
 
-Both ends are of the same release. What a state is like is said once, as a ``Structure`` with a
-digest; a save then names the digest, and the small values that differ from those that came with
-it. Chunks are not described at all: each end packs the same items by the same plan and rules, and
-counts the chunks in ``packing.write_order``.
+Both ends are of the same release. A state's ``Structure`` is sent once. A save then sends its
+digest and the small values that have changed since. Chunks are not described: each end packs the
+same items by the same plan and rules, and numbers the chunks as in ``packing.write_order``.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
-        requires_grad: Indices of those leaves that do.
-        holders: Ranks that hold the same, and the indices of what they hold.
-        rank_zero_wins: Indices of those of which rank 0's value counts.
-        memory_formats: Of leaves that have one, by index.
-        attributes: Of leaves that have some, by index, as JSON.
-        entries: The finished entries but for values, with their positions among all parts, as JSON.
+        requires_grad: Indices of the leaves that require gradients.
+        holders: Sets of ranks with the indices of the leaves that these ranks share.
+        rank_zero_wins: Indices of the leaves of which rank 0's value is authoritative.
+        memory_formats: By leaf index, where there is one.
+        attributes: By leaf index, where there are some; JSON.
+        entries: The other entries without values, with their positions among all parts; JSON.
         values: Positions of the values.
         optimizers: See ``RankManifest``.
     """
@@ -94,12 +93,14 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alive(_Frame, frozen=True, tag="a"):
-    """Nothing is new, in either direction."""
+    """Heartbeat without news, in either direction."""
 
 
 class AttemptsEnded(_Frame, frozen=True, tag="A"):
-    """Attempts of this end's own have committed, or cannot any more, in either direction: what they
-    have left is the other's to collect as well."""
+    """Attempts of the sender have committed or can no longer commit, in either direction.
+
+    The receiver may delete their garbage too.
+    """
 
     attempts: list[str]
 
@@ -108,11 +109,11 @@ class AttemptsEnded(_Frame, frozen=True, tag="A"):
 
 
 class Remember(_Frame, frozen=True, tag="r"):
-    """A structure that saves will name, and its values as they are now.
+    """Defines a structure that saves will name, with its current values.
 
     Attributes:
-        values: An entry each, as JSON.
-        forgotten: Digest of the one that no save will name any more, or empty.
+        values: One entry each, as JSON.
+        forgotten: Digest of a structure that no later save will name, or empty.
     """
 
     digest: bytes
@@ -122,7 +123,7 @@ class Remember(_Frame, frozen=True, tag="r"):
 
 
 class TeamRank(_Frame, frozen=True):
-    """The rank of a save among others.
+    """The rank of a save with several ranks.
 
     Attributes:
         team: Number of the trainer's team.
@@ -134,19 +135,19 @@ class TeamRank(_Frame, frozen=True):
 
 
 class Save(_Frame, frozen=True, tag="s"):
-    """Begin a save.
+    """Begins a save.
 
     Attributes:
-        number: Of the save, in all frames about it.
-        values: Those that differ from what ``Remember`` said: number among the values, entry.
+        number: Number of the save, in all frames about it.
+        values: Values that differ from those in ``Remember``: index among the values, and entry.
         url, at, storage_options: See ``runtime.place.Place``.
         options, metadata: As msgpack, and as JSON.
-        left_s: Seconds until ``Options.timeout_s`` is over.
+        left_s: Seconds left of ``Options.timeout_s``.
         step: See ``SaveRequest``.
-        budget_bytes: Of the trainer's process.
+        budget_bytes: Budget of the trainer's process, in bytes.
         after: The attempt of a process that died in this save, or empty.
-        records: Say at the end what was done.
-        team: None where this is the only rank.
+        records: Send ``Recorded`` at the end.
+        team: None if this is the only rank.
     """
 
     number: int
@@ -168,15 +169,17 @@ class Save(_Frame, frozen=True, tag="s"):
 
 
 class ChunksStaged(_Frame, frozen=True, tag="c"):
-    """Chunks lie in the arena: number of each, and its offset there, or None if it has no bytes
-    but the object's header."""
+    """Chunks are in the arena: the number of each, and its offset there.
+
+    The offset is None for a chunk of header bytes only.
+    """
 
     number: int
     chunks: list[tuple[int, int | None]]
 
 
 class StagingWaits(_Frame, frozen=True, tag="w"):
-    """The trainer waits for memory: store what there is."""
+    """The trainer waits for memory: begin to store."""
 
     number: int
 
@@ -188,34 +191,33 @@ class StagingEnded(_Frame, frozen=True, tag="e"):
 
 
 class StagingFailed(_Frame, frozen=True, tag="f"):
-    """No more chunks come."""
+    """Staging has failed; no more chunks follow."""
 
     number: int
     error: tuple[EncodedError, ...]
 
 
 class CancelSave(_Frame, frozen=True, tag="x"):
-    """Abort the save, if it is not too late."""
+    """Aborts the save, if it is not too late."""
 
     number: int
     reason: str
 
 
 class ChangeEnvironment(_Frame, frozen=True, tag="v"):
-    """Variables that the trainer has set since, or deleted: a storage may find its credentials
-    there."""
+    """Environment variables that the trainer has set or deleted since: they may be credentials."""
 
     variables: list[tuple[bytes, bytes | None]]
 
 
 class ChangeLogLevel(_Frame, frozen=True, tag="l"):
-    """Lines from this level on go to the trainer's log: its application has changed that since."""
+    """Sets the minimum level of lines for the trainer's log, after the application changed it."""
 
     level: int
 
 
 class ChangePace(_Frame, frozen=True, tag="p"):
-    """Uploaders work for this share of the time from now on; see ``pacing``."""
+    """Sets the share of the time in which uploaders work; see ``pacing``."""
 
     duty: float
 
@@ -228,7 +230,7 @@ class EndSave(_Frame, frozen=True, tag="E"):
 
 
 class EndReceived(_Frame, frozen=True, tag="m"):
-    """An end of the rank's mailbox gave an item (``transport.relay``).
+    """An end of the rank's mailbox has received an item (``transport.relay``).
 
     Attributes:
         to_coordinator: It is the coordinator's end.
@@ -254,11 +256,11 @@ class TurnGiven(_Frame, frozen=True, tag="t"):
 
 
 class TakeOver(_Frame, frozen=True, tag="T"):
-    """Open the rank's mailbox if the trainer ends before the save; prepare for that now.
+    """Prepares for opening the rank's mailbox if the trainer ends before the save.
 
     Attributes:
-        host, port: Of the TCPStore below all prefixes.
-        prefix: Of all keys.
+        host, port: Address of the underlying TCPStore.
+        prefix: Prefix of all keys.
         name: See ``StorePort.namespace``.
         session: See ``StorePort.session``.
         call: Number of the call in the team.
@@ -274,7 +276,7 @@ class TakeOver(_Frame, frozen=True, tag="T"):
 
 
 class LeaveTeam(_Frame, frozen=True, tag="L"):
-    """The trainer's team makes no more calls: see ``TeamRank.team``."""
+    """The trainer's team makes no more calls; see ``TeamRank.team``."""
 
     team: int
 
@@ -311,7 +313,7 @@ class Ready(_Frame, frozen=True, tag="r"):
 
 
 class MessageSent(_Frame, frozen=True, tag="m"):
-    """Send a message by the rank's mailbox.
+    """Sends a message through the rank's mailbox.
 
     Attributes:
         to: The rank; None: the coordinator.
@@ -339,7 +341,7 @@ class TakeOverPrepared(_Frame, frozen=True, tag="T"):
     """The answer to ``TakeOver``.
 
     Attributes:
-        error: Why the process cannot do it; empty if it can.
+        error: Why the process cannot take over; empty if it can.
     """
 
     number: int
@@ -347,17 +349,17 @@ class TakeOverPrepared(_Frame, frozen=True, tag="T"):
 
 
 class Begun(_Frame, frozen=True, tag="b"):
-    """The save has begun: from now on it may leave something behind. On rank 0 it has a name."""
+    """The save has begun, and may leave garbage from now on. On rank 0 the attempt has a name."""
 
     number: int
     attempt: str
 
 
 class StagingWanted(_Frame, frozen=True, tag="w"):
-    """How the state is cut into chunks. All ranks have joined.
+    """All ranks have joined: the rules and plan for packing the state.
 
     Attributes:
-        attempt, at: What is saved, and where: rank 0's.
+        attempt, at: Name and location of the attempt, as set by rank 0.
     """
 
     number: int
@@ -368,7 +370,7 @@ class StagingWanted(_Frame, frozen=True, tag="w"):
 
 
 class ChunksReleased(_Frame, frozen=True, tag="c"):
-    """These chunks' memory is not looked at any more."""
+    """The memory of these chunks is no longer used."""
 
     number: int
     chunks: list[int]
@@ -386,7 +388,7 @@ class Finished(_Frame, frozen=True, tag="f"):
     """The outcome.
 
     Attributes:
-        error: None if it is committed.
+        error: None if committed.
         is_unanswered: See ``CommitTurn.release``.
     """
 
@@ -396,10 +398,10 @@ class Finished(_Frame, frozen=True, tag="f"):
 
 
 class Recorded(_Frame, frozen=True, tag="t"):
-    """What the process did, for the trainer's trace; before ``Finished``.
+    """Activities of the process, for the trainer's trace; sent before ``Finished``.
 
     Attributes:
-        retries: How often the storage was asked again.
+        retries: Number of retried storage requests.
         record: See ``actors.trace.Record``, as msgpack.
     """
 

@@ -1,7 +1,7 @@
-"""What identifies a call that all ranks make together: its kind, its path and its step.
+"""The label of a call that all ranks make together: its kind, its path and its step.
 
-Ranks send a short digest of it with their first heartbeat; ``protocol.roll`` compares. This module
-knows the label and how it is shown to people.
+Ranks send a short digest of the label with their first heartbeat; ``protocol.roll`` compares. This
+module defines the label and its text for people.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_RUNS = 8
 
 
 class CallKind(StrEnum):
-    """Which call it is; the names are those of the methods."""
+    """Kind of a call, named as the method."""
 
     TAKE = "take"
     ASYNC_TAKE = "async_take"
@@ -32,11 +32,11 @@ class CallKind(StrEnum):
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True):
-    """A call, as it has to be equal on all ranks.
+    """Identifies a call; must be equal on all ranks.
 
     Attributes:
-        url: In a form that is equal for equal places, without secrets.
-        step: The caller's; None if it gave none.
+        url: Normalised URL of the path, without secrets.
+        step: The caller's step; None if not given.
     """
 
     kind: CallKind
@@ -45,7 +45,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """8 bytes that differ where labels differ."""
+        """8-byte digest of the label."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns rising ranks as people write them: ``"ranks 0 and 2 to 7"``."""
+    """Returns ascending ranks as text: ``"ranks 0 and 2 to 7"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

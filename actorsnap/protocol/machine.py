@@ -1,11 +1,11 @@
-"""What machines that are tables have in common: a state, and one door.
+"""Base of machines that are tables: a state, and one method for all events.
 
-Events go in by ``handle``, commands come out. Whoever holds a machine performs them; what they lead
-to comes back as events. A table has a row for each state, with a rule for each event that can come
-there. A rule is a method: it changes the machine, returns the commands, and does nothing else.
+``handle`` takes an event and returns commands. The machine's owner performs them and reports their
+results as events. A table has a row for each state, with a rule for each event that can occur
+there. A rule is a method: it changes the machine and returns commands, nothing else.
 
-What a row does not have cannot happen in its state: it is a ``ProtocolViolation``. A state with an
-empty row is final: whatever comes there is late, and harmless.
+An event without a rule in its state is a ``ProtocolViolation``. A state with an empty row is final:
+late events are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")
 
 Row: TypeAlias = Mapping[type, Callable[..., list[CommandT]]]
-"""The rules of a state, by the type of the event."""
+"""The rules of a state, by event type."""
 
 Table: TypeAlias = Mapping[StateT, Row[CommandT]]
 """The row of every state."""
@@ -32,11 +32,11 @@ class ProtocolViolation(AssertionError):
 
 
 class Machine(Generic[StateT, EventT, CommandT]):
-    """Goes through the states of a table.
+    """Base class of a machine with a table.
 
     Args:
         table: Its rules are methods of the machine.
-        first: The state in which it begins.
+        first: The initial state.
     """
 
     def __init__(self, table: Table[StateT, CommandT], first: StateT) -> None:
@@ -45,14 +45,14 @@ class Machine(Generic[StateT, EventT, CommandT]):
 
     @property
     def is_final(self) -> bool:
-        """Whether the outcome is there."""
+        """Whether the machine has ended."""
         return not self._table[self.state]
 
     def handle(self, event: EventT) -> list[CommandT]:
-        """Takes one event, returns what is to be done.
+        """Handles one event; returns the commands to perform.
 
         Raises:
-            ProtocolViolation: the table has no rule for it.
+            ProtocolViolation: The table has no rule for it.
         """
         if self.is_final:
             return []
@@ -64,7 +64,7 @@ class Machine(Generic[StateT, EventT, CommandT]):
         return commands
 
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
+        """Asserts the invariants, cheaply; called after each event."""
 
     def _ignore(self, event: EventT) -> list[CommandT]:
         return []

@@ -1,7 +1,7 @@
-"""What a coordinator knows from the save before, so that ranks need not say it again.
+"""A coordinator's memory of the previous save, which keeps ranks from sending the same data again.
 
-Inventories, lists of items and the plan are remembered by digests: what a rank says again is the
-digest. It says what is not known yet; ``coordinator`` decides when to ask for it.
+Inventories, item lists and the plan are remembered by digest. Ranks send digests; ``protocol.save``
+asks for the content of unknown ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Memory"]
 
 
 class Memory:
-    """What the coordinator of a group remembers from its last save: bounded by one save.
+    """Memory of a group's last save; its size is bounded by one save.
 
     Attributes:
         inventories: By digest.
         lists: Item lists, by digest.
-        agreed: What ``sharded`` returned when ranks were last seen to agree.
-        several: What then lay on several meshes.
+        agreed: Result of ``sharded`` when ranks were last found to agree.
+        several: The paths on several meshes at that time.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Memory:
         self._plan: SavePlan | None = None
 
     def copy(self) -> Memory:
-        """The same, for one save. It can be kept when that has planned."""
+        """Returns a copy for one save, to be kept once that save has planned."""
         other = Memory()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
         other.agreed, other.several = self.agreed, self.several
@@ -42,18 +42,20 @@ class Memory:
         return other
 
     def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """What ranks with these inventories say of sharded tensors: digests, an empty one
-        where there are none, and the ranks that say each, rising."""
+        """Groups ranks by the digest of their sharded tensors, in ascending order.
+
+        Ranks without sharded tensors have an empty digest.
+        """
         found: dict[bytes, list[int]] = {}
         for rank, structure in enumerate(structures):
             found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
     def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
-        """The plan for ranks with these inventories; forgets what is not in it.
+        """Returns the plan for ranks with these inventories; forgets all others.
 
         Raises:
-            UsageError: the inventories contradict each other.
+            UsageError: The inventories contradict each other.
         """
         several = self.several if self.sharded(structures) == self.agreed else frozenset()
         made_from = (structures, rules, several)

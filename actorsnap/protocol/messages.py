@@ -1,9 +1,9 @@
-"""What ranks and the coordinator say to each other while a snapshot is taken or restored.
+"""Messages between ranks and the coordinator during a save or a restore.
 
-Encoded as msgpack between processes, as arrays, because a job of thousands of ranks sends
-all of them through one place; passed as they are inside one process. Both ends are of the
-same release: ``Join`` names it, and the coordinator refuses another one. No message names
-its attempt: the transport tells saves apart, and gives none of one to another.
+Between processes they are encoded as msgpack arrays, because one process receives the messages of
+thousands of ranks. Within a process they are passed as objects. Both ends are of the same release:
+``protocol.save.Joined`` names it, and the coordinator refuses another one. Messages do not name
+their attempt: the transport separates saves.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Labelled(_Message, frozen=True, tag="l"):
 
 
 class Token(_Message, frozen=True):
-    """What ``Storage.join_writer`` needs of an object.
+    """Input of ``Storage.join_writer`` for one object.
 
     Attributes:
-        key: Without the attempt's folder; of a safetensors object also without ``data/`` and the
-            ending. Others begin with a slash.
-        token: Empty where it is the whole key.
+        key: Without the attempt's folder; for a safetensors object also without ``data/`` and the
+            suffix. Other keys begin with a slash.
+        token: Empty if it equals the whole key.
     """
 
     key: str
@@ -59,14 +59,14 @@ class Token(_Message, frozen=True):
 
     @classmethod
     def of(cls, attempt: str, key: str, token: bytes) -> Token:
-        """The token of the object ``key``."""
+        """Returns the token of the object ``key``."""
         begin, end = f"{attempt}/data/", ".safetensors"
         is_data = key.startswith(begin) and key.endswith(end)
         short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
         return cls(short, b"" if token == key.encode() else token)
 
     def opened(self, attempt: str) -> tuple[str, bytes]:
-        """The key and the token that ``of`` was given."""
+        """Returns the key and the token given to ``of``."""
         short = self.key
         key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
@@ -87,7 +87,7 @@ class Arrived(_Message, frozen=True, tag="a"):
 
 
 class Failed(_Message, frozen=True, tag="f"):
-    """The rank cannot go on."""
+    """The rank cannot continue."""
 
     rank: int
     failure: Failure
@@ -97,7 +97,7 @@ class Failed(_Message, frozen=True, tag="f"):
 
 
 class AskLabel(_Message, frozen=True, tag="B"):
-    """Send your label: it is not rank 0's."""
+    """Send your label: it differs from rank 0's."""
 
 
 class Absent(_Message, frozen=True, tag="W"):
@@ -107,7 +107,7 @@ class Absent(_Message, frozen=True, tag="W"):
 
 
 class Ask(_Message, frozen=True, tag="Q"):
-    """The decision needs more of this rank, which arrives at the same round again.
+    """The decision needs more data of this rank, which arrives at the same round again.
 
     Attributes:
         num_asked: 1 for the first ``Ask`` of the round, then one more each time.
@@ -124,7 +124,7 @@ class Proceed(_Message, frozen=True, tag="P"):
     Attributes:
         payload: The decision for this rank; msgpack.
         next_round: The next round that this rank takes part in.
-        is_last: There is none: the call has succeeded.
+        is_last: There is no next round: the call has succeeded.
     """
 
     round: int

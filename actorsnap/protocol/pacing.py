@@ -1,29 +1,26 @@
-"""How fast saves may be stored so that the trainer's steps stay as fast as they were.
+"""Limits how much uploads slow the trainer's steps.
 
-Theory of operation. Steps that end while nothing is stored say what a step takes. Steps that end
-while saves are stored say what that costs, in windows of some steps and a second. Costs grow with
-the *duty* of the uploaders, the share of the time in which they work, so that a window with its
-duty gives the slope, the windows together its estimate, older ones counting less, and the estimate
-gives the largest duty that keeps within the limit. Short saves share a window, and what was learned
-holds for the next one.
+Theory of operation. Steps that end while nothing is stored measure the usual step time. Steps that
+end while saves are stored measure the cost, in windows of several steps. Costs grow with the *duty*
+of the uploaders, the share of the time in which they work. Each window gives a slope; their
+average, with less weight on older ones, gives the largest duty within the limit. Short saves share
+a window, and the next save inherits the estimate.
 
-1. What is compared are means, without steps that took more than twice as long as others:
-   evaluations and stalls of a data loader are nobody's doing. Medians would not do: uploaders work
-   in bursts, which may meet one short step of ten.
-2. The trainer changes by itself: batches get longer, or shorter. When uploaders are to be slowed,
-   or seem to make the trainer faster, by measurements that are old, they *look*: they rest for some
-   steps, and what a step takes is measured anew. They also look when a save begins and there were
-   no steps before it.
-3. They never rest for good: no duty is below ``MIN_DUTY``, but for the looks, which are short.
-4. Nothing is slowed that lags behind its schedule: a straight line from the save's begin to half of
-   its ``timeout_s``, less ``SLACK`` of it.
-5. Nothing is slowed while a save is staged: the trainer waits for that, or will, and that may wait
-   for memory. Nor when no steps are reported: there is no trainer to protect.
-6. A duty is kept in *bursts*: all uploaders work at the same time, and then rest together. Of a
-   burst and the rest behind it, the burst is the duty. Whoever works when the burst is over ends
-   his chunk first, and that time counts.
+1. Means are compared, without steps that took more than twice the median: uploads do not cause
+   evaluations and stalls of a data loader. Medians would not do: a burst may affect one short step
+   in ten.
+2. Batches may get longer or shorter. If old measurements suggest a lower duty, or that uploads make
+   the trainer faster, uploaders *look*: they rest for some steps while the usual step time is
+   measured again. They also look when a save begins and no steps preceded it.
+3. No duty is below ``MIN_DUTY``, except during a look, which is short.
+4. Uploads are not slowed while a save lags behind its schedule: a straight line from its begin to
+   half of its ``timeout_s``, less ``SLACK`` of it.
+5. Uploads are not slowed while a save is staged: the trainer waits for it, or will, and staging may
+   wait for memory. Nor without reported steps: there is no trainer to protect.
+6. A duty is realised in *bursts*: all uploaders work at the same time, then rest together. The duty
+   is the burst's share of both. A chunk in progress when the burst ends is finished and counts.
 
-It knows no clock, and is told what time it is; ``actors/pace.py`` waits.
+This module has no clock: ``actors/pace.py`` measures and waits.
 """
 
 from __future__ import annotations
@@ -54,72 +51,74 @@ __all__ = [
 MIN_DUTY = 0.02
 SLACK = 0.05
 BURST_S = 0.02
-"""About a training step: nobody begins a chunk in a burst that is older."""
+"""Length of a burst, in seconds, about a training step: no chunk begins in an older burst."""
 
 _WINDOW, _WINDOW_S, _MAX_WINDOW = 16, 1.0, 256
-"""Steps that are judged together: so many, and more until they took so long."""
+"""Size of a window: minimum number of steps, minimum seconds, maximum number of steps."""
 
 _LOOK, _LOOK_S, _MAX_LOOK = 12, 0.25, 64
-"""Steps of a look, in the same way."""
+"""Size of a look, likewise."""
 
 _CLOCK_S = 1e-6
-"""No step is shorter: of what seems to take no time nothing is a share."""
+"""Minimum length of a step, in seconds; prevents a division by zero."""
 
 _OLD = 4
-"""After so many windows it is time to look again."""
+"""Number of windows after which measurements of the usual step time are old."""
 
 _OUTLIER = 2.0
-"""Times the median: such a step does not count."""
+"""Multiple of the median above which a step does not count."""
 
 _AIM = 0.8
-"""Of the limit: half of the windows are above what is aimed at."""
+"""Part of the limit that is aimed at: half of the windows exceed the aim."""
 
 _FORGET = 0.7
 _MOST_DOWN, _MOST_UP = 0.25, 2.0
-"""Of the last duty, from window to window."""
+"""Limits of the change of duty from window to window, as factors."""
 
 _QUIET_S = 2.0
 _QUIET_STEPS = 10
-"""No step for so long: there is no trainer."""
+"""Time without a step after which there is no trainer: the larger of seconds and multiples of a
+step.
+"""
 
 
 # Events -------------------------------------------------------------------------------------
 
 
 class StepEnded(msgspec.Struct, frozen=True):
-    """The trainer has done a step."""
+    """The trainer has finished a step."""
 
     seconds: float
 
 
 class StagingBegan(msgspec.Struct, frozen=True):
-    """A save is begun, and copies what it saves."""
+    """A save has begun to copy its state."""
 
     number: int
 
 
 class SavingBegan(msgspec.Struct, frozen=True):
-    """A save is staged, and is stored from now on; ``limit`` is its ``max_slowdown``."""
+    """A save is staged and is being stored; ``limit`` is its ``max_slowdown``."""
 
     number: int
     limit: float
 
 
 class SavingEnded(msgspec.Struct, frozen=True):
-    """It has ended in any way."""
+    """A save has ended, with any outcome."""
 
     number: int
 
 
 class Schedule(NamedTuple):
-    """How much of a save's bytes are stored, and how much of its time is over."""
+    """Stored share of a save's bytes, and elapsed share of its time."""
 
     stored: float
     elapsed: float
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """So long has gone by since the last such event, and how far the saves are."""
+    """Time since the last such event, and the progress of the saves."""
 
     seconds: float
     schedules: Sequence[Schedule] = ()
@@ -129,7 +128,9 @@ class TimePassed(msgspec.Struct, frozen=True):
 
 
 class SetDuty(msgspec.Struct, frozen=True):
-    """Uploaders work for this share of the time: 1 is all of it, 0 is a rest until the next one."""
+    """Sets the share of the time in which uploaders work: 1 is all of it, 0 rests until the next
+    one.
+    """
 
     duty: float
 
@@ -138,7 +139,7 @@ PacingEvent: TypeAlias = StepEnded | StagingBegan | SavingBegan | SavingEnded | 
 
 
 class PacingMachine:
-    """One trainer's uploaders, whichever save they work for."""
+    """Paces all uploaders of one trainer, across saves."""
 
     def __init__(self) -> None:
         self.duty = 1.0
@@ -147,7 +148,7 @@ class PacingMachine:
         self._undisturbed: deque[float] = deque(maxlen=_MAX_LOOK)
         self._disturbed: list[float] = []
         self._duties: list[float] = []
-        # What is believed to keep within the limit, and the sums that the slope is made of.
+        # The duty believed to keep within the limit, and the sums for the slope.
         self._learned = 1.0
         self._duty_cost = 0.0
         self._duty_square = 0.0
@@ -160,7 +161,7 @@ class PacingMachine:
         self._is_quiet = True
 
     def handle(self, event: PacingEvent) -> list[SetDuty]:
-        """Takes one event; returns the new duty, if it is another one."""
+        """Handles one event; returns the new duty, if it has changed."""
         match event:
             case StepEnded():
                 self._on_step(event.seconds)
@@ -180,7 +181,6 @@ class PacingMachine:
         return commands
 
     def validate(self) -> None:
-        """Asserts the invariants; called after each event, cheap."""
         assert MIN_DUTY <= self._learned <= 1.0
         assert self.duty == 0.0 or MIN_DUTY <= self.duty <= 1.0
         assert self._is_looking == (self.duty == 0.0)
@@ -208,8 +208,8 @@ class PacingMachine:
         seconds = max(seconds, _CLOCK_S)
         self._quiet_s, self._is_quiet, self._last_s = 0.0, False, seconds
         if self._staging:
-            pass  # neither disturbed by what is measured here, nor undisturbed
-        elif self._is_mixed:  # something has changed in it
+            pass  # staging disturbs such a step in ways that are not measured here
+        elif self._is_mixed:  # the duty or the set of saves changed during the step
             self._is_mixed = False
         elif not self._limits:
             self._undisturbed.append(seconds)
@@ -254,7 +254,7 @@ class PacingMachine:
         self._is_looking = True
 
     def _changed(self) -> list[SetDuty]:
-        """Takes what follows from the state."""
+        """Applies the duty that follows from the state."""
         if not self._limits or self._staging or self._is_quiet or self._is_behind:
             self._is_looking = False
             duty = 1.0
@@ -268,9 +268,9 @@ class PacingMachine:
 
 
 class Bursts:
-    """When the uploaders of a process begin chunks, so that they keep a duty.
+    """Times the chunks of a process' uploaders to keep a duty.
 
-    Times are of any clock that does not go back.
+    Times are of any monotonic clock.
 
     Attributes:
         duty: See ``SetDuty``.
@@ -283,14 +283,16 @@ class Bursts:
         self._rests_until_s = -math.inf
 
     def set(self, duty: float) -> None:
-        """Takes another duty: a rest ends, and a burst is what is begun from now on."""
+        """Changes the duty; ends a rest, and a new burst begins."""
         if duty != self.duty:
             self.duty = duty
             self._begun_s = math.inf
             self._rests_until_s = -math.inf
 
     def rest_s(self, now_s: float) -> float:
-        """How long to rest before a chunk; infinite: until the duty or the burst is another."""
+        """Returns the seconds to rest before a chunk; infinite: until the duty or the burst
+        changes.
+        """
         if self.duty == 1.0:
             return 0.0
         is_over = self._num_working > 0 and now_s - self._begun_s >= BURST_S
@@ -299,12 +301,14 @@ class Bursts:
         return max(0.0, self._rests_until_s - now_s)
 
     def begin(self, now_s: float) -> None:
-        """A chunk is begun."""
+        """Records the begin of a chunk."""
         self._begun_s = min(self._begun_s, now_s) if self._num_working else now_s
         self._num_working += 1
 
     def end(self, now_s: float) -> bool:
-        """A chunk has ended; returns whether the burst has, too, so that the rest is known."""
+        """Records the end of a chunk; returns whether the burst has ended, so that the rest is
+        known.
+        """
         self._num_working -= 1
         if self._num_working or not 0.0 < self.duty < 1.0:
             return False
@@ -318,6 +322,6 @@ def _suffices(steps: Sequence[float], least: int, seconds: float, most: int) -> 
 
 
 def _mean(steps: Sequence[float]) -> float:
-    """Without outliers."""
+    """Returns the mean without outliers."""
     longest = _OUTLIER * sorted(steps)[len(steps) // 2]
     return fmean([seconds for seconds in steps if seconds <= longest])

@@ -2,14 +2,14 @@
 
 The rounds:
 
-0. *Ready*: The input is checked, commit object and manifests are read. All ranks must have read
-   the same attempt. Only then ``state_dict()`` is called, which may be collective.
-1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to go
-   on, and how to read (``planning.exchange``). In a dry run, *weighed* comes next and is the last
-   one: it adds up the costs of all ranks.
-2. In shared mode one round per piece, through all turns of all sets of ranks that share: each
-   rank has read its piece, and all pass theirs on. A rank without a piece only arrives.
-3. *Read*: Everything is in place. Only then ``load_state_dict()`` is called.
+0. *Ready*: Each rank has checked its input and read the index of the same attempt. Only then
+   ``state_dict()`` is called, which may be collective.
+1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to
+   continue, and how to read (``planning.exchange``). A dry run ends with the next round, *weighed*,
+   which adds up the costs of all ranks.
+2. In shared mode one round per piece, for all turns of all sets of ranks that share: each rank has
+   read its piece, and all send theirs. A rank without a piece only arrives.
+3. *Read*: All data is in place. Only then ``load_state_dict()`` is called.
 4. *Loaded*: The last one.
 """
 
@@ -34,8 +34,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """A rank has read the index.
 
     Attributes:
-        url: Of its snapshot.
-        attempt: That it has found there.
+        url: URL of its snapshot.
+        attempt: The attempt found there.
     """
 
     url: str
@@ -46,9 +46,9 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
     """A rank has compared its app state with the snapshot.
 
     Attributes:
-        missing, unexpected, mismatched: As in ``IncompatibleState``; empty where that is no error.
-        unplaced: By each escaped key of the rank's app state, what is unexpected unless another
-            rank with that key has a place for it; likewise.
+        missing, unexpected, mismatched: As in ``IncompatibleState``; empty if allowed.
+        unplaced: By escaped key of the rank's app state, paths that are unexpected unless another
+            rank with that key has a place for them; empty if allowed.
     """
 
     wants: Wants
@@ -59,8 +59,10 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's reading by the plan costs: bytes that it needs in its app state, bytes it
-    reads from the storage, and by how many requests."""
+    """Cost of a rank's reads by the plan.
+
+    Bytes needed in its app state, bytes read from the storage, and number of requests.
+    """
 
     bytes_needed: int
     bytes_read: int
@@ -68,7 +70,7 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True):
-    """All ranks' ``Weighed``, in rank order, and the lines of all of them."""
+    """``Weighed`` of all ranks, in rank order, and their merged lines."""
 
     ranks: tuple[Weighed, ...]
     missing: tuple[str, ...]
@@ -80,7 +82,7 @@ class RestoreDecisions:
     """Decides the rounds of one restore; see ``actors.rounds.Decisions``.
 
     Args:
-        mode: How to read; the value of the coordinator's caller holds for all.
+        mode: How to read; the coordinator's value applies to all ranks.
         is_dry_run: Nothing is read.
     """
 
@@ -89,7 +91,7 @@ class RestoreDecisions:
         self._mode = mode
         self._is_dry_run = is_dry_run
         self._compared: list[Comparison] = []
-        # The round at which everything is read.
+        # The round at which all data is read.
         self._read = 2
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
@@ -97,7 +99,7 @@ class RestoreDecisions:
 
         Raises:
             SnapshotReplaced: The ranks have read different attempts.
-            IncompatibleState: In a strict restore, something does not fit on some rank.
+            IncompatibleState: In a strict restore, some rank's state does not fit.
         """
         if round == 0:
             return self._on_ready(_decode(payloads, Ready))
@@ -154,7 +156,7 @@ def _merged(ranks: Sequence[Comparison]) -> tuple[_Lines, _Lines, _Lines]:
 
 
 def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
-    """What is unexpected on each rank, with what no rank has a place for."""
+    """Returns the unexpected paths of each rank, including those unplaced on all ranks."""
     nowhere: dict[str, set[str]] = {}
     for own in ranks:
         for key, paths in own.unplaced.items():
@@ -167,7 +169,7 @@ def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
 
 
 def _merged_lines(ranks: Sequence[_Lines]) -> _Lines:
-    """The lines of all ranks, and whose they are where not all have them."""
+    """Merges the lines of all ranks; a line that not all ranks have names its rank."""
     common = set(ranks[0]).intersection(*ranks[1:])
     lines = [line for line in ranks[0] if line in common]
     for rank, own in enumerate(ranks):

@@ -1,23 +1,21 @@
 """The roll call at the beginning of each call that ranks make together, as a table.
 
-The first heartbeat of every rank says which call it makes, by a digest of its ``Label``. The
-machine runs in rank 0's process, in front of the machine that decides the call: that of a save, of
-the line of a save by uploader processes, or of a restore. Its actor (``actors.roll``) passes it
-what it needs; everything else goes on to the other machine.
+The first heartbeat of every rank contains a digest of the ``Label`` of its call. The machine runs
+in rank 0's process, in front of the coordinator of the save or restore. Its actor (``actors.roll``)
+feeds it and passes other messages on to the coordinator.
 
 Rules:
 
-1. Nothing that a rank sends goes on unless its label is rank 0's. So no rank is told to write,
-   and no step is passed, before all ranks have made the same call.
-2. Where labels differ the call is refused, with one ``UsageError`` for all ranks that shows the
-   labels. It is shown in full if all ranks call within ``SETTLE_S``. After a refusal nothing that
-   a rank sends goes on: it may belong to another call.
-3. A failure of one rank waits as long: a call out of phase may be why it failed, and is then the
-   error. A cancellation does not wait.
-4. While ranks are absent, all that have called are reminded of them after each of
-   ``REMIND_AFTER_S``. The deadline, and the loss of a rank, name the absent ones as well.
+1. Messages of a rank pass only if its label is rank 0's. So no rank writes, and no round passes,
+   before all ranks have made the same call.
+2. If labels differ, all ranks get one ``UsageError`` that shows the labels: all of them, if all
+   ranks call within ``SETTLE_S``. After a refusal no message passes: it may belong to another call.
+3. A failure of one rank waits as long: a call out of phase may be its cause, and is then the error.
+   A cancellation does not wait.
+4. Ranks that have called are reminded of absent ones after each of ``REMIND_AFTER_S``. The
+   deadline, and the loss of a rank, name the absent ranks too.
 
-Messages may come twice and late.
+Messages may be repeated or late.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ REMIND_AFTER_S = (10.0, 60.0, 300.0)
 """Times after its call at which a rank that waits for others logs a warning, in seconds."""
 
 SETTLE_S = 5.0
-"""Longest wait for ranks that have not called, once the call is known to fail, in seconds."""
+"""Maximum wait for ranks that have not called, once the call is known to fail, in seconds."""
 
 _MAX_LABELS = 6
 
@@ -91,17 +89,17 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class Warn(msgspec.Struct, frozen=True):
-    """Log a warning: this rank waits for ``ranks`` to call."""
+    """Logs a warning: this rank waits for ``ranks`` to call."""
 
     ranks: tuple[int, ...]
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """Give ``Settled`` after ``SETTLE_S``."""
+    """Requests ``Settled`` after ``SETTLE_S``."""
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """End the call on all ranks."""
+    """Ends the call on all ranks."""
 
     failure: Failure
 
@@ -113,13 +111,16 @@ _S = RollState
 
 
 def awaiting(label: Label, ranks: Sequence[int]) -> str:
-    """Returns what a rank does that waits for ``ranks`` to call."""
+    """Describes a rank that waits for ``ranks`` to call."""
     return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it"
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns why the call ends when ``ranks`` have not called by the deadline; or, where all have,
-    when rank 0 has not answered by then."""
+    """Returns the failure of a call whose deadline has passed.
+
+    Args:
+        ranks: Ranks that have not called; empty if rank 0 has not answered.
+    """
     reason = f"timeout_s={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"
@@ -136,12 +137,7 @@ def aborted(label: Label, reason: str, rank: int | None) -> Failure:
 
 
 class RollMachine(Machine[RollState, RollEvent, RollCommand]):
-    """The roll call of one call.
-
-    Args:
-        label: Rank 0's.
-        world_size: Ranks that take part.
-    """
+    """The roll call of one call; ``label`` is rank 0's."""
 
     def __init__(self, *, label: Label, world_size: int) -> None:
         super().__init__(_TABLE, _S.CALLING)
@@ -150,7 +146,7 @@ class RollMachine(Machine[RollState, RollEvent, RollCommand]):
         self._own = label.digest
         self._called: dict[int, bytes] = {}
         self._labels: dict[bytes, Label] = {self._own: label}
-        # Digests that a rank was asked for.
+        # Digests whose labels were requested.
         self._asked: set[bytes] = set()
         self._failure: Failure | None = None
         self._num_reminders = 0
@@ -161,7 +157,7 @@ class RollMachine(Machine[RollState, RollEvent, RollCommand]):
 
     @property
     def remind_after_s(self) -> float:
-        """When the next ``Reminded`` is due, in seconds after rank 0's call."""
+        """Seconds after rank 0's call at which the next ``Reminded`` is due."""
         left = REMIND_AFTER_S[self._num_reminders :]
         return left[0] if left and self.state is _S.CALLING else math.inf
 
@@ -195,7 +191,7 @@ class RollMachine(Machine[RollState, RollEvent, RollCommand]):
         return self._conclude()
 
     def _on_failed(self, event: Failed) -> list[RollCommand]:
-        # A rank whose input is bad has no label.
+        # A rank with invalid input has no label.
         if event.failure.stage is Stage.CANCEL or event.rank not in self._called:
             return self._refuse(event.failure)
         self._failure = self._failure or event.failure

@@ -1,25 +1,25 @@
-"""A call that all ranks make together: rounds that they pass one after the other.
+"""A call that all ranks make together, as a sequence of rounds.
 
-A rank works, *arrives* at the next round with a payload, and waits. When every rank that takes
-part in the round has arrived, the coordinator decides: ask some ranks for more, let all proceed,
-or abort. A save, a restore and a dry run are tables of decisions over this protocol
-(``protocol/save.py``, ``protocol/restore.py``). This file knows neither them nor what a payload
-means, and it must not know torch, clocks, transports or storage.
+A rank works, *arrives* at the next round with a payload, and waits. When every rank that takes part
+in the round has arrived, the coordinator decides: ask some ranks for more, let all proceed, or
+abort. A save, a restore and a dry run are tables of decisions over this protocol
+(``protocol/save.py``, ``protocol/restore.py``). This file must not know them or their payloads, nor
+torch, clocks, transports or storage.
 
 Rules:
 
 1. A rank leaves a round only after every rank that takes part in it has arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
-3. The decision of the commit round starts once, after all ranks have arrived. From then on only its
-   result counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
+3. The commit round is decided once, after all ranks have arrived. From then on only its result
+   counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
 4. A rank that has arrived at the commit round and then loses the coordinator does not know the
-   outcome, even if it failed or was cancelled in the meantime: its caller looks in the storage.
-   Before that round nothing can have been committed.
+   outcome, even if it has failed or was cancelled: its caller looks in the storage. Before that
+   round nothing can have been committed.
 5. Messages may be late or repeated. Another process may take over either end: it repeats the last
-   message of the end that it continues, and the other end answers as it did before.
+   message of that end, and the other end answers as before.
 
-Both machines are tables (``protocol/machine.py``): an event without a rule in a state is a defect.
-Messages are the exception: a late or repeated one has no effect.
+Both machines are tables (``protocol/machine.py``): an event without a rule is a defect, but late
+and repeated messages have no effect.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks that take part in the round proceed.
 
     Attributes:
-        payloads: By rank; a rank that is missing gets ``common``.
-        common: The payload of all other ranks.
+        payloads: By rank.
+        common: Payload of ranks without one in ``payloads``.
         skips: Number of following rounds that a rank takes no part in, by rank.
         commits_next: The next round is the commit round. Every rank takes part in it.
         is_last: The call has succeeded.
@@ -95,8 +95,10 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskMore(msgspec.Struct, frozen=True):
-    """These ranks arrive again, with answers to these questions. Then the round is decided again,
-    from the answers alone."""
+    """These ranks arrive again, with answers to these questions.
+
+    The round is then decided again, from the answers alone.
+    """
 
     questions: Mapping[int, bytes]
 
@@ -139,8 +141,8 @@ class Decide(msgspec.Struct, frozen=True):
     """Command: decide the round. Ends in ``Decided``.
 
     Attributes:
-        payloads: Of the ranks that take part; after ``AskMore``, of those that were asked.
-        commits: This is the commit round. Given once in a call.
+        payloads: Of the ranks that take part; after ``AskMore``, of the ranks asked.
+        commits: This is the commit round. Occurs once in a call.
     """
 
     round: int
@@ -149,11 +151,11 @@ class Decide(msgspec.Struct, frozen=True):
 
 
 class Hurry(msgspec.Struct, frozen=True):
-    """Command: end the commit that is under way soon. Its result still decides.
+    """Command: end the commit in progress soon. Its result still decides.
 
     Attributes:
-        has_grace: A rank has failed, or its caller has cancelled; the commit may take a moment,
-            as it is likely to succeed. False if the deadline has passed.
+        has_grace: A rank has failed, or its caller has cancelled; the commit may take a moment, as
+            it is likely to succeed. False if the deadline has passed.
     """
 
     failure: Failure
@@ -182,11 +184,10 @@ _C = CoordinatorState
 
 
 class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
-    """The coordinator's side of one call. Its last messages stay available: a rank that repeats
-    itself after the end gets the outcome again.
+    """The coordinator's side of one call.
 
-    Args:
-        world_size: Number of ranks.
+    Its last messages stay available: a rank that repeats a message after the end gets the outcome
+    again.
     """
 
     def __init__(self, *, world_size: int) -> None:
@@ -196,12 +197,12 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         self.failure: Failure | None = None
         self._commits = False
         self._payloads: dict[int, bytes] = {}
-        # The round that each rank takes part in next, and how often it was asked for more there.
+        # Per rank, its next round, the last ``Ask`` of this round, and the last answer's number.
         self._next = dict.fromkeys(range(world_size), 0)
         self._asked: dict[int, Ask] = {}
         self._num_answered: dict[int, int] = {}
-        # The ranks that the next decision is about, and those of them that have not arrived. Kept,
-        # not computed: there is an arrival per rank and round, and there may be thousands of ranks.
+        # The ranks of the next decision, and those of them that have not arrived. Stored, not
+        # computed: arrivals are frequent, and there may be thousands of ranks.
         self._parties = frozenset(range(world_size))
         self._awaited = set(self._parties)
         self._sent: dict[int, Proceed] = {}
@@ -232,7 +233,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         if asked is not None and event.num_asked < asked.num_asked:
             return [SendTo(rank, asked)]
         if self._num_answered.get(rank, -1) >= event.num_asked:
-            return []  # it came twice
+            return []  # a repeated message
         self._num_answered[rank] = event.num_asked
         self._payloads[rank] = event.payload
         self._awaited.discard(rank)
@@ -322,14 +323,16 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class WorkFailed(msgspec.Struct, frozen=True):
-    """Event: the rank cannot go on, or its caller has cancelled the call."""
+    """Event: the rank cannot continue, or its caller has cancelled the call."""
 
     failure: Failure
 
 
 class CoordinatorGone(msgspec.Struct, frozen=True):
-    """Event: the coordinator was lost or does not answer. ``failure`` is what the rank ends with
-    unless it finds a commit."""
+    """Event: the coordinator was lost or does not answer.
+
+    The rank ends with ``failure`` unless it finds a commit.
+    """
 
     failure: Failure
 
@@ -341,7 +344,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Command: begin the work that follows the round that was passed."""
+    """Command: begin the work after the passed round."""
 
     payload: bytes
 
@@ -380,11 +383,7 @@ _P = ParticipantState
 
 
 class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand]):
-    """A rank's side of one call.
-
-    Args:
-        rank: This rank.
-    """
+    """A rank's side of one call."""
 
     def __init__(self, *, rank: int) -> None:
         super().__init__(_PARTICIPANT, _P.WORKING)
@@ -420,7 +419,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         return [Enter(event.payload)]
 
     def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
-        """The rank failed after it had arrived: only the last round's outcome still counts."""
+        """Handles a decision after this rank failed: only the last round still counts."""
         if event.round != self.round or not event.is_last:
             return []
         return self._end(End(None, payload=event.payload))

@@ -2,17 +2,15 @@
 
 The rounds:
 
-0. *Joined*: Each rank has an inventory of its state, and sends digests. The coordinator asks one
-   rank per unknown digest for what is behind it, then plans who writes what. Each rank gets its
-   part of the plan.
-1. *Opened* (only ranks that share objects with others): The objects that others write to as well
-   are open. Each rank gets the tokens of those that it joins.
-2. *Written* (the same ranks): All chunks of shared objects are stored. Only then are these objects
-   completed.
+0. *Joined*: Each rank sends digests of its inventory. The coordinator asks one rank per unknown
+   digest for the content, then plans which rank writes which items. Each rank gets its part.
+1. *Opened* (only ranks that share objects): The objects with several writers are open. Each rank
+   gets the tokens of those that it joins.
+2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
 3. *Stored*, the commit round: Each rank has stored its manifest.
 
-Inventories, item lists and the plan of the previous save are remembered by their digests
-(``protocol.memory``): a rank that saves the same state again sends digests only.
+Inventories, item lists and the plan are remembered by their digests (``protocol.memory``): a rank
+that saves the same state again sends digests only.
 """
 
 from __future__ import annotations
@@ -73,12 +71,12 @@ class Joined(_Payload, frozen=True):
 
 
 class Question(_Payload, frozen=True):
-    """Asks for what digests stand for.
+    """Asks for the content of digests.
 
     Attributes:
-        inventory: The rank's inventory.
-        lists: Its item lists with these digests.
-        sharded: Its sharded tensors.
+        inventory: Requests the rank's inventory.
+        lists: Requests its item lists with these digests.
+        sharded: Requests its sharded tensors.
     """
 
     inventory: bool = False
@@ -104,18 +102,17 @@ Answer: TypeAlias = InventoryAnswer | ItemsAnswer | ShardedAnswer
 
 
 class Assignment(_Payload, frozen=True):
-    """What a rank writes.
+    """A rank's part of a save.
 
     Attributes:
         attempt: The attempt's name.
-        url: Where the coordinator saves to; holds for all ranks. UTF-8 with surrogates passed.
-        fsync: Whether everything has to be durable before the commit; holds for all ranks.
-        rules: The coordinator's packing rules; hold for all ranks.
-        digest: Of the plan.
+        url: The coordinator's URL; applies to all ranks. UTF-8 with ``surrogatepass``.
+        fsync: Whether all data must be durable before the commit; applies to all ranks.
+        rules: The coordinator's packing rules; apply to all ranks.
+        digest: Digest of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts at the same place, the newest first: their objects are not sent
-            again.
+        resumed: Dead attempts at the same URL, the newest first: their objects are not sent again.
         shares_objects: Some objects of this rank have several writers: it takes part in rounds 1
             and 2.
     """
@@ -143,12 +140,10 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(payload: object) -> bytes:
-    """Returns a payload as msgpack."""
     return _encoder.encode(payload)
 
 
 def decode(payload: bytes, kind: type[T]) -> T:
-    """Reverses ``encode``."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 
@@ -161,18 +156,18 @@ class SaveDecisions:
     """Decides the rounds of one save; see ``actors.rounds.Decisions``.
 
     Args:
-        attempt: Its name.
-        url: Where to save.
-        fsync: Whether everything has to be durable before the commit.
-        save: The description of the save for the commit object; each rank repeats it in its
-            manifest, rank 0 with the metadata.
-        release: This release. All ranks must be of the same.
-        rules: How all ranks pack.
-        resumed: Dead attempts whose objects are used, the newest first.
-        memory: Of the previous save; no other save may use it.
+        attempt: The attempt's name.
+        url: Destination of the save.
+        fsync: Whether all data must be durable before the commit.
+        save: Description of the save for the commit object. Each rank repeats it in its manifest,
+            rank 0 with the metadata.
+        release: This release, required on all ranks.
+        rules: Packing rules of all ranks.
+        resumed: Dead attempts whose objects are reused, the newest first.
+        memory: Memory of the previous save; no other save may use it.
 
     Attributes:
-        stage: The work that leads to the next round.
+        stage: The work before the next round.
     """
 
     def __init__(
@@ -214,7 +209,9 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        """Returns what the commit object names, from the payloads of the commit round."""
+        """Returns the manifest records for the commit object, from the payloads of the commit
+        round.
+        """
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], Stored)

@@ -1,18 +1,16 @@
-"""When a trainer has an uploader process, and what becomes of the saves of one that dies.
+"""Decides when a trainer has an uploader process, and the fate of saves when it dies.
 
-1. A process is started for the first save, or before, on request. What is asked of it meanwhile
-   is sent when it is ready.
-2. If it ends before it was ready, another one is started, once. If that fails, too, the saves
-   are made without a process, these and all later ones: a slow snapshot is better than none.
+1. A process is started for the first save, or earlier on request. Saves are sent when it is ready.
+2. If it ends before that, another one is started, once. If that fails too, these and all later
+   saves are made without a process: a slow snapshot is better than none.
 3. A process that is silent for too long is killed: it was stopped, or hangs in a system call.
-4. If it dies in a save whose chunks are all still in the arena, or still to be copied there, the
-   save is sent to the next process, once. That is told the attempt of the dead one, which may have
-   committed. Any other save ends as aborted, by the name of what happened. One of several ranks is
-   sent again only if the process had not begun it: else the others count on that one
-   (``protocol.line``).
-5. Each save that was asked for ends exactly once: as finished, aborted, or made without a process.
+4. If it dies in a save whose chunks are all still in the arena, or not yet copied there, the next
+   process gets the save, once, with the name of the dead attempt, which may have committed. Any
+   other save is aborted. A save with other ranks is sent again only if the process had not begun
+   it: otherwise the other ranks rely on the dead attempt.
+5. Each requested save ends exactly once: finished, aborted, or made without a process.
 
-What the two say to each other is in ``protocol.frames``.
+``protocol.frames`` defines the messages between trainer and process.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ __all__ = [
 
 
 class AskedToSave(msgspec.Struct, frozen=True):
-    """A save is to be made by the process.
+    """A save was requested.
 
     Attributes:
-        rank: Of the trainer, in it.
+        rank: The trainer's rank in the save.
         is_shared: Other ranks take part.
     """
 
@@ -66,18 +64,18 @@ class AskedToSave(msgspec.Struct, frozen=True):
 
 
 class AskedToStart(msgspec.Struct, frozen=True):
-    """There will be saves."""
+    """Saves will follow."""
 
 
 class AskedToCancel(msgspec.Struct, frozen=True):
-    """The caller wants the save no more."""
+    """The caller has cancelled the save."""
 
     number: int
     reason: str
 
 
 class AskedToEnd(msgspec.Struct, frozen=True):
-    """The trainers of a team have ended the save."""
+    """The save was ended for its team."""
 
     number: int
     failure: Failure
@@ -88,32 +86,32 @@ class ProcessReady(msgspec.Struct, frozen=True):
 
 
 class ProcessSilent(msgspec.Struct, frozen=True):
-    """Nothing was heard for so long."""
+    """The process was silent for this long."""
 
     seconds: float
 
 
 class ProcessEnded(msgspec.Struct, frozen=True):
-    """The process is gone, or could not be started; ``reason`` is for people."""
+    """The process has ended, or could not be started; ``reason`` is for people."""
 
     reason: str
 
 
 class AttemptBegun(msgspec.Struct, frozen=True):
-    """The process has begun the save, and on rank 0 given it a name; elsewhere that comes later."""
+    """The process has begun the save; on rank 0 its attempt has a name, on other ranks later."""
 
     number: int
     attempt: str
 
 
 class MemoryGone(msgspec.Struct, frozen=True):
-    """A chunk of the save lies in the arena no more."""
+    """A chunk of the save is no longer in the arena."""
 
     number: int
 
 
 class SaveEnded(msgspec.Struct, frozen=True):
-    """The process has told the outcome."""
+    """The process has reported the outcome."""
 
     number: int
 
@@ -130,7 +128,7 @@ class KillProcess(msgspec.Struct, frozen=True):
 
 
 class SendSave(msgspec.Struct, frozen=True):
-    """Send the save, and what is staged of it when that is asked for."""
+    """Send the save; its staged chunks follow on request."""
 
     number: int
     after: str = ""
@@ -144,7 +142,7 @@ class SendCancel(msgspec.Struct, frozen=True):
 
 
 class SendEnd(msgspec.Struct, frozen=True):
-    """Pass on that the team has ended it."""
+    """Report to the process that the save was ended for its team."""
 
     number: int
     failure: Failure
@@ -183,7 +181,7 @@ _MAX_STARTS = 2
 
 
 class SupervisorState(StrEnum):
-    """Of the process."""
+    """State of the process."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -208,7 +206,7 @@ _S = SupervisorState
 
 
 class Supervisor:
-    """One trainer's process, whichever it is."""
+    """Supervises the successive uploader processes of one trainer."""
 
     def __init__(self) -> None:
         self.state = _S.ABSENT
@@ -217,17 +215,16 @@ class Supervisor:
 
     @property
     def num_saves(self) -> int:
-        """How many have not ended."""
+        """Number of saves that have not ended."""
         return len(self._saves)
 
     def handle(self, event: SupervisorEvent) -> list[SupervisorCommand]:
-        """Takes one event, returns what is to be done."""
+        """Handles one event; returns the commands to perform."""
         commands = _RULES[type(event)](self, event)
         self.validate()
         return commands
 
     def validate(self) -> None:
-        """Asserts the invariants; called after each step, cheap."""
         if self.state in (_S.ABSENT, _S.UNUSABLE):
             assert not self._saves
         if self.state in (_S.STARTING,):
@@ -269,7 +266,7 @@ class Supervisor:
         if save.is_sent:
             commands.append(SendEnd(event.number, event.failure))
         if not save.is_sent or not save.has_begun:
-            # Nothing was staged for the process, which may still be starting up.
+            # Nothing was staged for the process, which may still be starting.
             commands.append(self._abort(event.number, event.failure.reason))
         return commands
 
@@ -325,7 +322,7 @@ class Supervisor:
         return commands
 
     def _bury(self, number: int, save: _Save, reason: str) -> list[SupervisorCommand]:
-        """What becomes of a save whose process has died; it may not have been sent to it."""
+        """Ends or keeps a save after its process has died; keeps one that was not sent."""
         if not save.is_sent:
             return []
         save.is_sent = False
@@ -358,7 +355,7 @@ class Supervisor:
                 reason=reason,
                 stage=Stage.CANCEL if is_cancelled else Stage.STORE,
                 rank=save.rank,
-                # The dead process may have got as far as to commit, and nobody has looked.
+                # The dead process may have committed, and nobody has looked.
                 may_be_visible=bool(save.attempt),
             ),
         )

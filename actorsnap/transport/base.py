@@ -1,10 +1,9 @@
-"""What a transport must do.
+"""Interface of a transport.
 
-A transport carries messages between the participants (one per rank) and the coordinator of
-one save. It keeps the order of messages between two parties, gives no message of one save to
-another, may lose everything after a party is gone, and knows nothing of what the messages
-mean. What it notices about the parties themselves comes out of ``receive`` too, in order
-with the messages: ``Lost`` and ``Broken``.
+A transport carries messages between the participants (one per rank) and the coordinator of one
+save. It keeps the order of messages between two parties, never mixes saves, and knows nothing of
+the messages' meaning. It may lose messages after a party is gone. ``receive`` also returns its own
+observations, ``Lost`` and ``Broken``, in order with the messages.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ __all__ = ["Began", "Broken", "CoordinatorEnd", "Lost", "Moved", "ParticipantEnd
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank takes part in this save, as its first heartbeat says. Given once per rank, to the
-    coordinator, before any message of the rank.
+    """A rank takes part in this save, by its first heartbeat.
+
+    Received once per rank, by the coordinator, before any message of the rank.
 
     Attributes:
-        tag: What the rank began the save with.
+        tag: The tag with which the rank began the save.
     """
 
     rank: int
@@ -31,14 +31,13 @@ class Began(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Lost"):
-    """A rank that took part in this save is not heard any more. Given once per rank.
+    """A rank that took part in this save has fallen silent. Received once per rank.
 
-    A rank that was never heard, in this save or one before, is not lost: the deadline is for
-    those.
+    A rank that was never heard, in this save or one before, is not lost: the deadline covers it.
 
     Attributes:
-        rank: Who; at a participant's end always 0, the coordinator's.
-        silent_s: For how long; 0.0 if it has taken its leave.
+        rank: The lost rank; at a participant's end always 0, the coordinator's.
+        silent_s: Seconds of silence; 0.0 if the rank has sent *bye*.
     """
 
     rank: int
@@ -46,10 +45,10 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Lost
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Broken"):
-    """This end carries nothing any more. Given once, and nothing comes after it.
+    """This end has failed. Received once, as the last item.
 
     Attributes:
-        reason: For people.
+        reason: Text for people.
     """
 
     reason: str
@@ -63,26 +62,26 @@ class ParticipantEnd(Protocol):
     """A rank's end."""
 
     async def send(self, message: ToCoordinator) -> None:
-        """Hands a message over; returns when it is queued."""
+        """Queues a message."""
 
     async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
-        """The next message. Cancellation: no message is lost."""
+        """Returns the next message. Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
-        """Whether rank 0 has begun this save as well, as far as this end has heard."""
+        """Returns whether rank 0 is known to have begun this save."""
 
 
 class CoordinatorEnd(Protocol):
     """The coordinator's end."""
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
-        """Hands a message over; returns when it is queued."""
+        """Queues a message."""
 
     async def receive(self) -> ToCoordinator | Began | Lost | Broken | Moved:
-        """The next message of any rank. Cancellation: no message is lost."""
+        """Returns the next message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:
         """Returns why the ranks may have given this process up; None if they have no reason to.
 
-        Looks now: a process that was stopped does not notice it.
+        Checks at the time of the call: a process that was stopped does not notice it.
         """

@@ -1,4 +1,4 @@
-"""The transport inside one process: bounded streams, messages passed as they are."""
+"""The transport inside one process: bounded streams that pass messages as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 __all__ = ["InprocTransport"]
 
 _MAX_MESSAGES_PER_RANK = 16
-"""A rank sends and gets fewer than ten messages per attempt; more would be a defect."""
+"""Capacity of a stream. A rank exchanges fewer than ten messages per attempt; more are a defect."""
 
 
 class InprocTransport:
@@ -30,11 +30,9 @@ class InprocTransport:
         ]
 
     def participant(self, rank: int) -> _Participant:
-        """The end of ``rank``."""
         return _Participant(self._up_send, self._down[rank][1])
 
     def coordinator(self) -> _Coordinator:
-        """The coordinator's end."""
         return _Coordinator(self._up_receive, [send for send, _ in self._down])
 
     def close(self) -> None:

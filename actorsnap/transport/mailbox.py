@@ -1,12 +1,12 @@
-"""The threads of a store port: frames into other ranks' mailboxes, and out of the own.
+"""The threads of a store port: they send and receive frames.
 
-A mailbox is a queue in the job's c10d store. One thread waits at the own one, one thread puts
-frames into others', each on its own connection (``clone``), so that neither waits for the
-other, nor the trainer for them. They move, encode and decode; what frames mean is decided by
-``transport.store``, on the runtime's loop. What the loop and the threads share is
-two queues, and a few attributes that one side sets and the other reads: there are no locks.
+A mailbox is a queue in the job's c10d store. One thread sends to other ranks' mailboxes, one
+receives from this rank's, each on its own connection (``clone``): neither waits for the other, nor
+the trainer for them. They encode and decode; ``transport.store`` interprets frames on the runtime's
+loop. Loop and threads share two queues and a few attributes, each set by one side and read by the
+other. There are no locks.
 
-It must not know torch: a store is whatever has the methods of ``QueueStore``.
+This module must not know torch: a store is any object with the methods of ``QueueStore``.
 """
 
 from __future__ import annotations
@@ -43,49 +43,50 @@ __all__ = [
 logger = Lines(__name__)
 
 PIECE_BYTES = 4 << 20
-"""A store's server closes the connection of whoever sends it more than 8 MiB at once."""
+"""Maximum payload of a frame, in bytes. The store's server closes a connection that sends more than
+8 MiB at once.
+"""
 
 _MAX_REUSED_BYTES = 64 << 10
-"""A message that goes to many ranks is encoded once; a large one is not kept for that."""
+"""Largest encoded message kept for further ranks, in bytes."""
 
 _FOREVER = timedelta(days=365)
-"""How long a thread waits at the mailbox. Each time it is over, torch prints a warning."""
+"""Timeout of a wait at the mailbox. torch prints a warning each time it expires."""
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
 
 
 class QueueStore(Protocol):
-    """What is needed of a store; ``TCPStore`` and ``HashStore``, also behind ``PrefixStore``."""
+    """The required methods of a store. ``TCPStore`` and ``HashStore`` have them, also within a
+    ``PrefixStore``.
+    """
 
     def clone(self) -> Any:
-        """The same store over a new connection."""
+        """Returns the same store over a new connection."""
 
     def queue_push(self, key: str, value: bytes, /) -> None:
-        """Appends."""
+        """Appends to the queue."""
 
     def queue_pop(self, key: str, block: bool = True, /) -> bytes:
-        """Takes the first; waits for it up to the timeout."""
+        """Removes and returns the first value; waits for one up to the timeout."""
 
     def queue_len(self, key: str, /) -> int:
-        """How many there are."""
+        """Returns the number of queued values."""
 
     def set_timeout(self, timeout: timedelta, /) -> None:
-        """For all later calls."""
+        """Sets the timeout of all later calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics:
-    """What went through the store, since the port was made. Bytes are those of whole frames.
+    """Traffic through the store since the port was made.
 
     Attributes:
-        messages_sent: Messages of saves; those to oneself do not count.
-        bytes_sent: Of all frames, heartbeats too.
-        messages_received: Of saves, also of ended ones.
-        bytes_received: Of all frames.
-        beats_sent: Heartbeats.
-        beats_received: Heartbeats.
-        num_dropped: Frames that nobody wanted: late, foreign, or not to be decoded.
+        messages_sent, messages_received: Messages of saves, without those within rank 0.
+        bytes_sent, bytes_received: Bytes of all frames.
+        beats_sent, beats_received: Heartbeats.
+        num_dropped: Frames that were late, foreign, or undecodable.
     """
 
     messages_sent: int
@@ -104,11 +105,11 @@ class Kind(IntEnum):
     DOWN = 3  # to a participant
     BEAT = 4  # payload: a ``Pulse``
     BYE = 5  # the sender's port closes, or rank 0 does not know the session
-    STOP = 6  # to oneself; token: the own
+    STOP = 6  # to this process; token: its own
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """What lies in a mailbox."""
+    """One value in a mailbox."""
 
     kind: Kind
     sender: int
@@ -119,13 +120,13 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):
-    """What a heartbeat says.
+    """Content of a heartbeat.
 
     Attributes:
-        every_s: So often it comes, and so often the sender wants to hear of the others.
+        every_s: Interval of this heartbeat, and requested interval of the others', in seconds.
         open: Numbers of the sender's saves in flight.
-        awaited: Numbers of others' saves that the sender has not begun yet, but will.
-        tags: What the saves in ``open`` were begun with.
+        awaited: Numbers of others' saves that the sender has not begun yet.
+        tags: Tags of the saves in ``open``.
     """
 
     every_s: float
@@ -150,7 +151,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A frame, with what its payload says."""
+    """A frame with its decoded payload."""
 
     frame: Frame
     content: Any = None
@@ -158,7 +159,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A thread cannot go on; or, with a number, a message of that save cannot be sent."""
+    """Failure of a thread; with a number, failure to send a message of that save."""
 
     reason: str
     number: int | None = None
@@ -166,7 +167,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What the sending thread says while a save is in flight."""
+    """The heartbeat that the sending thread repeats while a save is in flight."""
 
     frame: bytes
     every_s: float
@@ -181,24 +182,25 @@ _Job: TypeAlias = tuple[int, Outgoing | Frame] | _Wake | None
 
 
 class Mailbox:
-    """A rank's mailbox, and the way to others'. The threads are daemons.
+    """A rank's mailbox, and access to the others'. The threads are daemons.
 
     Args:
-        store: Cloned by the threads, then let go.
-        keys: The queues of all ranks.
-        rank: Whose this is.
-        token: Tells this mailbox' own frames.
-        up: The type of messages to the coordinator, for msgspec.
-        down: The type of messages to participants.
-        wake: Called by a thread when something has arrived that must not wait.
-        clock: Tells seconds; for ``beaten`` only.
+        store: Cloned by the threads, then released.
+        keys: Queues of all ranks.
+        rank: Owner of this mailbox.
+        token: Identifies this mailbox' own frames.
+        up: Type of messages to the coordinator, for msgspec.
+        down: Type of messages to participants.
+        wake: Called by a thread when the loop should look at ``arrived``.
+        clock: Returns seconds; for ``beaten`` only.
 
     Attributes:
-        arrived: What came. The loop takes it out.
-        beaten: When heartbeats were sent, by ``clock``. The loop takes them out.
-        beat: What to say while a save is in flight. The loop sets it, and then calls ``wake_up``.
-        present: To whom. The loop changes it.
-        wakes_on_beat: Whether a heartbeat must not wait either. The loop sets it.
+        arrived: Received frames and faults. The loop removes them.
+        beaten: Times of sent heartbeats, by ``clock``. The loop removes them.
+        beat: The heartbeat to send; None: no save is in flight. The loop sets it, then calls
+            ``wake_up``.
+        present: Receivers of heartbeats. The loop changes it.
+        wakes_on_beat: Whether a received heartbeat calls ``wake``. The loop sets it.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Mailbox:
         self.beaten: deque[float] = deque()
         self.beat: Beat | None = None
         self.wakes_on_beat = True
-        # A dictionary for its order, and because it is copied in one step.
+        # A dictionary keeps the order, and is copied in one step.
         self.present: dict[int, None] = {}
         self._keys = keys
         self._rank = rank
@@ -246,13 +248,12 @@ class Mailbox:
         ]
 
     def start(self) -> None:
-        """Once, when ``wake`` may be called."""
         for thread in self._threads:
             thread.start()
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections stand, or have stood."""
+        """Whether both connections have been established."""
         return all(self._connected.values())
 
     def put(self, to: int, what: Outgoing | Frame) -> None:
@@ -264,7 +265,7 @@ class Mailbox:
         self._outbox.put(_Wake.WAKE)
 
     def statistics(self, num_dropped: int) -> StoreStatistics:
-        """From any thread."""
+        """Returns the counters. From any thread."""
         return StoreStatistics(
             messages_sent=self._sent[0],
             bytes_sent=self._sent[1],
@@ -276,14 +277,16 @@ class Mailbox:
         )
 
     def stop(self, *, is_continued: bool = False) -> None:
-        """Lets the threads end: what is queued is sent, and the mailbox emptied unless another
-        process continues it."""
+        """Ends the threads after queued messages are sent.
+
+        Empties the mailbox, unless another process continues it.
+        """
         self._is_continued = is_continued
         self.put(self._rank, Frame(Kind.STOP, self._rank, self._token))
         self._outbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads; one that the store does not let go is left to itself."""
+        """Waits for the threads. One that is stuck in the store is left running."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -300,12 +303,12 @@ class Mailbox:
             store: QueueStore = store_for.pop(what).clone()
             store.set_timeout(_FOREVER)
             self._connected[what] = True
-            self.wake_up()  # a hello may wait for that
+            self.wake_up()  # a hello may wait for the connection
             work(store)
         except Exception as error:
             logger.debug("%s: cannot %s", self._keys[self._rank], what, exc_info=True)
             self._post(Fault(_explain(error)))
-            self._outbox.put(None)  # the sending thread is of no use alone
+            self._outbox.put(None)  # ends the sending thread, which is useless alone
 
     def _receive(self, store: QueueStore) -> None:
         key = self._keys[self._rank]
@@ -313,7 +316,7 @@ class Mailbox:
         pieces: dict[tuple[int, bytes, Kind, int], list[bytes]] = {}
         num_waiting = 0
         while True:
-            # Waiting asks the server twice, so what lies there already is taken without.
+            # A blocking pop costs two requests; values already queued are popped without blocking.
             data = store.queue_pop(key, num_waiting == 0)
             num_waiting = num_waiting - 1 if num_waiting else store.queue_len(key)
             self._received[1] += len(data)
@@ -322,7 +325,7 @@ class Mailbox:
                 if frame.kind is Kind.STOP and frame.token == self._token:
                     break
                 arrived = self._decode(frame, pieces)
-            except Exception as error:  # whatever lies there: the thread must go on
+            except Exception as error:  # any content: the thread must continue
                 self._num_undecodable += 1
                 logger.warning("%s: dropped a frame of %d bytes: %s", key, len(data), error)
                 continue
@@ -335,7 +338,7 @@ class Mailbox:
     def _decode(
         self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]
     ) -> Arrived | None:
-        """The frame with its content; None while more pieces are to come."""
+        """Returns the frame with its content; None if further pieces follow."""
         if frame.kind is Kind.BEAT:
             self._received[2] += 1
             return Arrived(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
@@ -378,12 +381,12 @@ class Mailbox:
                         encoded = self._push_message(store, to, what, encoded)
                 beat = self._sayable_beat()
             if beat is not said:
-                # A save has begun or ended, or the session has: the others hear at once.
+                # A save or the session has begun or ended: the others hear of it at once.
                 said, beat_at, hello_s = beat, 0.0, 0.0
             if beat is not None and time.monotonic() >= beat_at:
                 every_s = beat.every_s
                 if beat.is_hello:
-                    # Nobody may be there yet to empty the mailbox.
+                    # The receiver may not run yet, so its mailbox may not be emptied.
                     every_s = hello_s = min(max(every_s, 2 * hello_s), _HELLO_MAX_S)
                 for other in list(self.present):
                     self._push(store, other, beat.frame)
@@ -392,8 +395,11 @@ class Mailbox:
                 self.beaten.append(self._clock())
 
     def _sayable_beat(self) -> Beat | None:
-        """Who says hello must hear the welcome soon: it says so rarer and rarer, and would be
-        taken for lost if the connection it listens on takes long."""
+        """Returns the heartbeat to send, if any.
+
+        No hello is sent before the receiving connection is ready. Hellos become rarer, so a late
+        welcome could make this rank appear lost.
+        """
         beat = self.beat
         is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
         return None if is_mute else beat
@@ -401,11 +407,11 @@ class Mailbox:
     def _push_message(
         self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]
     ) -> tuple[object, bytes]:
-        """Sends one; what goes to many ranks is encoded once."""
+        """Sends one message. A message to many ranks is encoded once."""
         if encoded[0] is not job.message:
             try:
                 encoded = (job.message, self._encoder.encode(job.message))
-            except Exception as error:  # a defect, but of one message only
+            except Exception as error:  # a defect, limited to one message
                 logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
                 self._post(Fault(f"a message cannot be encoded: {describe(error)}", job.number))
                 return encoded
@@ -424,8 +430,8 @@ class Mailbox:
 
     def _post(self, arrived: Arrived | Fault) -> None:
         self.arrived.append(arrived)
-        # While a save is in flight, a beat is looked at when something else is, or when somebody
-        # looks for silence.
+        # While a save is in flight, the loop reads heartbeats together with other frames, or when
+        # it checks for silence.
         is_beat = isinstance(arrived, Arrived) and arrived.frame.kind is Kind.BEAT
         if self.wakes_on_beat or not is_beat:
             self._wake()

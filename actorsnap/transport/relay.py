@@ -1,11 +1,10 @@
-"""Lets the engine of a call run in another place than the rank's mailbox.
+"""Connects an engine in another process with the rank's mailbox.
 
 The trainer owns the mailbox. An engine in the uploader process uses ``RelayedEnds``; a ``Relay``
 passes messages between these and the ends of the mailbox. If the trainer ends after everything is
-staged, the process opens the mailbox itself and connects the same ``RelayedEnds`` to a relay of
-its own.
+staged, the process opens the mailbox itself and connects the same ``RelayedEnds`` to its own relay.
 
-It must not know links, processes or torch.
+This module must not know links, processes or torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _item = msgspec.msgpack.Decoder(Item)
 
 
 def encode_item(item: Item) -> bytes:
-    """Encodes a message, or what a transport noticed, as msgpack."""
+    """Encodes a message, or an event of the transport, as msgpack."""
     return msgspec.msgpack.encode(item)
 
 
@@ -50,10 +49,10 @@ def decode_item(data: bytes) -> Item:
 
 
 class Wire(Protocol):
-    """The way from relayed ends to the mailbox. On the loop only."""
+    """Connects relayed ends with the mailbox. On the loop only."""
 
     def post(self, to: int | None, message: Message) -> None:
-        """Sends ``message`` to rank ``to``, or to the coordinator if that is None. Never waits."""
+        """Sends ``message`` to rank ``to``; None: to the coordinator. Never waits."""
         ...
 
     async def absence(self) -> str | None:
@@ -62,7 +61,7 @@ class Wire(Protocol):
 
 
 class _Relayed:
-    """Items for one party, until it asks for them."""
+    """Queues items for one party."""
 
     def __init__(self) -> None:
         self._in, self._out = anyio.create_memory_object_stream[Item | Moved](math.inf)
@@ -121,7 +120,7 @@ class RelayedEnds:
 
     Attributes:
         participant: This rank's end.
-        coordinator: On rank 0.
+        coordinator: The coordinator's end; None except on rank 0.
     """
 
     def __init__(self, wire: Wire, *, rank: int) -> None:
@@ -137,18 +136,18 @@ class RelayedEnds:
             self.participant.items.put(item)
 
     def move(self, wire: Wire) -> None:
-        """Connects the ends to another wire; messages on the way may be lost."""
+        """Connects the ends to another wire; messages in transit may be lost."""
         for end in self._ends():
             end.wire = wire
             end.items.put(Moved())
 
     def break_off(self, reason: str) -> None:
-        """Ends the call: nothing comes any more."""
+        """Ends the call: no further item arrives."""
         for end in self._ends():
             end.items.put(Broken(reason=reason))
 
     def close(self) -> None:
-        """Releases the ends. Again does nothing."""
+        """Releases the ends. Idempotent."""
         for end in self._ends():
             end.items.close()
 
@@ -160,10 +159,8 @@ class Relay:
     """The mailbox' side of one call; a ``Wire``. On the loop only.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         participant: This rank's end of the mailbox.
-        coordinator: On rank 0.
+        coordinator: The coordinator's end; None except on rank 0.
         on_aborted: Called when the coordinator aborts the call.
     """
 
@@ -186,14 +183,14 @@ class Relay:
         self._posted_in, self._posted_out = anyio.create_memory_object_stream[
             tuple[int | None, Message] | anyio.Event
         ](math.inf)
-        # What an engine that dies leaves undone is done with these.
+        # Needed to conclude the call in place of an engine that died.
         self._rounds = dict.fromkeys(range(world_size), 0)
         self._sent_outcome: Proceed | Aborted | None = None
         self._outcome: Proceed | Aborted | Lost | Broken | None = None
         self._over = anyio.Event()
 
     async def run(self) -> None:
-        """Passes messages on until it is cancelled; once."""
+        """Passes messages on until cancelled. Call once."""
         async with self._posted_in, self._posted_out, anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_posted)
             tasks.start_soon(self._pass_on, self._participant, False)
@@ -201,41 +198,39 @@ class Relay:
                 tasks.start_soon(self._pass_on, self._coordinator, True)
 
     def attach(self, put: Callable[[bool, Item], None]) -> None:
-        """Passes everything received so far, and from now on, to an engine."""
+        """Passes all items to an engine, beginning with those received so far."""
         self._put = put
         for to_coordinator, item in self._kept or ():
             put(to_coordinator, item)
 
     def forget(self) -> None:
-        """Keeps items no longer: the engine has begun, and no other one can begin again."""
+        """Stops keeping items: the engine has begun, and no other can replace it."""
         self._kept = None
 
     def post(self, to: int | None, message: Message) -> None:
-        """See ``Wire``."""
         if to is not None:
             self._sent_outcome = _outcome_of(message) or self._sent_outcome
         with contextlib.suppress(anyio.ClosedResourceError):  # the call has ended
             self._posted_in.send_nowait((to, message))
 
     async def flush(self) -> None:
-        """Waits until everything that was posted is sent."""
+        """Waits until all posted messages are sent."""
         sent = anyio.Event()
         self._posted_in.send_nowait(sent)
         await sent.wait()
 
     async def absence(self) -> str | None:
-        """See ``Wire``."""
         assert self._coordinator is not None
         return await self._coordinator.absence()
 
     async def conclude(
         self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
     ) -> Failure | None:
-        """Ends the call in place of an engine that is gone, on rank 0 for all ranks.
+        """Ends the call in place of an engine that is gone; on rank 0, for all ranks.
 
         Args:
             failure: Why there is no engine.
-            look: Looks whether the call has committed; None if the storage does not answer.
+            look: Returns whether the call has committed; None if the storage does not answer.
 
         Returns:
             The outcome: None if committed.
@@ -275,7 +270,7 @@ class Relay:
         return Failure(reason=reason, stage=Stage.COMMIT, rank=0, may_be_visible=True)
 
     def _note(self, item: Item) -> None:
-        """Notes how the call has ended for this rank."""
+        """Records the outcome for this rank."""
         outcome = item if isinstance(item, Lost | Broken) else _outcome_of(item)
         if outcome is not None:
             self._outcome = outcome

@@ -1,28 +1,26 @@
-"""The transport between processes: mailboxes in the store that the job has anyway.
+"""The transport between processes: mailboxes in the job's c10d store.
 
-Every rank of a group has one mailbox, a queue in a c10d store. A ``StorePort`` is one process'
-access to them, kept from save to save. Its threads (``transport.mailbox``) only move frames;
-whatever is decided about them is decided here, on the runtime's event loop.
+Every rank of a group has one mailbox, a queue in the store. A ``StorePort`` is one process' access
+to these mailboxes, kept from save to save. Its threads (``transport.mailbox``) only move frames;
+this module decides about them, on the runtime's event loop.
 
-Frames. A frame carries one message, or a piece of a large one, and the number of its save.
-Frames of a save that is not begun here are kept, of one that has ended dropped.
+Frames. A frame carries one message, or a piece of one, and the number of its save. Frames of a save
+that has not begun here are kept; frames of an ended save are dropped.
 
-Sessions. What an earlier job left in a mailbox must not be taken for today's. So a rank first
-says *hello* with a random token of its own; the coordinator's port answers *welcome* with
-that token and the token of its session, which all other frames bear. Frames of another
-session are dropped; what came before the welcome waits for it.
+Sessions. Messages of an earlier job may remain in a mailbox and must not be accepted. A rank first
+sends *hello* with a random token. The coordinator's port answers *welcome* with that token and its
+session's token, which all other frames carry. Frames of another session are dropped; frames that
+arrive before the welcome are kept until then.
 
-Liveness. While a save is in flight here, the sending thread says so every few seconds, to
-rank 0, or from there to all, with the numbers of the saves. Who has not begun one of them yet
-answers that it is there. Who was heard in a save, or has a session when it begins, and then
-is not heard for ``lost_after_s``, is ``Lost``: also a process that has ended since the save
-before. A rank that has no session yet is waited for until the deadline. The seconds are
-counted in small steps between looks: a process that was stopped itself, and finds its clock
-far ahead, reads its mail before it judges. Rank 0 finds out by the times of its own heartbeats
-whether the others may have lost it: they come from the sending thread, also while nobody asks for
-messages because ``state_dict()`` takes long.
+Liveness. During a save the sending threads exchange heartbeats with the numbers of their saves:
+from each rank to rank 0, and from rank 0 to all. A rank that has not begun one of these saves yet
+sends them too. A rank that was heard in a save, or has a session when it begins, is ``Lost`` after
+``lost_after_s`` of silence. Only the deadline limits the wait for a rank without a session. Silence
+is counted in small steps: a process that was stopped itself reads its mail before it judges others.
+Rank 0 uses the times of its own heartbeats to detect that others may have lost it. Heartbeats
+continue while a slow ``state_dict()`` keeps the trainer busy.
 
-It must not know what the messages mean, nor torch.
+This module must not know the meaning of messages, nor torch.
 """
 
 from __future__ import annotations
@@ -75,12 +73,13 @@ Down = TypeVar("Down")
 In = TypeVar("In")
 
 _COORDINATOR = 0
-"""The rank whose process coordinates."""
+"""Rank whose process coordinates."""
 
 _MAX_LOOK_S = 1.0
 _GIVEN_UP = 2 / 3
-"""Who was away for so much of ``lost_after_s`` may have been given up: it was last heard up to
-``lost_after_s`` / 6 before, or somewhat more."""
+"""Part of ``lost_after_s`` after which an absent process may have been given up. Others may have
+last heard it ``lost_after_s`` / 6 before its absence, or slightly earlier.
+"""
 _MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
 _EXIT_S = 2.0
@@ -90,7 +89,7 @@ _NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
 class _End(Generic[In]):
-    """Where items for one party of one save lie until it asks. On the loop only."""
+    """Queues items for one party of one save. On the loop only."""
 
     def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
         self._port = port
@@ -157,7 +156,7 @@ class _End(Generic[In]):
             self._asked_s = now
         connect_s = self._port.connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
-            self.put(Broken(reason=f"the job's store does not answer for {connect_s:g} s"))
+            self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
             (rank, now - heard)
             for rank, heard in self._heard.items()
@@ -171,8 +170,7 @@ class _End(Generic[In]):
 class StoreParticipant(_End[Down], Generic[Up, Down]):
     """A rank's end of one save; see ``transport.base.ParticipantEnd``.
 
-    Raises:
-        anyio.ClosedResourceError: by ``send`` and ``receive``, after the save was closed.
+    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
     """
 
     colleague: StoreCoordinator[Up, Down] | None = None
@@ -180,7 +178,6 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
     is_coordinated = False
 
     def has_coordinator(self) -> bool:
-        """See ``transport.base.ParticipantEnd``."""
         self._port._dispatch()
         return self.is_coordinated or self.colleague is not None
 
@@ -200,8 +197,7 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
 class StoreCoordinator(_End[Up], Generic[Up, Down]):
     """The coordinator's end of one save; see ``transport.base.CoordinatorEnd``.
 
-    Raises:
-        anyio.ClosedResourceError: by ``send`` and ``receive``, after the save was closed.
+    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
     """
 
     colleague: StoreParticipant[Up, Down]
@@ -212,7 +208,6 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
             self.put(Began(rank=rank, tag=tag))
 
     async def absence(self) -> str | None:
-        """See ``transport.base.CoordinatorEnd``."""
         self._port._look(2 * self._look_s)
         if self._away_s <= _GIVEN_UP * self._lost_after_s:
             return None
@@ -233,13 +228,13 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
 
 class StoreSave(Generic[Up, Down]):
-    """One save of the group, as this process sees it. Close it when it has its outcome.
+    """One save of the group, as seen by this process. Close it after its outcome.
 
     Attributes:
         number: The same on all ranks, if all begin their saves in the same order.
         tag: See ``Began``.
         participant: This rank's end.
-        coordinator: On rank 0.
+        coordinator: The coordinator's end; None except on rank 0.
     """
 
     def __init__(
@@ -253,19 +248,21 @@ class StoreSave(Generic[Up, Down]):
         self.coordinator: StoreCoordinator[Up, Down] | None = None
         if port.rank == _COORDINATOR:
             self.coordinator = StoreCoordinator(port, number, lost_after_s)
-            # Messages to oneself do not touch the store.
+            # Messages within rank 0 do not use the store.
             self.coordinator.colleague = self.participant
             self.participant.colleague = self.coordinator
 
     @property
     def scope(self) -> str:
-        """Begins keys of its own at the store, the same on all ranks and unlike those of any
-        other save there ever. Known when something has come from the coordinator."""
+        """Prefix for keys in the store: the same on all ranks, and unique to this save.
+
+        Known once a message of the coordinator has arrived.
+        """
         port = self._port
         return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
 
     def close(self) -> None:
-        """Ends it here: late frames are dropped. From any thread; again does nothing."""
+        """Ends the save here; late frames are dropped. Idempotent, from any thread."""
         self._port._run_on_loop(lambda: self._port._end(self))
 
     def __enter__(self) -> StoreSave[Up, Down]:
@@ -279,23 +276,21 @@ class StoreSave(Generic[Up, Down]):
 
 
 class StorePort(Generic[Up, Down]):
-    """One process' place among the mailboxes of a group. Its threads are daemons.
+    """One process' access to the mailboxes of a group. Its threads are daemons.
 
     Args:
-        store: Cloned by the threads, then let go.
-        namespace: Of the job and the group: no two at one store may have the same.
-        rank: In the group.
-        world_size: Of the group.
-        up: The type of messages to the coordinator, for msgspec.
-        down: The type of messages to participants.
-        call_soon: Runs a callback on the event loop on which the ends are used; thread-safe.
-        beat_s: Seconds between heartbeats, if a save's ``lost_after_s`` does not ask for more.
-        clock: Tells seconds; for silence only.
-        first_number: Of the first save; another than 0 if an earlier port of the same group in
-            this process had begun so many.
-        connect_s: So long the store may take to answer.
-        session: Of the port of another process that this one continues; on rank 0 that port's own.
-            None: a new one.
+        store: Cloned by the threads, then released.
+        namespace: Identifies the job and the group; unique within the store.
+        rank, world_size: Within the group.
+        up: Type of messages to the coordinator, for msgspec.
+        down: Type of messages to participants.
+        call_soon: Runs a callback on the event loop of the ends; thread-safe.
+        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` of a save reduces it.
+        clock: Returns seconds; measures silence only.
+        first_number: Number of the first save; continues those of an earlier port in this process.
+        connect_s: Time limit for the store to answer, in seconds.
+        session: Session of another process' port to continue; on rank 0 that port's own. None: a
+            new session.
     """
 
     def __init__(
@@ -327,7 +322,7 @@ class StorePort(Generic[Up, Down]):
         self._fault: str | None = None
 
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        # Rank 0 makes the session; it comes to the others with the welcome.
+        # Rank 0 creates the session; the others get it with the welcome.
         if session is None and rank == _COORDINATOR:
             session = self._token
         self._session = session
@@ -343,7 +338,7 @@ class StorePort(Generic[Up, Down]):
         self._ended: set[int] = set()
         self._ended_below = first_number
 
-        # What others say that they have begun and this process has not, by sender.
+        # By sender, the saves that others have begun and this process has not.
         self._awaited: dict[int, Pulse] = {}
 
         self._active_s = 0.0
@@ -366,12 +361,12 @@ class StorePort(Generic[Up, Down]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections stand, or have stood."""
+        """Whether both connections have been established."""
         return self._mailbox.is_connected
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is closed, or the store went away: saves begun now fail at once."""
+        """Whether the port is closed or the store has failed: new saves fail at once."""
         return self._fault is not None or self._is_closing
 
     @property
@@ -391,21 +386,20 @@ class StorePort(Generic[Up, Down]):
 
     @property
     def next_number(self) -> int:
-        """The number that the next save gets."""
         return self._next_number
 
     def begin(
         self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
     ) -> StoreSave[Up, Down]:
-        """Takes the next number. From any thread, in the same order on all ranks.
+        """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
-            number: Instead, one that is agreed upon elsewhere. It must be larger than all
-                before; those left out are nobody's.
-            tag: See ``Began``; if it is empty there is none.
+            number: A number agreed upon elsewhere, larger than all before; numbers left out stay
+                unused. None: the next one.
+            tag: See ``Began``; empty: no tag.
 
         Raises:
-            UsageError: in a process forked from the port's.
+            UsageError: The process was forked from the port's.
         """
         self._check_process()
         if number is None:
@@ -419,18 +413,18 @@ class StorePort(Generic[Up, Down]):
         return save
 
     def statistics(self) -> StoreStatistics:
-        """From any thread."""
+        """Returns the counters. From any thread."""
         return self._mailbox.statistics(self._num_dropped)
 
     def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:
-        """Sends what is queued, takes leave of the others, empties the mailbox, ends the
-        threads; open saves get ``Broken``. Blocks, at most ``timeout_s``: not for the loop.
+        """Sends queued messages and *bye*, empties the mailbox, and ends the threads.
 
-        Again, and in a forked child, it does nothing.
+        Open saves get ``Broken``. Blocks for at most ``timeout_s``: not for the loop. Idempotent;
+        does nothing in a forked child.
 
         Args:
-            is_continued: Another process continues this port: takes no leave, and leaves in the
-                mailbox what has not been received.
+            is_continued: Another process continues this port: sends no *bye*, and leaves unreceived
+                messages in the mailbox.
         """
         if self._pid != os.getpid():
             return
@@ -457,7 +451,6 @@ class StorePort(Generic[Up, Down]):
             )
 
     def _wake(self) -> None:
-        """From any thread."""
         if not self._is_dispatch_due:
             self._is_dispatch_due = True
             self._run_on_loop(self._dispatch)
@@ -465,10 +458,10 @@ class StorePort(Generic[Up, Down]):
     def _run_on_loop(self, callback: Callable[[], None]) -> None:
         try:
             self._call_soon(callback)
-        except Exception:  # the loop is closed: nobody is left to be told
+        except Exception:  # the loop is closed, and its callbacks with it
             logger.debug("%s: there is no loop", self._label, exc_info=True)
 
-    # On the loop.
+    # The methods below run on the loop.
 
     def _dispatch(self) -> None:
         self._is_dispatch_due = False
@@ -480,7 +473,7 @@ class StorePort(Generic[Up, Down]):
                 self._on_frame(arrived)
 
     def _look(self, max_step_s: float) -> float:
-        """The seconds that this process was there to hear somebody."""
+        """Returns the seconds in which this process was able to receive."""
         self._dispatch()
         now = self._clock()
         step = max(0.0, now - self._looked_s)
@@ -490,13 +483,13 @@ class StorePort(Generic[Up, Down]):
         return self._active_s
 
     def _note_absence(self, now: float) -> None:
-        """Notes for the open saves how long the others had to wait for a heartbeat."""
+        """Records for the open saves how long the others had to wait for a heartbeat."""
         away_s = 0.0
         while self._mailbox.beaten:
             beaten_s = self._mailbox.beaten.popleft()
             away_s, self._beaten_s = max(away_s, beaten_s - self._beaten_s), beaten_s
         if not self.is_connected:
-            self._beaten_s = now  # nobody has heard of this process yet
+            self._beaten_s = now  # no other rank has heard of this process yet
         away_s = max(away_s, now - self._beaten_s)
         for save in self._open.values():
             for end in save._ends():
@@ -536,7 +529,7 @@ class StorePort(Generic[Up, Down]):
                 self._heard(number, sender)
             return
         if frame.token != self._session:
-            # A rank that still knows the session of an earlier port; or an earlier job's frame.
+            # A rank with the session of an earlier port, or a frame of an earlier job.
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
             self._drop(frame, "another session")
@@ -547,7 +540,7 @@ class StorePort(Generic[Up, Down]):
             self._left.add(sender)
             for save in self._open.values():
                 end = save.coordinator
-                # What it leaves may be an earlier save only, which has just ended here.
+                # The rank may only leave an earlier save, which has just ended here.
                 if end is not None:
                     end.lose(sender, 0.0)
             return
@@ -561,7 +554,7 @@ class StorePort(Generic[Up, Down]):
             if frame.payload == self._token:
                 self._on_welcome(frame.token)
             else:
-                self._drop(frame, "it is for another process with this rank: two jobs at one store")
+                self._drop(frame, "for another process with this rank: two jobs use one store")
         elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
             self._drop(frame, "it is not for a rank other than 0")
         elif self._session is None:
@@ -581,7 +574,7 @@ class StorePort(Generic[Up, Down]):
         if self._session is not None:
             self._on_coordinator_left()
         self._session = session
-        self._set_beat()  # rank 0 hears of the saves first
+        self._set_beat()  # the first heartbeat announces the saves to rank 0
         for number, message in self._before_welcome:
             self._send_up(number, message)
         self._before_welcome.clear()
@@ -593,17 +586,17 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _on_coordinator_left(self) -> None:
-        """The session is over: its saves have nobody who decides over them."""
+        """Ends the session: its saves have lost their coordinator."""
         self._session = None
         self._awaited.clear()
         for save in self._open.values():
-            # A later session has saves of its own with these numbers.
+            # A later session has its own saves with these numbers.
             save.participant.is_orphan = True
             save.participant.lose(_COORDINATOR, 0.0)
         self._set_beat()
 
     def _on_proven(self, arrived: Arrived) -> None:
-        """A frame of this session that says something about saves."""
+        """Handles a frame of this session that concerns saves."""
         frame = arrived.frame
         if frame.kind is Kind.BEAT:
             self._on_pulse(frame.sender, arrived.content)
@@ -638,7 +631,7 @@ class StorePort(Generic[Up, Down]):
             if save is not None and save.coordinator is not None:
                 save.coordinator.began(sender, pulse.tag(number))
             elif save is not None:
-                # To another rank than 0 only rank 0 sends anything.
+                # Other ranks receive from rank 0 only.
                 save.participant.is_coordinated = True
         awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
         before = self._awaited.pop(sender, None)
@@ -675,7 +668,7 @@ class StorePort(Generic[Up, Down]):
         now = self._clock()
         self._note_absence(now)
         if not self._open:
-            self._looked_s = self._beaten_s = now  # nobody had a reason to look
+            self._looked_s = self._beaten_s = now  # without open saves nobody looked
         self._open[number] = save
         awaited = self._awaited.get(_COORDINATOR)
         save.participant.is_coordinated = awaited is not None and number in awaited.open
@@ -703,7 +696,7 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _leave_out(self, number: int) -> None:
-        """Numbers below this one that have not begun do not come any more."""
+        """Marks the numbers below ``number`` that have not begun as ended."""
         for gap in range(self._ended_below, number):
             if gap not in self._open:
                 self._num_dropped += len(self._kept.pop(gap, ()))
@@ -730,7 +723,7 @@ class StorePort(Generic[Up, Down]):
             self._ended_below += 1
 
     def _set_beat(self) -> None:
-        """Tells the sending thread what to say of the saves, and how often."""
+        """Sets content and interval of the heartbeats."""
         awaited = {
             number
             for pulse in self._awaited.values()
@@ -743,7 +736,8 @@ class StorePort(Generic[Up, Down]):
         if not self._open and not awaited:
             self._mailbox.beat = None
             if had_beat and self._session is not None:
-                # Else who waits for what was in flight here would be told for ever.
+                # Otherwise a rank that waits for a save of this process would send heartbeats for
+                # ever.
                 frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
                 for other in self._mailbox.present:
                     self._mailbox.put(other, frame)
@@ -766,7 +760,7 @@ class StorePort(Generic[Up, Down]):
         self._mailbox.wake_up()
 
     def _lost(self, rank: int) -> None:
-        """Nothing is sent to it unasked any more, until it is heard again."""
+        """Stops unsolicited messages to a lost rank until it is heard again."""
         if self.rank == _COORDINATOR:
             self._mailbox.present.pop(rank, None)
 
@@ -787,8 +781,11 @@ _ports: weakref.WeakSet[StorePort[Any, Any]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """A daemon thread that comes back from the store while the interpreter ends would abort
-    the process. ``runtime.host`` imports this first, so pending saves are waited for before."""
+    """Closes all ports at exit.
+
+    A daemon thread that returns from the store while the interpreter ends would abort the process.
+    ``runtime.host`` imports this module first, so pending saves are awaited before.
+    """
     for port in list(_ports):
         with contextlib.suppress(Exception):
             port.close(_EXIT_S)
