@@ -180,7 +180,6 @@ class Lane:
         return self._calls.pinner(self._device)
 
     def mark(self) -> None:
-        """See ``Lanes.mark``."""
         self._ready = self._calls.mark(self._device)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:

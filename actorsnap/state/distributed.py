@@ -135,7 +135,6 @@ class Describer:
 
 
 def describe(tensor: torch.Tensor) -> Sharding | str | None:
-    """Describes one tensor; see ``Describer.describe``."""
     return Describer().describe(tensor)
 
 

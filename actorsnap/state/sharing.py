@@ -104,7 +104,6 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         return Region(start, self.itemsize, self.shape, self.strides)
 
     def same_layout(self, other: Region) -> bool:
-        """Whether both have the same memory for each element."""
         return self.layout == other.layout
 
 

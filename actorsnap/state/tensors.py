@@ -178,7 +178,6 @@ def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
-    """Returns the slices that select a box."""
     return tuple([slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)])
 
 
@@ -233,8 +232,6 @@ def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class TensorSource(_Boxes):
-    """Copies the bytes of a tensor, box by box."""
-
     __slots__ = ()
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -398,7 +395,6 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 
 
 def source_of_tensor(tensor: torch.Tensor) -> ByteSource:
-    """Returns the byte source of a dense tensor."""
     if is_addressable(tensor):
         return MemorySource(tensor.data_ptr(), tensor.nbytes, tensor)
     return TensorSource(tensor)
@@ -443,8 +439,6 @@ class _ArrayBoxes:
 
 
 class ArraySource(_ArrayBoxes):
-    """Copies the bytes of a strided array, box by box."""
-
     __slots__ = ()
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -454,8 +448,6 @@ class ArraySource(_ArrayBoxes):
 
 
 class ArraySink(_ArrayBoxes):
-    """Copies bytes into a strided array, box by box."""
-
     __slots__ = ()
 
     def copy_from(self, start: int, data: memoryview) -> None:
@@ -465,7 +457,6 @@ class ArraySink(_ArrayBoxes):
 
 
 def source_of_array(array: np.ndarray[Any, Any]) -> ByteSource:
-    """Returns the byte source of an array."""
     if array.flags.c_contiguous:
         return MemorySource(array.ctypes.data, array.nbytes, array)
     return ArraySource(array)

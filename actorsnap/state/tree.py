@@ -166,7 +166,6 @@ def human(path: str) -> str:
 
 
 def part_path(path: str, part: str) -> str:
-    """Returns the path of a part of the entry ``path``."""
     return f"{path}@{part}"
 
 
@@ -303,7 +302,6 @@ class Skeleton:
         return path in self._leaves or path in self._branches
 
     def is_leaf(self, path: str) -> bool:
-        """Whether ``path`` was added as a leaf."""
         return path in self._leaves
 
     def num_items(self, path: str) -> int:

@@ -146,7 +146,6 @@ def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> Non
 
 
 def _try_index(index: Index) -> _Findings:
-    """Matches every key of a view, without targets."""
     found = _Findings()
     try:
         by_key = entries_by_key(index.entries)

@@ -47,7 +47,6 @@ _MANY_DIMS = 32
 
 
 def fail(path: str, detail: str) -> NoReturn:
-    """Raises FormatError for the entry ``path``."""
     raise FormatError(key=path, detail=detail)
 
 
@@ -147,7 +146,6 @@ def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
 
 
 def check_bytes(entry: BytesEntry) -> None:
-    """Checks a leaf that is stored as raw bytes."""
     _check_stored(entry.path, entry.data)
     if entry.type not in _BYTES_KINDS:
         fail(entry.path, f"unknown type of bytes {entry.type!r}")

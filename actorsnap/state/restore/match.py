@@ -91,7 +91,6 @@ def _token_of(path: str) -> str:
 
 
 def leaves_of(root: str, target: object | None) -> dict[str, object]:
-    """Returns the leaves of a target by path."""
     if target is None:
         return {}
     return {
@@ -310,7 +309,6 @@ def _add_part(found: Match, entry: AnyEntry) -> None:
 
 
 def _add_leaf(found: Match, entry: AnyEntry) -> None:
-    """Checks a leaf's entry, then compares it with the target's leaf."""
     path = entry.path
     match entry:
         case TensorEntry():

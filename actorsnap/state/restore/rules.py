@@ -39,7 +39,6 @@ class Rules:
 
     @classmethod
     def of(cls, root: str, target: Any, matching: Matching) -> Rules:
-        """Returns the rules for a target."""
         if target is None:
             return cls(root, target, matching)
         if matching is Matching.LEAVES:
