@@ -169,7 +169,7 @@ def _assemble(
         axis = parameters["axis"]
         scales, zero_points = parts["scales"], parts["zero_points"]
         if type(axis) is not int or not 0 <= axis < len(size):
-            raise ValueError(f"axis {axis!r} is none of {len(size)}")
+            raise ValueError(f"axis {axis!r} is not one of {len(size)} dims")
         if not scales.shape == zero_points.shape == (size[axis],):
             raise ValueError(f"{tuple(scales.shape)} scales for {size[axis]} channels")
         result = torch._empty_per_channel_affine_quantized(

@@ -111,7 +111,7 @@ class Describer:
             if found is None:
                 found = self._placed[key] = _place(spec, shape)
         except ValueError as error:
-            return f"is a DTensor that cannot be told apart: {error}; distribute it anew"
+            return f"is a DTensor with an unsupported layout: {error}; distribute it again"
         placed, expected, holders, ranks = found
         if not placed:
             return _sharding(tensor, shape, ranks, ())
@@ -183,7 +183,7 @@ def _local_refusal(local: torch.Tensor, outer: torch.Tensor) -> str | None:
     if why is None and local.layout is not torch.strided:
         why = f"has the layout {local.layout}; convert it with x.to_dense()"
     if why is None and local.dtype is not outer.dtype:
-        why = f"has the dtype {local.dtype}, not {outer.dtype}; make the outer tensor anew"
+        why = f"has the dtype {local.dtype}, not {outer.dtype}; create the outer tensor again"
     return None if why is None else f"is a {type(outer).__name__} whose local tensor {why}"
 
 
@@ -272,8 +272,8 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
             if tuple(local.shape) != box.sizes or not Box.whole(shape).contains(box):
                 return (
                     f"is a ShardedTensor of shape {shape} with a local shard of shape "
-                    f"{tuple(local.shape)} at {box.offsets}, which its metadata says is of "
-                    f"shape {box.sizes}; make it anew with init_from_local_shards"
+                    f"{tuple(local.shape)} at {box.offsets}, but of shape {box.sizes} in its "
+                    "metadata; create it again with init_from_local_shards"
                 )
             pieces.append(Piece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}

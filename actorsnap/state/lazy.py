@@ -41,8 +41,8 @@ __all__ = ["LazyState", "find_lazy", "tensors_of"]
 _log = Lines(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
-"""Maximum bytes of eager leaves copied in the caller's thread. Small ones, such as normalisation
-statistics, counters and random generators, then make nobody wait for whole chunks."""
+"""Maximum bytes of eager leaves copied in the caller's thread. The caller then need not wait for
+whole chunks because of normalisation statistics, counters and random generators."""
 
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
@@ -235,7 +235,7 @@ def _steady_tensors(
             if parameter.requires_grad:
                 parameters[id(parameter)] = parameter
             else:
-                others.append(parameter)  # not changed by steps
+                others.append(parameter)  # changed outside of steps, if at all
     tensors = list(parameters.values())
     number_of = {key: number for number, key in enumerate(parameters)}
     watched_with: list[tuple[int, ...]] = [(number,) for number in range(len(tensors))]

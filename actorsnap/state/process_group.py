@@ -234,7 +234,7 @@ def _store_of(group: Any) -> Any:
         found = group.get_group_store()
     except (AttributeError, RuntimeError) as error:
         raise UsageError(
-            "this torch does not tell the store of a process group: pass store=, a TCPStore that "
+            "this torch does not return the store of a process group: pass store=, a TCPStore that "
             "all ranks share"
         ) from error
     if found is None:

@@ -149,7 +149,7 @@ class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
     is_addressable: ClassVar[bool] = False
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("some of these bytes have no place; use the copy")
+        raise TypeError("not all of these bytes have memory; use copy_from")
 
     def copy_from(self, start: int, data: memoryview) -> None:
         low = max(start, self.skip)
@@ -194,7 +194,7 @@ class _Boxes:
         self._dtype = self.owner.dtype
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in CPU memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
     def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns views of the tensor, and the parts of ``flat`` that hold their elements."""
@@ -367,7 +367,7 @@ class BoxSink:
         self._targets = [(held, carried(tensor), _in_order(tensor)) for held, tensor in targets]
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in memory; copy them")
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
@@ -421,7 +421,7 @@ class _ArrayBoxes:
         self.nbytes = array.nbytes
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in memory; copy them")
 
     def _pairs(
         self, start: int, buffer: memoryview

@@ -2,8 +2,8 @@
 
 Checks one entry at a time: dtype, shape and byte range must agree, a view must stay within its
 base, and a part must fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
-checked the whole manifest before. This module prevents crashes and wrong allocations in a restore.
-It must not know targets or how entries are restored.
+checked the whole manifest before. This module prevents crashes of a restore, and allocations for
+invalid entries. It must not know targets or how entries are restored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _check_stored(path: str, data: Stored) -> int:
     """Checks the byte range; returns the number of stored bytes."""
     start, stop = data.start, data.stop
     if not 0 <= start <= stop < _MAX_BYTES or not is_block_count(stop - start, len(data.crc32c)):
-        fail(path, f"no bytes lie at [{start}, {stop}) with {len(data.crc32c)} checksums")
+        fail(path, f"[{start}, {stop}) with {len(data.crc32c)} checksums is no range of bytes")
     return stop - start
 
 
@@ -98,7 +98,7 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
         fail(entry.path, f"a numpy scalar has no shape {shape}")
     if entry.offsets is not None or entry.global_shape is not None:
         fail(entry.path, "it is a shard, and stands alone")
-    # A product of zero says nothing about the other sizes.
+    # A product of zero does not bound the other sizes.
     if nbytes == 0 and prod([size for size in shape if size]) >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
     return dtype

@@ -400,9 +400,9 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
     if pickles:
         lines = "\n".join(f"  {path!r}" for path in pickles)
         raise UsageError(
-            f"{len(pickles)} leaves are pickled, and unpickling runs whatever code "
-            "the snapshot holds; if you trust it, pass options=Options(allow_pickle=True). "
-            f"Else restore other keys:\n{lines}"
+            f"{len(pickles)} leaves are pickled, and unpickling runs any code in "
+            "the snapshot; if you trust it, pass options=Options(allow_pickle=True). "
+            f"Otherwise restore other keys:\n{lines}"
         )
 
 
