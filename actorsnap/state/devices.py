@@ -6,14 +6,12 @@ only need the caller's stream (``current``).
 CUDA is called through ``DeviceCalls`` only. CI runs the rest on a simulated device
 (``tests/state/fake_device.py``).
 
-- *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on one
-  stream of our own per device, which waits for those events. No thread of the caller waits for a
-  device. A worker thread waits until the last of its copies has ended.
-- *Device memory.* The copying code holds the tensors until the copies end, so that the allocator
-  cannot reuse their memory. ``record_stream`` would delay the reuse for longer. Slabs belong to our
-  stream and are reused in its order.
-- *Few copies.* Large contiguous tensors go straight to the host. Others are packed into a slab on
-  the device, which crosses the bus as one copy.
+- *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
+  own stream per device, which waits for those events. Only worker threads wait for a device.
+- *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
+  reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
+- *Few copies.* Large contiguous tensors are copied directly; others are first packed into a slab on
+  the device.
 
 See ``docs/decisions/0013-staging-copies.md``.
 """
@@ -34,7 +32,7 @@ from actorsnap.state.sources import Cut, Pinner
 __all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "Reached"]
 
 _SLAB_BYTES: Final = 4 << 20
-"""Size of a slab on the device, in bytes; smaller copies already reach the speed of the bus."""
+"""Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
 
 _DIRECT_BYTES: Final = 1 << 20
 """Minimum size of a tensor that is copied without packing, in bytes; packing is one more copy."""

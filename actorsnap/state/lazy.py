@@ -4,10 +4,9 @@ Only tensors that nothing but an optimizer's step changes are *lazy*: parameters
 gradients, of modules in the app state, and the state tensors of its optimizers. A leaf is matched
 to them by its memory, so any view counts. All other leaves are *eager*.
 
-Changes are detected by version counters. Each in-place operation of torch moves the counter of its
-tensor, which views share. Fused optimizers and DTensors do not move the parameter's counter; most
-of them move or create that of a step counter. So a parameter is watched together with its state,
-or for state that appears.
+Version counters show changes: each in-place operation of torch moves the counter of its tensor,
+which views share. Fused optimizers and DTensors do not move the parameter's, but most move or
+create a step counter. So a parameter is watched with its state, or for the appearance of a state.
 
 Some optimizers move no counter at all (``_uncounted_in``). The tensors that they train are eager,
 unless the trainer guarded the optimizer in an earlier save.

@@ -1,9 +1,9 @@
 """Finds the ranks that save together, and the store that they share.
 
-The group of a call comes from a process group of torch.distributed, a store that the caller passes,
-or torchrun's environment variables. Opens no connection: a store from the environment connects when
-it is cloned. Only this module inspects torch.distributed's groups. It uses public functions (see
-``_store_of``).
+A group comes from a process group of torch.distributed, the caller's store, or torchrun's
+environment variables. Connects to no other process: a store from the environment connects when it
+is cloned.
+Only this module inspects torch.distributed's groups, by public functions (see ``_store_of``).
 """
 
 from __future__ import annotations
