@@ -2,8 +2,8 @@
 
 A group comes from a process group of torch.distributed, the caller's store, or torchrun's
 environment variables. Connects to no other process: a store from the environment connects when it
-is cloned.
-Only this module inspects torch.distributed's groups, by public functions (see ``_store_of``).
+is cloned. Only this module inspects torch.distributed's groups, by public functions (see
+``_store_of``).
 """
 
 from __future__ import annotations
