@@ -1,1 +1,1 @@
-"""From app state to leaves and entries, and back. The only layer but staging that knows torch."""
+"""Converts app states to leaves and entries, and back. Only this layer and staging use torch."""

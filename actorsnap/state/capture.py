@@ -1,8 +1,8 @@
-"""From an app state to leaves with bytes and finished entries.
+"""Turns an app state into leaves with bytes and finished entries.
 
-Decides what each leaf becomes (``docs/format.md``, "Entries") and which leaves are stored for
-others. Runs in the caller's thread and copies no tensor: what it returns refers to live
-memory. It must not know ranks, objects, plans or storage.
+Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which leaves become views
+of others. Runs in the caller's thread and copies no tensor: the result refers to live memory. It
+must not know objects, plans or storage.
 """
 
 from __future__ import annotations
@@ -83,24 +83,24 @@ def capture(
     ranks: Sequence[int] = (0,),
     rank: int = 0,
 ) -> Captured:
-    """Reads the state of every stateful. Tensors are referred to, not copied.
+    """Reads the state of every stateful, without copying tensors.
 
-    ``state_dict`` may be collective: it is called key by key in sorted order, the same on all
-    ranks; and where one raises, for the rest all the same, so that no other rank waits for
-    this one.
+    ``state_dict`` may be collective. It is called in sorted order of the keys, the same on all
+    ranks. With several ranks, the remaining calls are made even after one raised, so that no other
+    rank hangs.
 
     Args:
         app_state: Objects with ``state_dict``, by key.
-        replicated: Globs of paths whose leaves are the same on every rank. ``*`` stands for
-            any characters within a path component, ``**`` for any components.
-        allow_pickle: Whether a leaf outside of the safe set may be pickled.
-        ranks: Those that save together, as meshes and process groups count them.
-        rank: This process', among them.
+        replicated: Globs of paths whose leaves are the same on every rank. ``*`` matches any
+            characters within a path component, ``**`` any components.
+        allow_pickle: Whether leaves outside of the safe set may be pickled.
+        ranks: Global ranks that save together.
+        rank: Global rank of this process.
 
     Raises:
-        UsageError: The app state is malformed, or has leaves that cannot be stored. All of
-            them are named.
-        Exception: Whatever a ``state_dict`` raises, with a note that names the key.
+        UsageError: The app state is malformed, or has leaves that cannot be stored. Names all of
+            them.
+        Exception: A ``state_dict`` raised it; a note names the key.
     """
     validate_app_state(app_state)
     globs = _Globs(replicated)
@@ -123,7 +123,7 @@ def capture(
 def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
     """Returns the optimizers of an app state, by the path of their state.
 
-    A ``ModelState`` has one state of all its optimizers.
+    The optimizers of a ``ModelState`` share one state.
     """
     found: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
     for key, value in app_state.items():
@@ -135,8 +135,10 @@ def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.O
 
 
 def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the attributes of modules' parameters, by path: a state dict has the parameters
-    detached, without them."""
+    """Returns the attributes of modules' parameters, by path.
+
+    A state dict has detached parameters, which lack them.
+    """
     found: dict[str, dict[str, Any]] = {}
     for key, value in app_state.items():
         is_named = isinstance(value, ModelState)
@@ -154,7 +156,7 @@ def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """Calls every ``state_dict``; random generators first, and set back afterwards."""
+    """Calls every ``state_dict``. Random generators come first and are reset afterwards."""
     states: dict[str, Any] = {}
     failed: Exception | None = None
     generators = [key for key, value in app_state.items() if isinstance(value, RNGState)]
@@ -178,7 +180,7 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
 
 
 class _Globs:
-    """The ``replicated`` globs, and which of them have matched."""
+    """The ``replicated`` globs. Tracks which of them matched."""
 
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
@@ -187,7 +189,7 @@ class _Globs:
         self._patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
 
     def match(self, path: str) -> bool:
-        """Whether any glob matches the path as it is escaped, or as a person writes it."""
+        """Whether any glob matches the path, escaped or as a person writes it."""
         if not self._patterns:
             return False
         paths = [path, human(path)] if "%" in path else [path]
@@ -214,7 +216,7 @@ def _glob_regex(glob: str) -> str:
 
 
 class _Collector:
-    """Turns leaves into parts; keeps dense ones in mind until shared memory is known."""
+    """Turns leaves into parts, and at the end leaves that share memory into views."""
 
     def __init__(
         self,
@@ -332,7 +334,7 @@ class _Collector:
                 replicated,
             )
             if array.nbytes and not any(n < 0 or n % array.itemsize for n in array.strides):
-                # Other strides cannot be told as a view of stored bytes.
+                # A view entry cannot express other strides.
                 self._track(_region(array), _CPU)
             self._parts.append(Leaf(item, source_of_array(array), kind, name))
             return
@@ -354,7 +356,7 @@ class _Collector:
             self._add_bytes(path, "numpy", data, replicated)
 
     def _track(self, region: Region, device: torch.device) -> None:
-        """Notes where the next part lies in memory."""
+        """Records the memory of the next part."""
         extents = self._extents.get(device)
         if extents is None:
             extents = self._extents[device] = sharing.Extents()
@@ -385,7 +387,7 @@ class _Collector:
         self._add_dense(path, tensor, tensor_type(tensor), tensor.requires_grad, replicated)
 
     def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> str | None:
-        """Returns why it cannot be done, or None."""
+        """Adds a composite and its parts; returns a refusal if it cannot, else None."""
         found = take_apart(tensor)
         if isinstance(found, str):
             return found
@@ -432,7 +434,7 @@ class _Collector:
                 return
             source = self._copied(tensor)
             if not is_lazy:
-                # What is stored of a lazily conjugated tensor is not the memory it shares.
+                # The stored bytes of a lazily conjugated tensor differ from its memory.
                 self._track(_region(tensor), tensor.device)
         else:  # nearly all tensors: nothing here may be slow
             start = address_of(tensor)
@@ -449,7 +451,7 @@ class _Collector:
     def _annotate(
         self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
     ) -> None:
-        """Notes what a fresh tensor is to have again, of a tensor, or of a part of ``whole``."""
+        """Records memory format and attributes of ``tensor``, or of ``whole`` if it is a part."""
         if tensor.ndim > 3:
             leaf.memory_format = memory_format_of(tensor)
         path = leaf.item.path
@@ -498,7 +500,7 @@ class _Collector:
             tensor.itemsize,
             offsets=box.offsets,
             global_shape=whole.global_shape,
-            # Other meshes may have boxes of this name: uncut, equal ones can be told.
+            # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
             is_whole=len(whole.ranks) < len(self._ranks),
         )
         leaf = Leaf(
@@ -511,7 +513,7 @@ class _Collector:
         return source_of_tensor(tensor) if is_addressable(tensor) else self._copied(tensor)
 
     def _copied(self, tensor: torch.Tensor) -> DeviceSource | TensorSource:
-        """The bytes of a tensor that cannot be read in place."""
+        """Returns the source of a tensor that cannot be read in place."""
         lane = self._lanes.of(tensor)
         if lane is not None:
             return DeviceSource(tensor, lane)
@@ -520,7 +522,7 @@ class _Collector:
         return TensorSource(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        """Which of the group's ranks are among ``ranks`` of the job; None: all."""
+        """Returns the group ranks of the global ``ranks``; None means all."""
         if ranks is None:
             return tuple(range(len(self._ranks)))
         return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
@@ -529,10 +531,10 @@ class _Collector:
         return len(self._members(replica.ranks)) == len(self._ranks)
 
     def _is_added(self, path: str, value: object, replica: Replica) -> bool:
-        """Adds a tensor that only some ranks hold, or that one rank holds for all.
+        """Adds a tensor that only some ranks hold, or of which the first rank's value counts.
 
         Returns:
-            False for what is to be added like any other leaf.
+            False if the leaf must be added like any other.
         """
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or (
             self._covers_all(replica) and not replica.rank_zero_wins
@@ -556,8 +558,8 @@ class _Collector:
             leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
             self._parts.append(leaf)
         else:
-            # As one piece, so that any other rank can restore it, too. Who leads one group cannot
-            # speak for another one, in which the same name may be another buffer.
+            # One box, so that any other rank can restore it too. With rank_zero_wins a rank names
+            # itself only: in another group the same name may mean another buffer.
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
@@ -569,10 +571,10 @@ class _Collector:
         return True
 
     def mark_devices(self) -> None:
-        """Copies begin behind what this thread has begun on devices by now.
+        """Orders copies after the work that this thread has queued on devices.
 
-        Worker threads copy on streams that do not wait for this one's by themselves. Of devices
-        without a lane this thread waits.
+        Worker threads copy on other streams, which do not wait for this thread's on their own.
+        Devices without a lane are synchronized here.
         """
         self._lanes.mark()
         for device in self._waits:
@@ -581,7 +583,7 @@ class _Collector:
     # Shared memory
 
     def finish(self) -> list[Part]:
-        """Returns the parts; of those that share memory, one is stored, and views of it."""
+        """Returns the parts. Leaves that share memory become views of one stored leaf."""
         replaced: dict[int, list[Part]] = {}
         extents = self._extents.values()
         for group in sharing.group(extents, self._repeating, self._region_of):
@@ -608,7 +610,7 @@ class _Collector:
 
     def _share(self, group: sharing.Group, replaced: dict[int, list[Part]]) -> None:
         members = [self._leaf(number) for number in group.members]
-        # A view is worth nothing without its base, so all are replicated, or none.
+        # A view needs its base, so all are replicated, or none.
         replicated = all([leaf.item.replicated for leaf in members])
         base = None if group.base is None else self._leaf(group.base)
         if base is None:
@@ -642,7 +644,7 @@ class _Collector:
 
 
 def _dotted(path: str) -> str:
-    """Returns a path below its top-level key as ``state.distributed`` names leaves."""
+    """Returns the name that ``state.distributed`` gives to the leaf at ``path``."""
     below = path.partition("/")[2]
     if "%" in below:
         return ".".join([str(unescape(token)) for token in below.split("/")])
@@ -688,7 +690,7 @@ def _region(owner: torch.Tensor | np.ndarray[Any, Any]) -> Region:
 
 
 def _span(group: sharing.Group, members: Sequence[Leaf]) -> ByteSource | None:
-    """Returns the memory that a group touches. None if no tensor can be laid over it."""
+    """Returns the memory that a group touches; None if one tensor cannot cover it."""
     size = group.stop - group.start
     owners = [leaf.source for leaf in members]
     for source in owners:
@@ -703,5 +705,5 @@ def _span(group: sharing.Group, members: Sequence[Leaf]) -> ByteSource | None:
             if isinstance(source, DeviceSource):
                 return DeviceSource(raw, source.copier)
             return TensorSource(raw)
-    # Storages laid over each other by other means than torch's: each is stored by itself.
+    # Storages that overlap by other means than torch's: each is stored separately.
     return None

@@ -1,6 +1,6 @@
-"""An app state, taken apart: leaves with bytes, and finished entries.
+"""The result of a capture: leaves with bytes, and finished entries.
 
-``capture`` makes it, saving stores it, also in the uploader process: nothing here may import torch.
+The uploader process imports this module, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ __all__ = ["Captured", "Leaf", "Part"]
 class Leaf(msgspec.Struct, gc=False, eq=False):
     """A leaf with bytes.
 
-    A struct, because the collector would otherwise walk over 100,000 leaves again and again
-    while they are made, which took half of the time of a capture.
+    A struct without garbage collection: otherwise the collector walks over 100,000 leaves
+    repeatedly, which took half of the time of a capture.
 
     Attributes:
-        item: What the planner sees.
+        item: The leaf as the planner sees it.
         source: Its bytes; keeps their memory alive.
         kind: ``type`` of the entry.
         dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
-        requires_grad: As the tensor.
+        requires_grad: Whether the tensor requires gradients.
         memory_format, attributes: See ``TensorEntry``.
-        holders: Ranks of the group that hold it with the same value, if some do and not all.
-        rank_zero_wins: Values of the ranks may differ; this rank is the first, and stores its own.
+        holders: Group ranks with the same value, if some but not all have it.
+        rank_zero_wins: Whether values may differ between ranks and this rank, the first, stores
+            its own.
     """
 
     item: Item
@@ -47,12 +48,11 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
 
     @property
     def scope(self) -> tuple[int, ...] | None:
-        """Who writes it together: these ranks; None: all; ``()``: this one alone."""
+        """Ranks that share the writing; None for all, ``()`` for this rank alone."""
         return None if self.item.replicated and not self.rank_zero_wins else self.holders
 
     def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
-        """Returns the manifest entry, given where the bytes of the leaf, or of a box of it,
-        were stored."""
+        """Returns the manifest entry of the leaf, or of a box of it, for its stored bytes."""
         item = self.item
         if not self.dtype:
             return BytesEntry(
@@ -79,12 +79,12 @@ Part: TypeAlias = Leaf | Entry
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """An app state, taken apart. Refers to the app state's own memory.
+    """A captured app state. Refers to the app state's own memory.
 
     Attributes:
-        parts: Leaves with bytes, and finished entries, in traversal order: keys sorted.
-        globs: What the caller has called replicated, sorted.
-        sharded: The tensors of which several ranks hold parts, this one among them.
+        parts: Leaves with bytes, and finished entries, in traversal order with sorted keys.
+        globs: The caller's globs of replicated leaves, sorted.
+        sharded: Tensors of which this rank and others hold parts.
         optimizers: See ``RankManifest``.
     """
 
@@ -100,9 +100,9 @@ class Captured:
 
     @property
     def scopes(self) -> dict[tuple[int, ...] | None, list[int]]:
-        """The indices of the leaves that ranks hold together, by those ranks; None: all of them.
+        """Indices of the leaves of each scope, in the order of the inventory.
 
-        In the order of the inventory, wherever the state is known. Private leaves are left out.
+        Private leaves are left out. See ``Leaf.scope``.
         """
         scopes: dict[tuple[int, ...] | None, list[int]] = {}
         for index, leaf in enumerate(self.leaves):

@@ -1,8 +1,7 @@
-"""Sparse and quantized tensors as dense parts, and back.
+"""Splits sparse and quantized tensors into dense parts, and assembles them again.
 
-Implements "Composite layouts and their parts" of ``docs/format.md``. Decides how such a tensor
-is taken apart without a copy, and what its parts must be to be put together. It must not know
-paths, entries or storage.
+Implements "Composite layouts and their parts" of ``docs/format.md``. Splitting makes no copies. It
+must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _COMPRESSED: Final = {name: layout for layout, name in _LAYOUTS.items() if name 
 
 _INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 _PACKED: Final = {"quint4x2": 2, "quint2x4": 4}
-"""Sub-byte dtypes: elements in a byte."""
+"""Elements per byte of sub-byte dtypes."""
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
@@ -42,10 +41,10 @@ def is_composite(tensor: torch.Tensor) -> bool:
 def take_apart(
     tensor: torch.Tensor,
 ) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
-    """Takes a composite tensor apart, sharing its memory.
+    """Splits a composite tensor into parts that share its memory.
 
     Returns:
-        Layout, parameters and named parts; or, as a str, why that cannot be done.
+        Layout, parameters and named parts; or a str with the reason why it cannot be split.
     """
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
@@ -96,7 +95,7 @@ def _take_quantized_apart(
 
 
 def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns dtype and shape that a part must have, where the whole alone decides that."""
+    """Returns the required dtype and shape of a part; None if the whole does not imply them."""
     if part != "int_repr":
         return None
     if dtype in _PACKED:
@@ -113,13 +112,13 @@ def assemble(
     parameters: Mapping[str, Any],
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Puts a tensor together, in the memory of its parts.
+    """Assembles a tensor in the memory of its parts.
 
     Raises:
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
     """
     with warnings.catch_warnings():
-        # That torch means to drop a kind of tensor must not keep anybody from reading one.
+        # Deprecation warnings of torch must not prevent reading, even where they are errors.
         warnings.simplefilter("ignore", UserWarning)
         return _assemble(layout, dtype, shape, parameters, parts)
 
@@ -170,7 +169,7 @@ def _assemble(
         axis = parameters["axis"]
         scales, zero_points = parts["scales"], parts["zero_points"]
         if type(axis) is not int or not 0 <= axis < len(size):
-            raise ValueError(f"axis {axis!r} is none of {len(size)}")
+            raise ValueError(f"axis {axis!r} is not one of {len(size)} dims")
         if not scales.shape == zero_points.shape == (size[axis],):
             raise ValueError(f"{tuple(scales.shape)} scales for {size[axis]} channels")
         result = torch._empty_per_channel_affine_quantized(
@@ -185,6 +184,6 @@ def _assemble(
     strides = raw.stride()
     if dtype in _PACKED:
         strides = c_strides(size)
-        if raw.storage_offset():  # torch counts it in elements, of which a byte has several
+        if raw.storage_offset():  # torch would count it in elements, several per byte
             raw = raw.clone()
     return result.set_(raw.untyped_storage(), raw.storage_offset(), size, strides)

@@ -1,18 +1,17 @@
-"""Copies out of the memory of CUDA devices: on which stream, behind what, how many at once.
+"""Copies tensors from CUDA devices to the host.
 
-Copies into it, which a restore makes, need no more than the caller's own stream (``current``).
+Decides the stream, the order and the size of the copies. Copies to a device, which a restore makes,
+only need the caller's stream (``current``).
 
-What CUDA has to do is asked for through ``DeviceCalls``, a handful of calls; the rest is written
-once, and CI runs it on a device that is simulated (``tests/state/fake_device.py``).
+CUDA is called through ``DeviceCalls`` only. CI runs the rest on a simulated device
+(``tests/state/fake_device.py``).
 
-- *Order.* A call marks where the caller's current streams are when it is made (``Lanes.mark``).
-  Copies run on one stream of our own per device, which waits for those marks. No thread of the
-  caller's waits for a device; a worker thread does, until the last of its copies has ended.
-- *Memory of the device.* Whoever copies holds the tensors until that, so that the allocator cannot
-  give their memory away: no ``record_stream``, which would keep it from reuse for longer. What is
-  allocated here belongs to our stream, and is reused in the order of the stream.
-- *Few copies.* Large contiguous tensors go straight to the host. Others are first packed into a
-  slab on the device, and cross the bus as one.
+- *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
+  own stream per device, which waits for those events. Only worker threads wait for a device.
+- *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
+  reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
+- *Few copies.* Large contiguous tensors are copied directly; others are first packed into a slab on
+  the device.
 
 See ``docs/decisions/0013-staging-copies.md``.
 """
@@ -33,44 +32,46 @@ from actorsnap.state.sources import Cut, Pinner
 __all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "Reached"]
 
 _SLAB_BYTES: Final = 4 << 20
-"""So much device memory a worker thread packs into: the bus is at its speed with less."""
+"""Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
 
 _DIRECT_BYTES: Final = 1 << 20
-"""From here on a tensor is copied by itself: packing would read and write it once more."""
+"""Minimum size of a tensor that is copied without packing, in bytes; packing is one more copy."""
 
 
 class Event(Protocol):
     """A point in the order of a stream."""
 
     def wait(self) -> None:
-        """Blocks the thread, without the GIL, until the device is there.
+        """Blocks the thread until the device reaches this point. Releases the GIL.
 
         Raises:
-            RuntimeError: work before it has failed.
+            RuntimeError: Earlier work of the stream failed.
         """
         ...
 
 
 class CopyStream(Protocol):
-    """Work on a device, done in the order of these calls. They return before it is done.
+    """Work on a device, executed in order. Calls return before their work is done.
 
-    Tensors are live memory until then; nothing here holds them.
+    The caller must keep the tensors alive until then.
     """
 
     def wait_for(self, event: Event) -> None:
-        """What follows begins behind ``event``, which may be another stream's."""
+        """Makes later work of this stream wait for ``event``, of any stream."""
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory for what follows, ``uint8``. It may be dropped at once after the last call.
+        """Returns ``uint8`` device memory for later work of this stream.
+
+        It may be dropped right after the last call that uses it.
 
         Raises:
-            torch.OutOfMemoryError: the device has no more.
+            torch.OutOfMemoryError: The device memory could not be allocated.
         """
         ...
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies elements; one of both may lie in host memory if both are contiguous bytes."""
+        """Copies elements. One side may be host memory if both are contiguous bytes."""
         ...
 
     def pack(self, out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
@@ -78,44 +79,44 @@ class CopyStream(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Where the stream is now."""
+        """Records an event at the current end of the stream."""
         ...
 
 
 class DeviceCalls(Protocol):
-    """All that is asked of CUDA."""
+    """The calls to CUDA that copies need."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of such a device."""
+        """Whether a tensor is on a device of this kind."""
         ...
 
     def mark(self, device: torch.device) -> Event:
-        """Where the calling thread's current stream is now."""
+        """Records an event on the calling thread's current stream."""
         ...
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the same device, in the order of the calling thread's current stream.
+        """Returns a copy on the same device, made on the calling thread's current stream.
 
         Raises:
-            torch.OutOfMemoryError: the device has no more.
+            torch.OutOfMemoryError: The device memory could not be allocated.
         """
         ...
 
     def stream(self, device: torch.device) -> CopyStream:
-        """The one for copies; always the same one."""
+        """Returns the device's stream for copies, always the same one."""
         ...
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        """Within what this makes, work of any thread goes to the stream that is the calling
-        thread's current one now."""
+        """Returns a factory of contexts, usable in any thread, that select the calling thread's
+        current stream."""
         ...
 
     def pinner(self, device: torch.device) -> Pinner:
-        """Pins memory for all devices, in the name of this one."""
+        """Returns a pinner that pins memory for all devices, with calls to this one."""
         ...
 
     def own_pinner(self) -> Pinner | None:
-        """The one of the calling thread's current device, if this process uses any."""
+        """Returns the pinner of the calling thread's current device; None if none is in use."""
         ...
 
 
@@ -123,8 +124,8 @@ class Reached(Protocol):
     """The tensor of a cut.
 
     Attributes:
-        itemsize: What begin and end of each of its cuts are multiples of.
-        flat: Its bytes, or None where they do not lie in order.
+        itemsize: Bytes of an element. Each cut begins and ends at a multiple of it.
+        flat: Its bytes in C order; None if its memory is in another order.
     """
 
     @property
@@ -132,20 +133,22 @@ class Reached(Protocol):
     @property
     def flat(self) -> torch.Tensor | None: ...
     def pairs(self, start: int, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns views of the tensor, and the parts of ``flat``, its bytes from ``start`` on,
-        that hold their elements."""
+        """Returns pairs of a view of the tensor and the part of ``flat`` for its elements.
+
+        ``flat`` stands for the tensor's bytes from ``start`` on.
+        """
         ...
 
 
 class Lanes:
-    """The devices that a call meets, each with what its copies wait for."""
+    """The lanes of one call, one per device."""
 
     def __init__(self, calls: DeviceCalls) -> None:
         self._calls = calls
         self._lanes: dict[torch.device, Lane] = {}
 
     def of(self, tensor: torch.Tensor) -> Lane | None:
-        """The lane of the device that a tensor lies on, if that is such a device."""
+        """Returns the lane of a tensor's device; None if it is not a device of this kind."""
         if not self._calls.has(tensor):
             return None
         lane = self._lanes.get(tensor.device)
@@ -154,13 +157,16 @@ class Lanes:
         return lane
 
     def mark(self) -> None:
-        """Copies wait for what the calling thread has begun by now. Called before any begins."""
+        """Makes copies wait for the work that the calling thread has queued by now.
+
+        Must be called before the first copy begins.
+        """
         for lane in self._lanes.values():
             lane.mark()
 
 
 class Lane:
-    """The copies of one call out of one device. A ``DeviceCopier``."""
+    """Copies of one call from one device. Implements ``DeviceCopier``."""
 
     def __init__(self, calls: DeviceCalls, device: torch.device) -> None:
         self._calls = calls
@@ -172,15 +178,14 @@ class Lane:
         return self._calls.pinner(self._device)
 
     def mark(self) -> None:
-        """See ``Lanes.mark``."""
         self._ready = self._calls.mark(self._device)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, which ``mark`` has to follow; see ``DeviceCalls``."""
+        """Returns a copy on the device; ``mark`` must follow. See ``DeviceCalls``."""
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """See ``DeviceCopier``. What cuts have as sources is ``Reached``."""
+        """See ``DeviceCopier``. The sources of cuts are ``Reached``."""
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
@@ -190,15 +195,15 @@ class Lane:
                 _bring(stream, host, run)
             return stream.mark().wait
         except BaseException:
-            # What was begun still uses memory that will be lent to others. A device that fails
-            # here, too, does nothing any more.
+            # Copies under way still write to memory that is about to be reused. If waiting fails
+            # too, the device has stopped working.
             with contextlib.suppress(Exception):
                 stream.mark().wait()
             raise
 
 
 def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
-    """Neighbours in host memory that cross the bus as one: a large cut, or what fits a slab."""
+    """Yields cuts that cross the bus as one copy: a large one, or neighbours that fit a slab."""
     run: list[Cut] = []
     end = 0
     for cut in _fitting(cuts):
@@ -220,7 +225,7 @@ def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
 
 
 def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
-    """Cuts what has to be packed, so that it fits a slab."""
+    """Splits cuts that need packing so that each fits a slab."""
     for cut in cuts:
         if cut.nbytes <= _SLAB_BYTES or _is_direct(cut):
             yield cut
@@ -244,7 +249,7 @@ def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     try:
         slab = stream.empty(last.at + last.nbytes - first.at)
     except torch.OutOfMemoryError:
-        # The model fills the device: slower, tensor by tensor.
+        # The model fills the device: copy tensor by tensor, which is slower.
         flats = [(cut, _flat(cut)) for cut in run]
         if any([flat is None for _, flat in flats]):
             raise
@@ -285,7 +290,7 @@ def _flat(cut: Cut) -> torch.Tensor | None:
 
 
 class Cuda:
-    """The real one. Where torch has no CUDA nothing here is called but ``has``."""
+    """Real CUDA. Without CUDA in torch, only ``has`` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -319,8 +324,8 @@ class Cuda:
         return _CudaPinner(torch.device("cuda", torch.cuda.current_device()))
 
 
-# A call of CUDA takes memory on the thread's current device, which is the first one in worker
-# threads and may be another process': so each of these makes its own device the current one.
+# A call to CUDA allocates memory on the thread's current device. In worker threads that is the
+# first device, which another process may own. So each call sets its own device first.
 
 
 @contextlib.contextmanager
@@ -337,25 +342,25 @@ class _CudaPinner:
         with torch.cuda.device(self._device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if error:
-                # CUDA keeps the error, for the next kernel of this thread to report.
+                # CUDA would report the error with the next kernel of this thread; consume it here.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 raise OSError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
 
     def unpin(self, address: int) -> None:
-        # At the interpreter's exit there may be no CUDA any more, and nothing to be done.
+        # CUDA may already be gone when the interpreter exits.
         with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
 _PORTABLE: Final = 1
-"""``cudaHostRegisterPortable``: pinned for all devices."""
+"""The flag ``cudaHostRegisterPortable``: pins for all devices."""
 
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        # Blocking: who waits leaves the core to others.
+        # Blocking: a waiting thread does not occupy a core.
         self.event = torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
@@ -375,7 +380,7 @@ class _CudaStream:
             self._stream.wait_event(event.event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        # Of the memory that the allocator keeps for this stream.
+        # From this stream's pool in the allocator.
         with _entered(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
@@ -392,4 +397,4 @@ class _CudaStream:
 
 
 calls: DeviceCalls = Cuda()
-"""Whom all copies ask. Tests put another one here."""
+"""The implementation that all copies use. Tests replace it."""

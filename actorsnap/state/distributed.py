@@ -1,10 +1,9 @@
-"""Distributed tensors as boxes, without a word to any other rank.
+"""Describes distributed tensors as boxes, without communication.
 
-Decides which boxes of a DTensor or ShardedTensor lie in this process, in which of its plain
-tensors, and which other ranks hold the same ones; and which leaves of an app state are the
-same on several ranks because DistributedDataParallel or a mesh keeps them so. It must not
-know paths, entries or storage, and calls no collective: what a mesh and the placements say
-is enough.
+Decides which boxes of a DTensor or ShardedTensor this process holds, in which plain tensors, and
+which other ranks hold the same boxes. Also decides which plain leaves of an app state
+DistributedDataParallel or a mesh keeps equal on several ranks. It must not know paths, entries or
+storage, and calls no collective: meshes and placements suffice.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ __all__ = [
 ]
 
 Ranks: TypeAlias = tuple[int, ...]
-"""Global ranks of the job, rising."""
+"""Global ranks of the job, in ascending order."""
 
 
 # Distributed tensors --------------------------------------------------------------------------
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A box that lies in this process.
+    """A box that this process holds.
 
     Attributes:
         box: In global index space.
-        tensor: Its elements, of the box's sizes: a view of the distributed tensor's own memory,
-            without autograd state. What is copied into it is in the distributed tensor.
-        holders: All ranks that hold this box with these values, with this one; None where
-            there is no other.
+        tensor: Its elements, of the box's sizes: a detached view of the distributed tensor's
+            memory. Copying into it writes to the distributed tensor.
+        holders: All ranks that hold this box with equal values, including this one; None if only
+            this rank does.
     """
 
     box: Box
@@ -58,16 +57,16 @@ class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """What this process holds of a distributed tensor.
+    """A distributed tensor and the pieces of it in this process.
 
     Attributes:
-        global_shape: Of the whole.
+        global_shape: Shape of the whole tensor.
         dtype: Name of the dtype.
         kind: ``type`` of its entries.
-        requires_grad: As the tensor.
-        ranks: All that have the tensor, also those whose part is empty.
-        pieces: In the order of their memory; none where this rank is outside of the mesh, or
-            its shard is empty. They do not overlap.
+        requires_grad: Whether the tensor requires gradients.
+        ranks: All ranks that have the tensor, including those with an empty part.
+        pieces: Pieces that do not overlap, in the order of their memory. Empty if this rank is
+            outside of the mesh or its shard is empty.
     """
 
     global_shape: tuple[int, ...]
@@ -79,20 +78,20 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Describer:
-    """Describes many tensors: a layout that repeats is computed once.
+    """Describes many tensors and computes each distinct layout once.
 
-    Holds the meshes that it has seen; made for one pass over an app state.
+    Keeps references to meshes. Create one per pass over an app state.
     """
 
     def __init__(self) -> None:
         self._placed: dict[object, _Place] = {}
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
-        """Returns what this process holds of a distributed tensor.
+        """Describes a distributed tensor.
 
         Returns:
-            None for a tensor that is not distributed; a str that says why one cannot be
-            described, and what to do (it goes behind the leaf's path).
+            The sharding; None for a tensor that is not distributed. For one that cannot be
+            described, a str with reason and remedy, to be appended to the leaf's path.
         """
         if _is_dtensor(tensor):
             return self._describe_dtensor(tensor)
@@ -112,7 +111,7 @@ class Describer:
             if found is None:
                 found = self._placed[key] = _place(spec, shape)
         except ValueError as error:
-            return f"is a DTensor that cannot be told apart: {error}; distribute it anew"
+            return f"is a DTensor with an unsupported layout: {error}; distribute it again"
         placed, expected, holders, ranks = found
         if not placed:
             return _sharding(tensor, shape, ranks, ())
@@ -136,17 +135,16 @@ class Describer:
 
 
 def describe(tensor: torch.Tensor) -> Sharding | str | None:
-    """As ``Describer.describe``, for one tensor."""
     return Describer().describe(tensor)
 
 
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a tensor of which each rank holds a part, as far as known here."""
+    """Whether ``value`` is a DTensor or ShardedTensor."""
     return _is_dtensor(value) or _is_sharded_tensor(value)
 
 
 def _is_dtensor(value: object) -> bool:
-    # Nobody has one who has not imported this, and importing it takes long.
+    # Importing the module takes long, and without it there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -171,10 +169,10 @@ def _sharding(
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Returns a DTensor's local tensor itself."""
+    """Returns a DTensor's local tensor, without a copy."""
     local = tensor._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
-        # The collective runs already; this waits for its result, which nobody did so far.
+        # Waits for a collective that is already running.
         local = local.wait()
     found: torch.Tensor = local.detach()
     return found
@@ -185,7 +183,7 @@ def _local_refusal(local: torch.Tensor, outer: torch.Tensor) -> str | None:
     if why is None and local.layout is not torch.strided:
         why = f"has the layout {local.layout}; convert it with x.to_dense()"
     if why is None and local.dtype is not outer.dtype:
-        why = f"has the dtype {local.dtype}, not {outer.dtype}; make the outer tensor anew"
+        why = f"has the dtype {local.dtype}, not {outer.dtype}; create the outer tensor again"
     return None if why is None else f"is a {type(outer).__name__} whose local tensor {why}"
 
 
@@ -214,7 +212,7 @@ def _placement_refusal(placements: Sequence[Any]) -> str | None:
 
 
 _Place: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks]
-"""Boxes, the local shape that they imply, who else holds them, and all ranks of the mesh."""
+"""Boxes, the local shape that they imply, their holders, and all ranks of the mesh."""
 
 
 def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
@@ -233,7 +231,7 @@ def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
     else:  # from left to right
         cutting = [axis for axis in axes if kinds[axis] != "Replicate"]
     for axis in cutting:
-        # Process groups sort their ranks: torch cuts by the one order here, by the other there.
+        # Process groups sort their ranks, so torch mixes two orders unless they agree.
         along = ranks[tuple([slice(None) if a == axis else coordinate[a] for a in axes])].tolist()
         if along != sorted(along):
             raise ValueError(f"the ranks along axis {axis} of the mesh, {along}, are not rising")
@@ -247,7 +245,7 @@ def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
         for axis in cutting
     ]
     if 0 not in shape:
-        # What shards share no axis of is the same along it.
+        # Along axes that cut nothing, all ranks hold the same.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
     holders = tuple(sorted(ranks.flatten().tolist()))
     return (
@@ -274,24 +272,25 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
             if tuple(local.shape) != box.sizes or not Box.whole(shape).contains(box):
                 return (
                     f"is a ShardedTensor of shape {shape} with a local shard of shape "
-                    f"{tuple(local.shape)} at {box.offsets}, which its metadata says is of "
-                    f"shape {box.sizes}; make it anew with init_from_local_shards"
+                    f"{tuple(local.shape)} at {box.offsets}, but of shape {box.sizes} in its "
+                    "metadata; create it again with init_from_local_shards"
                 )
             pieces.append(Piece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
     return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
 
 
-# What is the same on several ranks ------------------------------------------------------------
+# Replicated leaves ----------------------------------------------------------------------------
 
 
 class Replica(msgspec.Struct, frozen=True, gc=False):
-    """Where a leaf is the same.
+    """The ranks on which a leaf is the same.
 
     Attributes:
-        ranks: The ranks that hold it; None: all ranks of the job.
-        rank_zero_wins: Values of the ranks may differ, and that of the first one counts: buffers,
-            which DistributedDataParallel sends from there before each forward pass.
+        ranks: The ranks that hold it; None means all ranks of the job.
+        rank_zero_wins: Whether the value of the first rank is authoritative and others may differ.
+            True for buffers, which DistributedDataParallel broadcasts from there before each
+            forward pass.
     """
 
     ranks: Ranks | None
@@ -299,8 +298,10 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
 
 
 class Replication:
-    """Which leaves of one stateful are the same on several ranks. Of plain leaves only:
-    distributed tensors say that themselves."""
+    """The leaves of one stateful that are the same on several ranks.
+
+    Covers plain leaves only; ``Describer`` covers distributed tensors.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, Replica | None] = {}
@@ -310,11 +311,11 @@ class Replication:
         return bool(self._names or self._prefixes)
 
     def find(self, name: str) -> Replica | None:
-        """Returns where the leaf ``name`` is the same; None: as far as known, here only.
+        """Returns the replica of the leaf ``name``; None if it may be private to this rank.
 
         Args:
-            name: The keys on the way to it below the top-level key, as strings, joined by
-                dots: ``module.0.weight``, ``state.3.step``.
+            name: Keys from below the top-level key to the leaf, as strings joined by dots:
+                ``module.0.weight``, ``state.3.step``.
         """
         if name in self._names:
             return self._names[name]
@@ -324,25 +325,29 @@ class Replication:
         return None
 
     def add_name(self, name: str, replica: Replica | None) -> None:
-        """Says it of one leaf; None takes it out of a prefix."""
+        """Sets the replica of one leaf; None excludes it from prefixes."""
         self._names[name] = replica
 
     def add_prefix(self, prefix: str, replica: Replica) -> None:
-        """Says it of all leaves whose names begin so and that are not named themselves."""
+        """Sets the replica of all leaves with this prefix that ``add_name`` did not set."""
         self._prefixes.append((prefix, replica))
         self._prefixes.sort(key=lambda item: -len(item[0]))
 
 
 def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
-    """Returns which plain leaves are the same on several ranks, for each key that has such.
+    """Finds plain leaves that are the same on several ranks, by key of the app state.
 
-    Found are: everything under DistributedDataParallel, anywhere in a module; in a torch
-    optimizer, what is no distributed tensor (step counters, hyperparameters), where the
-    parameters are DTensors: the ranks of their mesh step together. And a torch optimizer of
-    which DistributedDataParallel modules of the app state keep all parameters the same: equal
-    gradients make equal steps. Not LBFGS, which looks at the loss. Nor where the optimizers of
-    the app state leave out some of a module's parameters: then other ranks may have those
-    (``ZeroRedundancyOptimizer.optim``).
+    These are:
+
+    - Leaves under DistributedDataParallel, anywhere in a module.
+    - Plain leaves (step counters, hyperparameters) of a torch optimizer over DTensors: the ranks of
+      their mesh step together.
+    - The state of a torch optimizer whose parameters DistributedDataParallel modules of the app
+      state keep equal: equal gradients make equal steps. This excludes modules with trainable
+      parameters that no optimizer of the app state has: other ranks may step those
+      (``ZeroRedundancyOptimizer.optim``).
+
+    LBFGS is left out, since its steps depend on the loss.
     """
     synchronised: dict[int, Ranks | None] = {}
     stepped = {
@@ -380,7 +385,10 @@ def _ranks_of(group: Any) -> Ranks | None:
 
 
 def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any, Ranks | None]]:
-    """Returns the DistributedDataParallel modules in ``module``: name, module, ranks."""
+    """Returns name, module and ranks of each DistributedDataParallel in ``module``.
+
+    Those with a single rank are left out.
+    """
     found = sys.modules.get("torch.nn.parallel.distributed")
     if found is None:
         return []
@@ -407,17 +415,23 @@ def _add_parameters(
 
 
 def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:
-    """``is_plain``: names are those of the unwrapped model, behind ``prefix``."""
+    """Returns the replication of a module's leaves.
+
+    Args:
+        module: The module.
+        prefix: Prepended to all names.
+        is_plain: Whether names are those of the unwrapped model.
+    """
     result = Replication()
 
     def name_of(*parts: str) -> str:
         name = ".".join([part for part in parts if part])
         name = plain_name(module, name) if is_plain else name
-        # Hooks of this wrapper leave its own name out of the state dict's keys.
+        # Hooks of this wrapper remove its name from the state dict's keys.
         return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
     for name, ddp, ranks in _synchronised_modules(module):
-        # The name of anything in it, without that thing.
+        # A placeholder, so that plain names work for a prefix too.
         result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
         for buffer, _ in ddp.named_buffers(remove_duplicate=False):
             result.add_name(name_of(name, buffer), Replica(ranks, rank_zero_wins=True))
@@ -433,7 +447,7 @@ def _mesh_ranks(parameter: Any) -> Ranks | None:
 
 
 def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
-    """Returns where a parameter's optimizer state is the same, as far as it is plain."""
+    """Returns the replica of the plain optimizer state of a parameter; None if private."""
     ranks = _mesh_ranks(parameter)
     if ranks is not None:
         return Replica(ranks) if len(ranks) > 1 else None
@@ -443,7 +457,7 @@ def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> R
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
-    # Others may keep parts of the state in plain tensors, or take their own steps.
+    # Other optimizers may shard their state in plain tensors, or step differently per rank.
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
         return []

@@ -1,19 +1,18 @@
-"""Which leaves may be copied behind the caller's back, and whether they stayed as they were.
+"""Finds leaves that may be copied after the call returns, and detects changes to them.
 
-Only what is known to change in nothing but an optimizer's step may wait: parameters that require
-gradients of the modules in the app state, and the state tensors of its optimizers. A leaf belongs
-to them by its memory, whatever view of it a state dict holds. Everything else is *eager*.
+Only tensors that nothing but an optimizer's step changes are *lazy*: parameters that require
+gradients, of modules in the app state, and the state tensors of its optimizers. A leaf is matched
+to them by its memory, so any view counts. All other leaves are *eager*.
 
-That a leaf stayed as it was is told by version counters: each in-place operation of torch moves
-that of its tensor, and views share it. Fused optimizers, and DTensors, move none for the parameter;
-most of them move one for a step counter, or make it. So a parameter is watched together with its
-state, or for getting one.
+Version counters show changes: each in-place operation of torch moves the counter of its tensor,
+which views share. Fused optimizers and DTensors do not move the parameter's, but most move or
+create a step counter. So a parameter is watched with its state, or for the appearance of a state.
 
-Some optimizers move no counter at all (``_uncounted_in``). What they train is eager, unless their
-steps are known to wait: the trainer has guarded the optimizer in an earlier save.
+Some optimizers move no counter at all (``_uncounted_in``). The tensors that they train are eager,
+unless the trainer guarded the optimizer in an earlier save.
 
-No counter tells that a storage was given other memory (``share_memory_()``, also by sending a
-tensor to another process; ``resize_()``), and what it had is gone then. So addresses are compared,
+No counter shows that a storage was moved to other memory (``share_memory_()``, also by sending a
+tensor to another process; ``resize_()``). Its old memory is freed then, so addresses are compared
 too.
 """
 
@@ -41,8 +40,8 @@ __all__ = ["LazyState", "find_lazy", "tensors_of"]
 _log = Lines(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
-"""So much of what is eager is copied in the caller's thread: nobody waits for whole chunks because
-of a normalisation's statistics, counters and random generators."""
+"""Maximum bytes of eager leaves copied in the caller's thread. The caller then need not wait for
+whole chunks because of normalisation statistics, counters and random generators."""
 
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
@@ -58,8 +57,8 @@ class LazyState:
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
-        must_wait: Optimizers whose leaves are lazy although no counter shows their steps: guard
-            them before the caller can step.
+        must_wait: Optimizers with lazy leaves that no counter covers. Guard them before the
+            caller can step.
     """
 
     def __init__(
@@ -78,14 +77,14 @@ class LazyState:
         self._extents = extents
         self._leaves_of = {id(tensors[number]): leaves for number, leaves in leaves_of.items()}
         self._places = places
-        # By leaf, what else moves when it changes; and all of that, with its versions.
+        # By leaf, the tensors whose counters move when it changes.
         self._watched = dict(watched)
         self._tensors = tensors
         self._stateless = stateless
         self._versions = [_version(tensor) for tensor in tensors]
 
     def touched_by(self, optimizer: Any) -> list[int]:
-        """The leaves whose memory a step of the optimizer changes, in its order."""
+        """Returns the leaves whose memory a step of the optimizer changes, in its order."""
         found: dict[int, Sequence[int]] = {}
         others: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors_of(optimizer)):
@@ -94,13 +93,12 @@ class LazyState:
                 others[number] = tensor
             else:
                 found[number] = leaves
-        if others:  # of no module or optimizer in the app state, but perhaps their memory
+        if others:  # not in the app state, but may share memory with it
             found.update(_Memory(self._extents).meeting(_extents_of(others.items())))
         return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
 
     def changed(self, leaves: Iterable[int]) -> int | None:
-        """A leaf among these that has changed since the capture, as far as can be told, or whose
-        memory must not be read any more."""
+        """Returns a leaf that changed since the capture, or lost its memory; None if none did."""
         for leaf in leaves:
             if any([_address(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
@@ -113,7 +111,7 @@ class LazyState:
         return None
 
     def release(self) -> None:
-        """Refers to no memory any more; from now on nothing is touched, and nothing changes."""
+        """Drops all references to tensors. Afterwards no leaf counts as touched or changed."""
         self._tensors, self._watched, self._places = (), {}, {}
         self._stateless = {}
         self._leaves_of, self._extents = {}, {}
@@ -126,12 +124,12 @@ def find_lazy(
     *,
     is_guarded: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
 ) -> LazyState:
-    """Tells apart what may be copied later, and copies what little of the rest there is.
+    """Finds the lazy leaves, and copies small eager ones at once.
 
     Args:
-        app_state: As it was captured.
-        leaves: Of the capture, in its order. Some get a copy as their source.
-        is_guarded: Whether the steps of an optimizer can be made to wait.
+        app_state: The captured app state.
+        leaves: Leaves of the capture, in its order. Copied leaves get the copy as their source.
+        is_guarded: Returns whether the steps of an optimizer can be made to wait.
     """
     modules, optimizers = _trained_parts(app_state)
     tensors, watched_with, stateless, others = _steady_tensors(modules, optimizers)
@@ -179,7 +177,7 @@ def find_lazy(
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a step changes: parameters, each with its state, by parameter groups."""
+    """Yields the tensors that a step changes: parameters by group, each followed by its state."""
     state = getattr(optimizer, "state", {})
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -215,8 +213,13 @@ def _trained_parts(
 def _steady_tensors(
     modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[list[torch.Tensor], list[tuple[int, ...]], dict[int, list[_States]], list[torch.Tensor]]:
-    """What only steps change; of each, the numbers of those that move when it changes; where the
-    others of them get a state when they change first; and what something else may change."""
+    """Sorts tensors by what may change them.
+
+    Returns:
+        Tensors that only steps change; for each, the numbers of the tensors whose counters show
+        that; for those without state, the optimizers' states in which it will appear; and tensors
+        that anything else may change.
+    """
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
     averaged = torch.optim.swa_utils.AveragedModel
@@ -231,7 +234,7 @@ def _steady_tensors(
             if parameter.requires_grad:
                 parameters[id(parameter)] = parameter
             else:
-                others.append(parameter)  # whoever changes it, it is no step
+                others.append(parameter)  # changed outside of steps, if at all
     tensors = list(parameters.values())
     number_of = {key: number for number, key in enumerate(parameters)}
     watched_with: list[tuple[int, ...]] = [(number,) for number in range(len(tensors))]
@@ -255,15 +258,15 @@ def _steady_tensors(
 
 
 _COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Their fused steps move the counter of ``step`` in the state, or make the state."""
+"""Classes whose fused steps move the counter of ``step`` in the state, or create the state."""
 
 
 def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns the tensors that a step changes without moving a version counter, of them or of the
-    state that they are watched with.
+    """Returns tensors that a step changes without moving a counter, neither theirs nor their
+    state's.
 
-    Fused steps of classes that are not known to count, and SGD of DTensors, whose foreach
-    operations move none.
+    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and SGD of DTensors, whose
+    foreach operations move no counter.
     """
     found: list[torch.Tensor] = []
     defaults = getattr(optimizer, "defaults", {})
@@ -294,7 +297,7 @@ def _warn_of_uncounted(kind: str) -> None:
 
 
 def _has_state(states: _States, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer has tensors for the parameter: an empty state may come by a look."""
+    """Whether an optimizer has tensors for the parameter: reading can create an empty state."""
     state = states.get(parameter)
     return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
 
@@ -314,7 +317,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Moves when the tensor is changed, or the local one in a DTensor."""
+    """Returns a number that changes with the tensor, or with the local tensor of a DTensor."""
     try:
         if type(tensor) in _PLAIN:
             return tensor._version
@@ -330,14 +333,14 @@ _Place: TypeAlias = tuple[torch.Tensor, int | None]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
-    """Where the tensors lie whose memory a leaf's bytes are."""
+    """Returns the tensors that own a leaf's memory, and their addresses."""
     if isinstance(source, MemorySource) and isinstance(source.owner, torch.Tensor):
         return ((source.owner, source.address),)  # nearly all
     return [(owner, _address(owner)) for owner in _owners(source)]
 
 
 def _owners(source: Any) -> Iterator[torch.Tensor]:
-    """The tensors whose memory a leaf's bytes are; of a group of views, those of all."""
+    """Yields the tensors that own a leaf's memory; for a group of views, those of all views."""
     if isinstance(source.owner, torch.Tensor):
         yield source.owner
     elif isinstance(source.owner, list):
@@ -353,7 +356,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    """Where tensors lie in this process, by their numbers; those with memory."""
+    """Returns the extents of numbered tensors that have memory in this process."""
     found: _ByDevice = {}
     for number, tensor in tensors:
         tensor = _local(tensor)
@@ -363,7 +366,7 @@ def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
-    """The same of leaves, but for arrays."""
+    """Returns the extents of leaves, except arrays."""
     found: _ByDevice = {}
     cpu = found[torch.device("cpu")] = Extents()
     for number, leaf in enumerate(leaves):
@@ -391,7 +394,7 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of it, if it is a DTensor."""
+    """Returns the local tensor of a DTensor; other tensors as they are."""
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
@@ -401,7 +404,7 @@ def _region(tensor: torch.Tensor) -> Region:
 
 
 def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -> bool:
-    """Whether each byte of the leaf is surely one of those tensors'."""
+    """Whether every byte of the leaf certainly belongs to the ``found`` tensors."""
     source = leaf.source
     if isinstance(source, MemorySource):
         first = _local(tensors[found[0]])
@@ -419,7 +422,7 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
 
 
 class _Memory:
-    """Finds members, which have numbers, by the memory that they lie in."""
+    """Finds numbered members by memory range."""
 
     def __init__(self, extents: _ByDevice) -> None:
         self._devices: dict[torch.device, tuple[Any, Any, list[int], list[int]]] = {}
@@ -428,12 +431,12 @@ class _Memory:
             order = np.argsort(low, kind="stable")
             low, high = low[order], high[order]
             numbers = np.array(found.numbers, np.int64)[order].tolist()
-            # Up to where anything reaches that begins no later than each.
+            # The highest stop among members that begin no later.
             reach = np.maximum.accumulate(high)
             self._devices[device] = low, reach, high.tolist(), numbers
 
     def meeting(self, extents: _ByDevice) -> dict[int, list[int]]:
-        """Of each of these extents that meets any, the members, in the order of memory."""
+        """Returns the members that overlap each extent, in order of memory."""
         result: dict[int, list[int]] = {}
         for device, asked in extents.items():
             if device not in self._devices:
@@ -453,7 +456,7 @@ class _Memory:
 
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
-    """Gives leaves a copy as their source. On a device it is made there, and not waited for."""
+    """Replaces the sources of leaves by copies; on a device made there, without waiting."""
     _copy_here([leaf for leaf in leaves if not _is_kept_there(leaf)])
     for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
         lane.mark()

@@ -1,8 +1,8 @@
-"""Leaves that are no tensors: what is encoded inline, what as bytes, what is refused.
+"""Encodes leaves that are no tensors, inline or as bytes.
 
-Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The
-safe set is closed: a type outside of it is pickled if the caller allowed that, else refused.
-It must not know where leaves stand, entries, app states or storage.
+Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The safe set
+is closed: other types are pickled if the caller allows it, else refused. It must not know entries,
+app states or storage.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096
-"""Longer bytes, strings and containers are stored as bytes, beside the tensors."""
+"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored as
+bytes, next to the tensors."""
 
 MAX_INT_BITS: Final = 12_000
-"""Python prints no integers that are much longer."""
+"""Maximum length of an integer, in bits. Python refuses to print much longer ones."""
 
 _MAX_DEPTH: Final = 100
-"""Of containers inside of one inline value. These recurse, on a stack that others use too."""
+"""Maximum nesting of containers in an inline value, which is encoded by recursion."""
 
 _INT64: Final = (-(1 << 63), 1 << 63)
 
@@ -72,11 +73,11 @@ _DICTS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 class NotInline(Exception):
-    """A value is outside of what the inline encoding can say.
+    """A value that the inline encoding does not cover.
 
     Attributes:
-        value: It, or what is in it.
-        kind: Names its type.
+        value: The value, which may be inside of the encoded one.
+        kind: Name of its type.
     """
 
     def __init__(self, value: object) -> None:
@@ -91,11 +92,11 @@ class NotInline(Exception):
 
 
 def encode_inline(value: object, path: str) -> Any:
-    """Returns ``value`` as something that JSON can hold.
+    """Encodes ``value`` for JSON.
 
     Raises:
-        NotInline: It is outside of the safe set.
-        UsageError: It contains itself or nests too deep. Names ``path``.
+        NotInline: The value is outside of the safe set.
+        UsageError: The value contains itself or nests too deep. Names ``path``.
     """
     return _encode(value, path, 0)
 
@@ -146,7 +147,7 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def _encode_descr(dtype: np.dtype[Any]) -> Any:
-    """Returns numpy's own description, if numpy makes an equal dtype from it."""
+    """Returns numpy's description of a dtype, if numpy can restore the dtype from it."""
     try:
         descr = np.lib.format.dtype_to_descr(dtype)
         same = np.lib.format.descr_to_dtype(descr)
@@ -167,7 +168,7 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
     pairs = []
     low, high = _INT64
     for key, item in value.items():
-        # Without a call for most: a module's state dict has a dict of its own for each submodule.
+        # Avoids calls for most items: ``_metadata`` of a module has a dict for each submodule.
         if type(key) is not str or not key.isascii():
             key = _encode(key, path, depth)
         if type(item) is not int or not low <= item < high:
@@ -189,10 +190,10 @@ _ENCODERS: Final[dict[type, Any]] = {
 
 
 def decode_inline(encoded: Any, path: str) -> Any:
-    """Returns the value that ``encode_inline`` took.
+    """Decodes a value of ``encode_inline``.
 
     Raises:
-        FormatError: It is not the inline encoding of any value. Names ``path``.
+        FormatError: ``encoded`` encodes no value. Names ``path``.
     """
     if encoded is None or type(encoded) in (str, bool, int, float):
         return encoded
@@ -233,7 +234,7 @@ def _decode_float(value: Any) -> float:
 
 
 def _decode_descr(descr: Any) -> Any:
-    """JSON has no tuples, which numpy's descriptions of fields are made of."""
+    """Restores the tuples in numpy's descriptions of fields, which JSON lacks."""
     if isinstance(descr, str):
         return descr
     fields: list[Any] = []
@@ -270,7 +271,7 @@ _DECODERS: Final[dict[str, Any]] = {
 
 
 def _is_attribute(name: object) -> bool:
-    """Whether a parameter may have an attribute of that name of the user's own."""
+    """Whether a parameter's attribute ``name`` may be the user's."""
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -280,10 +281,10 @@ def _is_attribute(name: object) -> bool:
 
 
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
-    """Returns the plain attributes of a parameter in the inline encoding, None if it has none.
+    """Encodes the plain attributes of a parameter inline; returns None if it has none.
 
-    Left out are names that begin with ``_``, which are a library's, those of torch itself, values
-    outside of the safe set, and those that are longer than is stored inline.
+    Skips names of torch and names with a leading ``_``, which belong to libraries. Skips values
+    outside of the safe set, and values too long to be inline.
     """
     found: dict[str, Any] = {}
     for name, value in vars(parameter).items():
@@ -296,10 +297,10 @@ def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | No
 
 
 def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns the attributes that ``encode_attributes`` took.
+    """Decodes attributes of ``encode_attributes``.
 
     Raises:
-        FormatError: One of them is not the inline encoding of any value. Names ``path``.
+        FormatError: One of them encodes no value. Names ``path``.
     """
     return {
         name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
@@ -310,10 +311,10 @@ def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def bytes_of(value: object, path: str) -> tuple[str, bytes | bytearray] | None:
-    """Returns type and bytes of a value that is too long for a manifest; None for others.
+    """Returns type and bytes of a value that is too long to be inline; None for others.
 
     Raises:
-        NotInline, UsageError: As ``encode_inline``, for what is in a container.
+        NotInline, UsageError: See ``encode_inline``; for containers only.
     """
     kind = type(value)
     if kind is bytes or kind is bytearray:
@@ -332,10 +333,10 @@ def bytes_of(value: object, path: str) -> tuple[str, bytes | bytearray] | None:
 
 
 def value_of(kind: str, data: bytearray) -> Any:
-    """Returns the value of a ``bytes`` entry that is neither pickled nor an array.
+    """Decodes a ``bytes`` entry that is neither pickled nor an array.
 
     Raises:
-        Exception: The bytes are not of that type.
+        Exception: The bytes are no value of that type.
     """
     if kind == "bytes":
         return bytes(data)
@@ -347,14 +348,14 @@ def value_of(kind: str, data: bytearray) -> Any:
 
 
 def pickled(value: object) -> bytes:
-    """Returns ``value`` as ``torch.save`` writes it, pickle protocol 5."""
+    """Pickles ``value`` with ``torch.save``, pickle protocol 5."""
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
 
 
 def unpickled(data: bytearray) -> Any:
-    """Returns what ``pickled`` took, tensors on CPU. Runs whatever code the bytes ask for."""
+    """Unpickles a value of ``pickled``, with tensors on CPU. Runs any code in the bytes."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
@@ -368,37 +369,37 @@ NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
     )
     for dtype in [np.dtype(name)]
 }
-"""numpy's type string -> its dtype, and the torch dtype of the same bytes."""
+"""By numpy's type string, the numpy dtype and the name of the equal torch dtype."""
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns the type string of a dtype that torch has too; None for any other."""
+    """Returns the type string of a numpy dtype that torch has, too; None for others."""
     name = dtype.str
     return name if name in NUMPY_DTYPES and NUMPY_DTYPES[name][0] == dtype else None
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
-    """Returns an array of a dtype that torch lacks as an ``.npy`` file.
+    """Encodes an array as an ``.npy`` file; used for dtypes that torch lacks.
 
     Raises:
-        NotInline: Its dtype holds Python objects, or numpy cannot describe it.
+        NotInline: The dtype holds Python objects, or numpy cannot describe it.
     """
     _encode_descr(array.dtype)
     out = io.BytesIO()
     with warnings.catch_warnings():
-        # That numpy before 1.9 (or 1.17) cannot read this version of the format.
+        # numpy warns that releases before 1.9 (or 1.17) cannot read this version.
         warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()
 
 
 def array_from_npy(data: bytearray) -> np.ndarray[Any, Any]:
-    """Returns the array in an ``.npy`` file, in the memory of ``data``.
+    """Decodes an ``.npy`` file. The array uses the memory of ``data``.
 
-    numpy's own reader allocates what the header asks for before it looks for the bytes.
+    numpy's own reader trusts the size in the header and allocates it before reading.
 
     Raises:
-        ValueError: It is no such file, holds Python objects, or is too short or long.
+        ValueError: ``data`` is no such file, holds Python objects, or has the wrong length.
     """
     major = data[6] if len(data) > 12 and data.startswith(b"\x93NUMPY") else 0
     if not 1 <= major <= 3:

@@ -1,7 +1,7 @@
-"""Optimizers as restore targets, and models whose names do not depend on the parallelism.
+"""Primes optimizers for a restore, and names states independently of the parallelism.
 
-Decides what state an optimizer has before its first step, and under which names a model and
-its optimizers are saved. It must not know paths, entries or storage.
+Decides the state of an optimizer before its first step, and the names under which a ``ModelState``
+saves a model and its optimizers. It must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ __all__ = [
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that an optimizer lacks before its first step, to be restored into.
+    """Creates the state that an optimizer lacks before its first step, to be restored into.
 
-    Tensors are as the optimizer itself makes them: shapes, dtypes, devices, placements. For
-    torch's own classes the values are those before the first step, so that training without
-    a restore goes on as if nothing had been done (with one exception: SGD with dampening does
-    not dampen the first gradient, but does after this). Parameters, gradients, learning rates,
-    hooks, step counters and random generators are left alone. Parameters that have state
-    already, or do not require gradients, are left out.
+    Tensors have the shapes, dtypes, devices and placements that the optimizer gives them. For
+    torch's own classes the values are those before the first step, so training may continue without
+    a restore. The exception is SGD with dampening: it then dampens the first gradient, too.
+    Parameters, gradients, learning rates, hooks, step counters and random generators do not change.
+    Parameters that have state already or require no gradients are skipped.
 
     Args:
-        optimizer: Any class of torch.optim. Of others one step is tried on zeros in the
-            parameters' place; step counters in the state are set to 0 afterwards.
+        optimizer: Any optimizer. Classes outside of torch.optim run one step on zeros in place of
+            the parameters; step counters in the state are then set to 0.
 
     Raises:
         UsageError: The optimizer cannot be primed; run one step instead.
@@ -53,7 +52,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
             groups.append((group, lacking))
     if not groups:
         return
-    # A step must not be seen by a graph of the caller's, nor must what is made be inference's.
+    # Keeps the step out of the caller's autograd graphs, and makes no inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(optimizer, torch.optim.LBFGS):
             _prime_lbfgs(optimizer)
@@ -95,10 +94,10 @@ def _adopt(
 def _init_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor]
 ) -> None:
-    """Lets a class of torch make its state: the part of its step that does so comes first."""
+    """Runs the part of a step of torch's that creates the state."""
     stand_ins = [parameter.detach() for parameter in parameters]
     for parameter, stand_in in zip(parameters, stand_ins, strict=True):
-        # Only its presence counts here, and its shape and dtype.
+        # Only presence, shape and dtype of the gradient matter.
         stand_in.grad = parameter.detach()
     init: Any = optimizer._init_group  # type: ignore[attr-defined]
     lists: list[list[Any]] = [
@@ -114,7 +113,7 @@ def _init_group(
 
 
 def _prime_lbfgs(optimizer: torch.optim.LBFGS) -> None:
-    # Its state hangs on the first parameter, and its first iteration sets all of it anew.
+    # All state belongs to the first parameter, and the first iteration overwrites it.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer.state.get(parameters[0]):
         return
@@ -154,7 +153,7 @@ def _step_on_zeros(
         stand_ins[number] = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
         for stand_in in stand_ins[number]:
             stand_in.grad = torch.zeros_like(stand_in)
-    # ``step`` as the class has it, without the hooks of this optimizer and of all.
+    # The class's own ``step``, without hooks.
     step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     try:
         for group, _ in everything:
@@ -205,10 +204,10 @@ def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
-    """Whether optimizers have the classes that ``class_names`` named when they were saved.
+    """Whether optimizers have the classes in ``saved``, which ``class_names`` returned.
 
-    A class may have moved to another module, but torch's own and one of another package that has
-    its name are two. One of the caller's own takes the state of a class that it is derived from.
+    A class may have moved to another module, but never into or out of torch. A class outside of
+    torch also takes the state of its base classes.
     """
     names = set(map(_identity, saved.split(", ")))
     taken: set[tuple[bool, str]] = set()
@@ -223,7 +222,7 @@ def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> b
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """The class whose state it is: that of the optimizer that a wrapper (accelerate's) holds."""
+    """Returns the class of an optimizer, or of the one that a wrapper (accelerate's) holds."""
     inner = vars(optimizer).get("optimizer")
     return _class_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
@@ -233,7 +232,7 @@ def _qualified(kind: type) -> str:
 
 
 def _identity(name: str) -> tuple[bool, str]:
-    """What of a class' name must be equal: whether it is torch's, and the last part."""
+    """Returns the parts of a class name that must be equal: whether it is torch's, and the end."""
     return name.startswith("torch."), name.rpartition(".")[2]
 
 
@@ -241,9 +240,9 @@ def _identity(name: str) -> tuple[bool, str]:
 
 
 def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns modules and all that are in them, each once.
+    """Returns modules and all their submodules, each once.
 
-    A quarter of the time of ``Module.modules()``, which is a generator for each level.
+    Takes a quarter of the time of ``Module.modules()``, which nests a generator per level.
     """
     found = dict.fromkeys(modules)
     left = list(found)
@@ -256,7 +255,7 @@ def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def plain_name(module: torch.nn.Module, name: str) -> str:
-    """Returns a name in ``module`` without what wrappers (DDP, compile) add to it."""
+    """Returns a name in ``module`` without the parts that wrappers (DDP, compile) add."""
     parts = []
     at: Any = module
     for part in name.split("."):
@@ -274,23 +273,23 @@ def _is_wrapper(module: object, part: str) -> bool:
 
 
 class ModelState:
-    """A model and its optimizers as one stateful, by names that every parallelism shares.
+    """A model and its optimizers as one stateful, with names independent of the parallelism.
 
-    The state is what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns, in its
-    sharded form: ``model`` by parameter name, without what DistributedDataParallel, FSDP and
-    ``torch.compile`` put before it; ``optim`` by parameter name instead of number. It is restored
+    The state is that of ``torch.distributed.checkpoint.state_dict.get_state_dict``, in its sharded
+    form. ``model`` is keyed by parameter name, without the prefixes of DistributedDataParallel,
+    FSDP and ``torch.compile``; ``optim`` by parameter name instead of number. It can be restored
     under another wrapper, on another mesh, in other pipeline stages, or in one process.
 
-    With FSDP1 (``FullyShardedDataParallel``) ``state_dict`` and ``load_state_dict`` are
-    collective, since torch's are. With all else no rank waits for another.
+    With FSDP1 (``FullyShardedDataParallel``) ``state_dict`` and ``load_state_dict`` are collective,
+    as in torch. Otherwise no rank waits for another.
 
     Args:
-        model: The model, wrapped as it is trained.
-        optimizers: Its optimizers; one, several or none.
-        flatten: Whether hyperparameters are kept per parameter, which pipeline stages need: they
-            have different parameters in their groups. Without it they are kept per group,
-            which is less for models of very many parameters, and which optimizers need
-            whose state is more than tensors and numbers.
+        model: The model, wrapped as for training.
+        optimizers: One, several or no optimizers of the model.
+        flatten: Whether hyperparameters are stored per parameter. Pipeline stages need this, since
+            their groups have different parameters. Otherwise they are stored per group, which is
+            smaller for models with very many parameters, and which optimizers need if their state
+            has other values than tensors and numbers.
     """
 
     def __init__(
@@ -314,9 +313,9 @@ class ModelState:
         self.flatten = flatten
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns ``model`` and, if there are optimizers, ``optim``. Tensors are the live ones.
+        """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
 
-        An untouched optimizer is primed (``prime_optimizer``).
+        Primes optimizers that have no state yet (``prime_optimizer``).
         """
         from torch.distributed.checkpoint import state_dict as names
 
@@ -329,7 +328,7 @@ class ModelState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Takes over a state of ``state_dict``.
+        """Loads a state that ``state_dict`` returned.
 
         Args:
             state_dict: The state.
@@ -339,7 +338,7 @@ class ModelState:
 
         options = self._options(strict=strict)
         self._prime()
-        # Copies, since torch takes out of them what it has used.
+        # Copies, since torch removes items.
         names.set_model_state_dict(self.model, dict(state_dict["model"]), options=options)
         if self.optimizers and "optim" in state_dict:
             names.set_optimizer_state_dict(
@@ -352,6 +351,6 @@ class ModelState:
         return StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
-        # Else torch runs a step, which counts, and drops gradients.
+        # Otherwise torch runs a step, which moves step counters and drops gradients.
         for optimizer in self.optimizers:
             prime_optimizer(optimizer)

@@ -1,10 +1,9 @@
-"""Which ranks save together, and the store that they share.
+"""Finds the ranks that save together, and the store that they share.
 
-Finds the group of a call: a process group of torch.distributed, a store that the caller
-hands in, or what torchrun left in the environment. It connects to nothing that is not
-connected already: a store from the environment connects when it is cloned. The only module
-that looks into torch.distributed's groups; public functions only, but for what ``_store_of``
-says.
+A group comes from a process group of torch.distributed, the caller's store, or torchrun's
+environment variables. Connects to no other process: a store from the environment connects when it
+is cloned. Only this module inspects torch.distributed's groups, by public functions (see
+``_store_of``).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a TCPStore listens, and the prefix of all keys."""
+    """The address of a TCPStore, and the prefix of all keys."""
 
     host: str
     port: int
@@ -47,15 +46,15 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that save together. There are at least two.
+    """Two or more ranks that save together.
 
     Attributes:
-        rank: Of this process, in the group.
-        world_size: Of the group.
-        ranks: All of them in the whole job, in the order of the group.
-        store: Has queues (``transport.store.QueueStore``); to be cloned, not used.
-        name: Of job and group: no two at one store have the same, and all ranks say the same.
-        address: Of the store below all prefixes; None where it has none.
+        rank: Rank of this process in the group.
+        world_size: Number of ranks in the group.
+        ranks: Global ranks of the members, in the order of the group.
+        store: A store with queues (``transport.store.QueueStore``). Clone it before use.
+        name: Name of job and group, unique at one store and equal on all ranks.
+        address: Address of the store below all prefixes; None if it has none.
     """
 
     rank: int
@@ -67,13 +66,13 @@ class Group:
 
 
 def global_rank() -> int:
-    """This process' rank in the whole job, as meshes and process groups count them."""
+    """Returns the global rank of this process, as in meshes and process groups."""
     dist = _distributed()
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """How many this process is likely to save together with, and itself. Connects to nothing."""
+    """Returns the likely number of ranks that save together. Opens no connection."""
     dist = _distributed()
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
@@ -89,21 +88,20 @@ def find_group(
     world_size: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Group | None:
-    """The group of a call; None where there is but one rank.
+    """Returns the group of a call; None if it has one rank only.
 
     Args:
-        group: A ``ProcessGroup`` that this process is a member of. None: the default one, if
-            it is initialised, else what torchrun says in the environment.
-        store: A c10d store that all ranks share, instead of the group's own. Two jobs that
-            use one need a ``PrefixStore`` each.
-        rank: With ``store`` and without a process group: this process' rank; None takes
-            ``RANK``.
-        world_size: Likewise, and ``WORLD_SIZE``.
-        environ: Instead of the process' environment.
+        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it
+            is initialised, else torchrun's environment variables.
+        store: A c10d store that all ranks share, instead of the group's own. Two jobs that use one
+            need a ``PrefixStore`` each.
+        rank: Rank of this process, with ``store`` and without a process group. None takes ``RANK``.
+        world_size: Number of ranks, likewise. None takes ``WORLD_SIZE``.
+        environ: Replaces the process environment.
 
     Raises:
-        UsageError: this process is not in ``group``, the store has no queues, or the ranks
-            are contradictory.
+        UsageError: This process is not in ``group``, the store has no queues, or the ranks
+            contradict each other.
     """
     environ = os.environ if environ is None else environ
     if store is None and (rank is not None or world_size is not None):
@@ -132,13 +130,13 @@ def find_group(
 
 
 def find_prefix(store: Any) -> str:
-    """Returns the prefix that a store adds to all keys; "" if none.
+    """Returns the prefix that a store adds to all keys; "" without a prefix.
 
-    No method of a store returns it. One rank finds it by a key of its own among all keys, which may
-    be many, and leaves it in the store for the others. Blocks, up to the timeout of the store.
+    No method of a store returns it. So one rank sets a random key, finds it in the list of all
+    keys, and publishes the prefix in the store. Blocks, up to the timeout of the store.
 
     Raises:
-        RuntimeError: the store does not answer, or this torch cannot list its keys.
+        RuntimeError: The store does not answer, or this torch cannot list its keys.
     """
     dist = _distributed()
     base = store
@@ -159,14 +157,14 @@ def find_prefix(store: Any) -> str:
 
 
 def _distributed() -> Any:
-    """``torch.distributed``; its type stubs lack the stores."""
+    """Returns ``torch.distributed`` untyped; its type stubs lack the stores."""
     import torch.distributed
 
     return torch.distributed
 
 
 def _process_group(group: Any) -> Any:
-    """``group``, or the default process group; None if there is none."""
+    """Returns ``group``, or the default process group; None if neither exists."""
     dist = _distributed()
 
     if group is None:
@@ -201,7 +199,7 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
         return None
     name = f"{_job(environ)}/{group.group_name}"
     if group is not dist.group.WORLD:
-        # Names count the groups that were made; these ranks may not have made the same ones.
+        # torch names groups by a counter, which may differ between ranks.
         name += "@" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     if store is None:
         store = _store_of(group)
@@ -231,12 +229,12 @@ def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None
 
 
 def _store_of(group: Any) -> Any:
-    """The store of a process group. The method is public, but in no page of torch's manual."""
+    """Returns the store of a process group. torch's method is public, but undocumented."""
     try:
         found = group.get_group_store()
     except (AttributeError, RuntimeError) as error:
         raise UsageError(
-            "this torch does not tell the store of a process group: pass store=, a TCPStore that "
+            "this torch does not return the store of a process group: pass store=, a TCPStore that "
             "all ranks share"
         ) from error
     if found is None:
@@ -248,8 +246,14 @@ def _store_of(group: Any) -> Any:
 
 
 def _check_store(store: Any) -> StoreAddress | None:
-    """Raises ``UsageError`` for a store without queues; asks nothing over the network. Returns
-    where other processes find it, if they can."""
+    """Checks that a store has queues, without network access.
+
+    Returns:
+        The address for other processes; None if it has none.
+
+    Raises:
+        UsageError: The store has no queues.
+    """
     dist = _distributed()
 
     base = store
@@ -281,7 +285,7 @@ def _check_store(store: Any) -> StoreAddress | None:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """What tells this job, and this start of it, from others at the same store."""
+    """Returns a name for this job and its restart count."""
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{job}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if job else "job"
 
@@ -306,11 +310,11 @@ def _variable(name: str, environ: Mapping[str, str]) -> int:
 
 
 class StoreAt:
-    """A TCPStore to be cloned. That connects, which may take as long as the process that hosts it
-    takes to start; and imports torch, in a process that has not yet.
+    """A TCPStore that is not connected yet.
 
     Args:
-        server: Must live as long.
+        address: Address of the store.
+        server: Kept alive with this object.
     """
 
     def __init__(self, address: StoreAddress, server: Any = None) -> None:
@@ -318,6 +322,7 @@ class StoreAt:
         self._server = server
 
     def clone(self) -> Any:
+        """Connects, which may block until the hosting process has started. Imports torch."""
         dist = _distributed()
 
         store = dist.TCPStore(
@@ -332,8 +337,7 @@ class StoreAt:
 
 
 def _store_of_environment(rank: int, environ: Mapping[str, str]) -> StoreAt:
-    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, or else rank 0 does,
-    # on the same port for all that ask for it in that process.
+    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0 does.
     is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return _environment_store(
         os.getpid(),
@@ -345,7 +349,10 @@ def _store_of_environment(rank: int, environ: Mapping[str, str]) -> StoreAt:
 
 @functools.cache
 def _environment_store(pid: int, host: str, port: int, is_host: bool) -> StoreAt:
-    """One per process: the server that rank 0 hosts lives as long as the process."""
+    """Returns the one store per process; a server that rank 0 hosts lives as long as the process.
+
+    ``pid`` keeps a forked child from using its parent's.
+    """
     dist = _distributed()
 
     server = None

@@ -1,9 +1,8 @@
-"""Which leaves share memory, and what is stored for those that do.
+"""Groups leaves that share memory.
 
-Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``: finds the
-groups, and decides per group whether one leaf is the base or the span of memory is, or whether
-its members are stored apart after all. It must not know paths, entries or app states; members
-are numbered by the caller.
+Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``. Decides for each
+group whether one leaf or the whole span of memory is the base, or whether its members are stored
+separately after all. It must not know paths, entries or app states. The caller numbers the members.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ __all__ = [
 ]
 
 _MAX_EXACT = 128
-"""Members up to which strided ones are compared in pairs. Beyond, extents decide."""
+"""Maximum size of a group whose strided members are compared in pairs; else extents decide."""
 
 _MAX_WORK = 10_000
+"""Effort limit of ``numpy.shares_memory``."""
 
 _MAX_SPAN = 2
-"""A span of memory is stored for its members if it is at most so many times what they would
-take each by itself. A row and a column of a large matrix share one element; the matrix is not
-what was asked to be saved."""
+"""Maximum ratio of a span's size to the total size of its members, for the span to be stored. A row
+and a column of a large matrix share one element, but the user did not save the matrix."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
-    """The memory of one leaf: its first byte, and how its elements lie from there.
+    """The memory of one leaf.
 
     Attributes:
         start: Address of the first element.
@@ -53,12 +52,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stop(self) -> int:
-        """Address behind the last element."""
+        """End of the last element."""
         return self.start + extent_bytes(self.shape, self.strides, self.itemsize)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, as often as they appear."""
+        """Bytes of all elements, counting repeated ones repeatedly."""
         count = self.itemsize
         for size in self.shape:
             count *= size
@@ -66,7 +65,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether memory order is C order, without gaps."""
+        """Whether elements are in C order, without gaps."""
         return 0 in self.shape or all(
             stride == expected or size == 1
             for size, stride, expected in zip(
@@ -76,12 +75,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def repeats(self) -> bool:
-        """Whether elements surely share memory with each other (expanded tensors)."""
+        """Whether elements certainly share memory with each other (expanded tensors)."""
         return self.stop - self.start < self.nbytes
 
     @property
     def has_no_gaps(self) -> bool:
-        """Whether every byte from the first element to the last is an element's."""
+        """Whether every byte from the first to the last element belongs to an element."""
         run = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
@@ -92,7 +91,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Equal for regions whose element i is the same memory, for every i."""
+        """A key that is equal for regions with the same memory for each element."""
         strides: tuple[int, ...] = ()
         if 0 not in self.shape:
             strides = tuple(
@@ -101,16 +100,15 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         return (self.start, self.itemsize, self.shape, strides)
 
     def at(self, start: int) -> Region:
-        """Returns the same layout from another address on."""
+        """Returns the same layout at another address."""
         return Region(start, self.itemsize, self.shape, self.strides)
 
     def same_layout(self, other: Region) -> bool:
-        """Whether element i of both is the same memory, for every i."""
         return self.layout == other.layout
 
 
 class Extents:
-    """Where members lie in the memory of one device."""
+    """Address ranges of members in the memory of one device."""
 
     __slots__ = ("numbers", "starts", "stops")
 
@@ -120,7 +118,7 @@ class Extents:
         self.stops: list[int] = []
 
     def add(self, number: int, start: int, stop: int) -> None:
-        """Adds a member that is not empty: its first byte, and the end."""
+        """Adds a member that is not empty; ``stop`` is exclusive."""
         self.numbers.append(number)
         self.starts.append(start)
         self.stops.append(stop)
@@ -130,11 +128,11 @@ class Group(msgspec.Struct, frozen=True):
     """Members that share memory.
 
     Attributes:
-        members: Their numbers, ascending.
-        base: The number of the member that is stored for all; None: the span is.
+        members: Numbers of the members, ascending.
+        base: Number of the member that is stored for all; None if the span is stored.
         start, stop: The span of memory that the group touches.
-        same: All members have one layout, so they are views of the base as it is stored,
-            whatever its strides in memory are.
+        same: Whether all members have one layout. Their views then have C-order strides, since the
+            base is stored in C order.
     """
 
     members: tuple[int, ...]
@@ -145,7 +143,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Returns the groups of two and more whose extents form one piece, by their numbers."""
+    """Returns groups of at least two extents that overlap transitively, as indices."""
     if len(starts) < 2:
         return []
     low = np.asarray(starts, dtype=np.uint64)
@@ -153,7 +151,7 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     order = np.argsort(low, kind="stable")
     low = low[order]
     reach = np.maximum.accumulate(high[order])
-    # Where a new piece begins: nothing before reaches into it.
+    # A new group begins where no earlier extent reaches.
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = low[1:] >= reach[:-1]
     if is_first.all():
@@ -168,7 +166,7 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
 
 
 class _Fake:
-    """Memory described to numpy, which computes with the addresses and never reads."""
+    """An array interface over a region; numpy computes with the addresses and never reads."""
 
     def __init__(self, region: Region) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -181,7 +179,7 @@ class _Fake:
 
 
 def share_bytes(a: Region, b: Region) -> bool:
-    """Whether two regions have a byte in common. True where that is too hard to say."""
+    """Whether two regions have a byte in common. True if that is too hard to decide."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
     try:
@@ -193,10 +191,9 @@ def share_bytes(a: Region, b: Region) -> bool:
 
 
 def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]]:
-    """Splits members whose extents overlap into those that share bytes.
+    """Splits members whose extents overlap into groups that share bytes.
 
-    Interleaved columns of one matrix share extents and no byte; they are stored as the
-    tensors that they are.
+    Interleaved columns of a matrix have overlapping extents, but share no byte.
     """
     if len(members) > _MAX_EXACT or all(regions[m].is_contiguous for m in members):
         return [members]
@@ -219,7 +216,7 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
 
 
 def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
-    """Decides what is stored for members that share bytes."""
+    """Returns the groups to store for members that share bytes."""
     first = regions[members[0]]
     if len(members) == 1 and not first.repeats:
         return []
@@ -253,14 +250,14 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
             dense += alike
     if stop - start <= _MAX_SPAN * apart:
         return [Group(tuple(members), None, start, stop, same=False)]
-    # Thin ones are stored apart, and so share with those alike only. The extents of the others
-    # cover any span that they make, so this ends.
+    # Thin members are stored separately, and so share only with equal ones. The other extents are
+    # dense enough for any span that they make, so this terminates.
     groups = [found for alike in thin for found in _resolve(alike, regions)]
     return groups + _groups(sorted(dense), regions)
 
 
 def _groups(members: list[int], regions: dict[int, Region]) -> list[Group]:
-    """Returns the groups of two and more among members that are close to each other."""
+    """Returns the groups among members that are close to each other."""
     starts = [regions[m].start for m in members]
     stops = [regions[m].stop for m in members]
     groups = []
@@ -278,12 +275,12 @@ def group(
     """Finds the leaves that share memory.
 
     Args:
-        extents: Of all members, by device.
-        repeating: Numbers of members that share memory with themselves.
-        region_of: Returns the ``Region`` of a member. Called only where extents overlap.
+        extents: Extents of all members, one per device.
+        repeating: Numbers of members whose elements share memory.
+        region_of: Returns the ``Region`` of a member. Called only for overlaps and repeats.
 
     Returns:
-        Groups that share memory, also of one member that repeats itself.
+        Groups that share memory, including single members that repeat elements.
     """
     groups: list[Group] = []
     rest = set(repeating)
@@ -300,9 +297,9 @@ def group(
 
 
 def touched_without_gaps(regions: Iterable[Region], start: int, stop: int) -> bool:
-    """Whether the regions surely touch every byte of ``[start, stop)``.
+    """Whether the regions certainly touch every byte of ``[start, stop)``.
 
-    A region with gaps counts for nothing, so a no may be wrong; a yes never is.
+    Ignores regions with gaps, so False may be wrong; True never is.
     """
     reach = start
     for region in sorted(regions, key=lambda region: region.start):

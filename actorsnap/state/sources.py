@@ -1,9 +1,9 @@
-"""Bytes in CPU memory, where they come from and go to: what saving and storing see of tensors.
+"""Byte sources and sinks: the view that saving and storage have of tensors.
 
-The uploader process loads this, and no torch: nothing here may import it.
+The uploader process imports this module, so it must not import torch.
 
-``gather`` is how staging copies. A piece costs it one call that releases the GIL, and no view or
-tensor: ``docs/decisions/0013-staging-copies.md``.
+Staging copies with ``gather``. Each piece in CPU memory takes one call that releases the GIL, and
+no view or tensor: ``docs/decisions/0013-staging-copies.md``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
 
 
 class ByteSource(Protocol):
-    """The C-order bytes of a leaf that is stored. Keeps the leaf's memory alive.
+    """The C-order bytes of a leaf to store. Keeps the leaf's memory alive.
 
     Attributes:
-        nbytes: Their number.
-        is_addressable: Whether they lie contiguous in CPU memory, so that ``view`` works.
+        nbytes: Number of bytes.
+        is_addressable: Whether the bytes are contiguous in CPU memory, so that ``view`` works.
     """
 
     @property
@@ -59,11 +59,11 @@ class ByteSource(Protocol):
 
 
 class ByteSink(Protocol):
-    """Where the C-order bytes of a leaf are restored into. Keeps its memory alive.
+    """Takes the C-order bytes of a restored leaf. Keeps its memory alive.
 
     Attributes:
-        nbytes: Their number.
-        is_addressable: Whether they lie contiguous in writable CPU memory.
+        nbytes: Number of bytes.
+        is_addressable: Whether the memory is contiguous, writable CPU memory.
     """
 
     @property
@@ -75,12 +75,12 @@ class ByteSink(Protocol):
         ...
 
     def copy_from(self, start: int, data: memoryview) -> None:
-        """Copies ``data`` to bytes ``[start, start + len(data))``. As ``copy_into``."""
+        """Copies ``data`` to bytes ``[start, start + len(data))``; see ``copy_into``."""
         ...
 
 
-# One ctypes array type per power of two: a type per size would take long to make. A slot for
-# the owner costs the garbage collector less than an instance dict.
+# One ctypes array type per power of two: creating one per size would take long. A slot for the
+# owner is cheaper for the garbage collector than an instance dict.
 _WINDOWS: Final[list[Any]] = [
     type(
         "Window",
@@ -94,7 +94,7 @@ _WINDOWS: Final[list[Any]] = [
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive.
 
-    One way for every dtype, without torch's dispatcher, in a fraction of its time.
+    Takes a fraction of the time of torch's dispatcher.
     """
     if nbytes == 0:
         return memoryview(bytearray())
@@ -106,12 +106,12 @@ def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
 def copy_bytes(out: memoryview, data: memoryview) -> None:
     if len(data) < 4096:
         out[:] = data
-    else:  # unlike the assignment, this lets other threads run
+    else:  # releases the GIL, unlike the assignment
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes ``[start, start + nbytes)`` of a source, which go to ``at`` in some memory."""
+    """Bytes ``[start, start + nbytes)`` of a source, and their offset ``at`` in host memory."""
 
     source: Any
     start: int
@@ -120,44 +120,44 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Pinner(Protocol):
-    """Lets a device reach memory of this process: copies become asynchronous, and faster."""
+    """Pins host memory for a device, which makes copies asynchronous and faster."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Raises ``OSError`` where that cannot be had."""
+        """Raises ``OSError`` if the memory cannot be pinned."""
         ...
 
     def unpin(self, address: int) -> None: ...
 
 
 class DeviceCopier(Protocol):
-    """Copies out of the sources that have it as their ``copier``, many by one call.
+    """Copies from many sources in one call. The sources refer to it as ``copier``.
 
     Attributes:
-        pinner: Of the memory that is copied into.
+        pinner: Pins the memory that is copied into.
     """
 
     @property
     def pinner(self) -> Pinner: ...
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Begins to copy; blocks for no device.
+        """Begins copies, without waiting for the device.
 
         Args:
-            out: Must live, as the sources, until the copies have ended.
-            cuts: By rising ``at``, which counts from the begin of ``out``.
+            out: Must live until the copies have ended, as must the sources.
+            cuts: In ascending order of ``at``, which is relative to ``out``.
 
         Returns:
-            What waits for their end. It must be called once.
+            A function that waits until the copies have ended. It must be called once.
 
         Raises:
-            Exception: what the device says, here or from the returned call. No copy is under way
-                any more then.
+            Exception: An error of the device, here or from the returned function. All copies have
+                ended then.
         """
         ...
 
 
 class MemorySource(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes that lie contiguous in CPU memory."""
+    """Contiguous CPU memory to save from."""
 
     address: int
     nbytes: int
@@ -215,11 +215,13 @@ def gather(
     Devices copy at the same time as this thread.
 
     Args:
-        sources: Per item.
-        pin: Is called before a device copies into ``out``.
+        sources: Source of each item.
+        pieces: Ranges of items.
+        out: Memory to copy into.
+        pin: Called before a device copies into ``out``.
 
     Raises:
-        Exception: what a device says. Nothing writes to ``out`` any more.
+        Exception: An error of a device. All copies have ended then.
     """
     to = int(np.frombuffer(out, np.uint8).ctypes.data)
     here: list[tuple[int, int, int]] = []
@@ -239,7 +241,7 @@ def gather(
             cuts = others if copier is None else on_devices.setdefault(copier, [])
             cuts.append(Cut(source, start, at, nbytes))
         at += nbytes
-    with contextlib.ExitStack() as waits:  # all of them are called, whatever fails
+    with contextlib.ExitStack() as waits:  # calls all of them, even after an error
         for copier, cuts in on_devices.items():
             pin(copier.pinner)
             waits.callback(copier.begin(out, cuts))

@@ -1,8 +1,7 @@
-"""What an app state is made of: ``Stateful``, ``StateDict``, ``RNGState``.
+"""Statefuls: the objects in an app state.
 
-Decides which random generators are saved and how, what an app state may look like, and how
-each kind of stateful takes over a state that is not quite its own. It must not know paths,
-entries or storage.
+Decides which random generators are saved, which app states are valid, and how far each kind of
+stateful may differ from a state that it loads. It must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ _log = Lines(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with ``state_dict()`` and ``load_state_dict()``: modules, optimizers, yours."""
+    """An object with ``state_dict()`` and ``load_state_dict()``: modules, optimizers, your own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state. Tensors in it are saved from, and restored into, in place."""
+        """Returns the state. Its tensors are read, and restored into, in place."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state that ``state_dict`` returned, perhaps in another process."""
+        """Loads a state that ``state_dict`` returned, perhaps in another process."""
         ...
 
 
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
 
-    ``load_state_dict`` sets the keys that it is given and leaves others as they are, so that
-    a key that is newer than the snapshot keeps its value under ``strict=False``.
+    ``load_state_dict`` keeps keys that it does not get. So under ``strict=False`` a key that is
+    newer than the snapshot keeps its value.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,13 +68,12 @@ class StateDict(UserDict[str, Any]):
 class RNGState:
     """The process's random generators: Python's, NumPy's global one, torch's on CPU and CUDA.
 
-    NumPy's is saved if NumPy is imported, CUDA's if CUDA is initialised. Reading the state
-    draws no number. Restoring sets those generators that the snapshot has and this process
-    has too.
+    NumPy's is saved if NumPy is imported, CUDA's if CUDA is initialised. Reading draws no numbers.
+    Restoring sets the generators that both the snapshot and this process have.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all generators' states."""
+        """Returns a copy of each generator's state."""
         version, words, gauss_next = random.getstate()
         state: dict[str, Any] = {
             "python": {
@@ -96,8 +94,8 @@ class RNGState:
         """Sets the generators that ``state_dict`` has a state for.
 
         Raises:
-            UsageError: A state is not what this Python, NumPy or torch takes. Generators
-                that come after it are left as they are.
+            UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
+                their state.
         """
         setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,
@@ -147,7 +145,7 @@ def validate_app_state(app_state: object) -> None:
     """Checks that ``app_state`` is a non-empty dict of ``Stateful`` objects with str keys.
 
     Raises:
-        UsageError: It is not. Names every key and type that is wrong.
+        UsageError: It is not. Names all wrong keys and types.
     """
     if not isinstance(app_state, Mapping):
         raise UsageError(
@@ -176,30 +174,29 @@ def validate_app_state(app_state: object) -> None:
         raise UsageError("app_state cannot be used:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-# Taking over a state --------------------------------------------------------------------------
+# Loading a state ------------------------------------------------------------------------------
 
 
 class Matching(StrEnum):
-    """What of a stateful's present state has to match the state that it is to take over."""
+    """How far the current state of a stateful must match the state to load."""
 
     LEAVES = "leaves"
-    """Each leaf has its place, on both sides. What a module calls its extra state is opaque."""
+    """Both sides must have the same leaves. A module's extra states may differ."""
     KEYS = "keys"
-    """The saved structure is taken over, but a dict key that was not saved is missing, and a
-    tensor that another was saved for has to fit."""
+    """The saved structure replaces the current one. Dict keys that were not saved are missing, and
+    tensors that were saved must fit."""
     MODEL = "model"
-    """Of a ``ModelState``: the model's leaves as ``LEAVES``; optimizers' as ``KEYS``."""
+    """For a ``ModelState``: ``LEAVES`` for the model, ``KEYS`` for the optimizers."""
     GROUPS = "groups"
-    """As ``NOTHING``, but torch refuses an optimizer's state with other parameter groups."""
+    """Like ``NOTHING``, but an optimizer's parameter groups must match, since torch checks them."""
     NOTHING = "nothing"
-    """What was saved is taken over as it is; tensors that fit lend their memory."""
+    """The saved state is loaded unchanged. Current tensors that fit only provide memory."""
 
 
 def matching_of(stateful: Stateful) -> Matching:
-    """Returns what of ``stateful`` has to match.
+    """Returns how far ``stateful`` must match.
 
-    Optimizers and schedulers build their state from what they are given, so that what they
-    have now says nothing about what they can take.
+    Optimizers and schedulers rebuild their state on load, so their current state implies nothing.
     """
     if isinstance(stateful, torch.nn.Module):
         return Matching.LEAVES
@@ -214,36 +211,36 @@ def matching_of(stateful: Stateful) -> Matching:
 
 
 def adapts(stateful: Stateful) -> bool:
-    """Whether a module may take a state whose leaves are not its own: only torch can tell."""
+    """Whether a module may load a state with other leaves than its own: only torch can decide."""
     if not isinstance(stateful, torch.nn.Module):
         return False
     load = getattr(stateful.load_state_dict, "__func__", None)
     return load is not torch.nn.Module.load_state_dict or any(
         not all(map(_is_fully_shards, module._load_state_dict_pre_hooks.values()))
         or not all(map(_is_fully_shards, module._load_state_dict_post_hooks.values()))
-        # torch's own layers do more only with what torch before 1.0 saved.
+        # torch's own layers adapt only states of torch before 1.0.
         or not module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         for module in stateful.modules()
     )
 
 
 def _is_fully_shards(hook: Any) -> bool:
-    """Whether a hook is ``fully_shard``'s, which adapts parameters to the load, not the state."""
+    """Whether a hook belongs to ``fully_shard``, whose hooks do not change the state."""
     module: str = getattr(hook, "__module__", None) or ""
     return module.startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def can_assign(stateful: Stateful) -> bool:
-    """Whether ``load_state_dict`` can put other tensors in the place of those on meta."""
+    """Whether ``load_state_dict`` can replace tensors on the meta device."""
     if isinstance(stateful, torch.nn.Module):
         return _takes(stateful.load_state_dict, "assign")
     return isinstance(stateful, StateDict)
 
 
 def loader(stateful: Stateful, *, strict: bool) -> Callable[[Any], Any]:
-    """Returns ``load_state_dict``, with ``strict`` if it is a module's that takes it.
+    """Returns ``load_state_dict``, bound to ``strict`` if it is a module's that takes it.
 
-    A module with something on meta that takes ``assign`` gets what was restored as its own.
+    A module with tensors on meta gets ``assign=True``, if it takes that.
     """
     load: Callable[..., Any] = stateful.load_state_dict
     if isinstance(stateful, ModelState):
@@ -270,13 +267,13 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _to_assign(module: torch.nn.Module, state: Any) -> Any:
-    """Lets a module keep what is not on meta, and what is tied tied.
+    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and their ties.
 
-    ``assign=True`` would replace every parameter, and one that has two names by two; and what
-    was saved tied would share memory in a module that is not.
+    ``assign=True`` alone would replace every parameter. It would untie a parameter with two names,
+    and let tensors that were saved tied share memory in a module that does not tie them.
     """
     made: dict[tuple[int, int], torch.Tensor] = {}
-    holders: dict[int, int] = {}  # by restored storage: whose it becomes, by storage on meta
+    holders: dict[int, int] = {}  # restored storage -> the storage on meta that it replaces
     for name, held in _tensors(module).items():
         value = state.get(name)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -293,7 +290,7 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
                 value = value.detach().clone().requires_grad_(value.requires_grad)
             if isinstance(held, torch.nn.Parameter):
                 value = torch.nn.Parameter(value, requires_grad=held.requires_grad)
-                if type(held) is torch.nn.Parameter:  # what the module has set itself counts
+                if type(held) is torch.nn.Parameter:  # the module's own attributes win
                     vars(value).update({**attributes, **vars(held)})
             made[of] = value
         state[name] = made[of]
@@ -301,9 +298,9 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
 
 
 def torch_complaints(error: RuntimeError) -> list[str]:
-    """Returns what a module's ``load_state_dict`` says does not fit; nothing if that is not why.
+    """Returns the misfits in an error of a module's ``load_state_dict``; [] for another error.
 
-    It says so after it has loaded all that does fit.
+    torch raises it after loading everything that fits.
     """
     title, *complaints = str(error).split("\n\t")
     return complaints if title.startswith("Error(s) in loading state_dict for ") else []

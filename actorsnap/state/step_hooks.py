@@ -1,6 +1,6 @@
-"""Hooks before an optimizer's step, which take themselves out again.
+"""Hooks before an optimizer's step that remove themselves.
 
-It must not know why anybody waits.
+It must not know the purpose of a hook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["StepHook", "check_optimizer"]
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ``UsageError`` if it takes no hooks."""
+    """Raises ``UsageError`` if ``optimizer`` takes no step hooks."""
     is_bare = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
         optimizer, "_optimizer_step_pre_hooks"
     )  # a wrapper that has not initialised its base class
@@ -32,27 +32,27 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 class StepHook:
-    """Calls ``before`` before each step of an optimizer, until that says that it is done.
+    """Calls ``before`` before each step of an optimizer, until it returns True.
 
-    No hook can be taken out while torch walks over them: it is taken out behind that step, by a
-    hook of the other kind. Of those the last one takes out itself and the others, which have run by
-    then; it waits until no hook of somebody else stands behind it.
+    Hooks must not be removed while torch iterates over them. So a post-step hook removes the
+    pre-step hook. Once a post-step hook of this class is the last of all, it removes itself and the
+    others of this class.
 
     Args:
-        optimizer: What ``check_optimizer`` takes.
-        before: Runs in the thread of the step; True when it need not be called any more. What it
-            raises, the step raises, before it has changed anything.
+        optimizer: An optimizer that passes ``check_optimizer``.
+        before: Runs in the thread of the step; returns True when done. If it raises, the step
+            raises, too, before it changes anything.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
         self._before: Callable[[], bool] | None = before
         self._behind: Any = None
-        # Compiled steps call it as it is.
+        # Compiled steps call the hook uncompiled.
         hook = torch.compiler.disable(self._before_step)
         self._handle = optimizer.register_step_pre_hook(hook)
 
     def remove(self) -> None:
-        """Takes the hook out. Not while the optimizer steps in another thread."""
+        """Removes the hook. Must not be called while the optimizer steps in another thread."""
         self._before = None
         self._handle.remove()
         if self._behind is not None:
@@ -71,7 +71,7 @@ class StepHook:
         self._handle.remove()
         hooks = optimizer._optimizer_step_post_hooks
         if next(reversed(hooks), None) == self._behind.id:
-            # The walk ends here, and so all of them may go.
+            # This is the end of the iteration, so all of them can be removed.
             for behind in list(hooks.values()):
                 if (hook := getattr(behind, "actorsnap_hook", None)) is not None:
                     hook._behind.remove()

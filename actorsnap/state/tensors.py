@@ -1,8 +1,8 @@
-"""Bytes of tensors without copies: dtype names, byte sources and sinks, layouts.
+"""Byte sources and sinks of tensors and arrays; dtype names; layouts.
 
-Decides how the C-order bytes of a tensor or array are reached (its own memory, or copies of
-boxes where layout or device forbid that), and which tensors can be stored at all. It must not
-know paths below the leaf, entries, or why bytes are wanted.
+Decides how the C-order bytes of a tensor or array are accessed: in its own memory, or as copies of
+boxes where layout or device require that. Also decides which tensors can be stored. It must not
+know paths below the leaf, or entries.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-"""Every dtype of this torch, by the one name that manifests use."""
+"""Every dtype of this torch, by its name in manifests."""
 
 DTYPE_NAMES: Final[dict[torch.dtype, tuple[str, int]]] = {
     dtype: (name, dtype.itemsize) for name, dtype in DTYPES.items()
 }
-"""Name and item size of every dtype."""
+"""Name of every dtype, and its item size in bytes."""
 
 QUANTIZED: Final[frozenset[torch.dtype]] = frozenset(
     DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES
@@ -84,7 +84,7 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""By item size, a dtype that every kernel can copy: bits and sub-byte dtypes cannot all."""
+"""By item size in bytes, a dtype that every kernel can copy; not all copy sub-byte dtypes."""
 
 
 _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
@@ -103,7 +103,7 @@ def empty_tensor(
     """Returns an uninitialised tensor.
 
     Raises:
-        MemoryError: There is not so much memory.
+        MemoryError: The memory could not be allocated.
     """
     # torch.empty warns that complex32 is experimental.
     made = torch.int32 if dtype is torch.complex32 else dtype
@@ -116,7 +116,7 @@ def empty_tensor(
 
 
 def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
-    """Returns how a dense tensor is strided, if it is not row-major and that has a name."""
+    """Returns the memory format of a dense tensor; None if it is row-major or has no name."""
     if tensor.ndim == 4:
         name: MemoryFormat = "channels_last"
     elif tensor.ndim == 5:
@@ -128,19 +128,19 @@ def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor in the dtype that its bytes are copied in, without autograd."""
-    # Detached, leaves that require gradients and inference tensors can be written.
+    """Returns a dense tensor, detached and in its carrier dtype, for copies of its bytes."""
+    # Detached, autograd leaves and inference tensors can be written.
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        # Those two are resolved by copy_ in the tensor's own dtype only.
+        # copy_ resolves these only in the tensor's own dtype.
         return tensor
     return tensor.view(CARRIERS[tensor.itemsize])
 
 
 class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Takes ``nbytes`` bytes, and passes on those from ``skip`` on that ``inner`` takes.
+    """Takes ``nbytes`` bytes, and passes those from ``skip`` on to ``inner``, as many as it takes.
 
-    Never addressable: the rest needs memory to be verified in.
+    Never addressable: the other bytes need memory in which they are verified.
     """
 
     inner: ByteSink
@@ -149,7 +149,7 @@ class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
     is_addressable: ClassVar[bool] = False
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("some of these bytes have no place; use the copy")
+        raise TypeError("not all of these bytes have memory; use copy_from")
 
     def copy_from(self, start: int, data: memoryview) -> None:
         low = max(start, self.skip)
@@ -164,8 +164,7 @@ class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
 def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
     """Returns a buffer as a flat CPU tensor of the carrier dtype, and whether it is a copy.
 
-    It is a copy, with the same bytes, where the buffer is not aligned: kernels may use
-    instructions that fault there.
+    An unaligned buffer is copied: kernels may use instructions that fault on it.
     """
     if buffer.readonly:
         # torch.frombuffer warns about read-only memory. Nothing is written through this.
@@ -179,12 +178,11 @@ def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
-    """Returns the slices of a box."""
     return tuple([slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)])
 
 
 class _Boxes:
-    """A tensor that is reached by copies: not contiguous, on a device, or conjugated lazily."""
+    """A tensor accessed by copies: not contiguous, on a device, or lazily conjugated."""
 
     __slots__ = ("_dtype", "_shape", "nbytes", "owner")
     is_addressable = False
@@ -196,7 +194,7 @@ class _Boxes:
         self._dtype = self.owner.dtype
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in CPU memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
     def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns views of the tensor, and the parts of ``flat`` that hold their elements."""
@@ -215,14 +213,14 @@ class _Boxes:
 
 
 _TILE = 512
-"""Columns of a tile: 4,096 x 4,096 floats, transposed, took 400 ms as a whole and 60 like this."""
+"""Columns of a tile. Copying 4,096 x 4,096 transposed floats took 60 ms instead of 400 ms."""
 
 
 def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
-    """``out.copy_(source)``, for an ``out`` that lies in order.
+    """Does ``out.copy_(source)``, for a contiguous ``out``.
 
-    Where rows of ``out`` run across memory of the source, each element is in a page of its own: so
-    only as many at a time as the cache holds until the next row needs their neighbours.
+    If rows of ``out`` run across the source's memory, each element is in another page. A tile is
+    narrow enough for these pages to stay cached until the next row needs them.
     """
     columns = source.shape[-1] if source.ndim > 1 else 1
     if columns <= _TILE or source.stride(-1) <= 1 or source.numel() // columns < _TILE // 16:
@@ -234,8 +232,6 @@ def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class TensorSource(_Boxes):
-    """A tensor whose bytes are copied out, box by box."""
-
     __slots__ = ()
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -249,7 +245,7 @@ class TensorSource(_Boxes):
 
 
 class DeviceSource(_Boxes):
-    """A tensor on a device. Its bytes are copied along with others of its lane; see ``gather``."""
+    """A tensor on a device. Its bytes are copied with others of its lane; see ``gather``."""
 
     __slots__ = ("copier", "flat")
 
@@ -274,14 +270,16 @@ class DeviceSource(_Boxes):
 
 
 def _in_order(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Where a tensor is written to: behind what the calling thread has begun on its device, and
-    before what it will begin there."""
+    """Returns a factory of contexts for writes to ``tensor``.
+
+    On a device, they order writes in the calling thread's current stream.
+    """
     calls = devices.calls
     return calls.current(tensor.device) if calls.has(tensor) else nullcontext
 
 
 class TensorSink(_Boxes):
-    """A tensor whose bytes are copied in, box by box. Its autograd state is left alone."""
+    """Copies bytes into a tensor, box by box. Leaves its autograd state alone."""
 
     __slots__ = ("_in_order",)
 
@@ -299,15 +297,15 @@ class TensorSink(_Boxes):
 
 
 class StridedSink(TensorSink):
-    """Takes the memory that a strided view lay in, and keeps the view's elements.
+    """Takes the stored memory of a strided view, and keeps the view's elements.
 
-    In the order of memory the elements are those of a C-order tensor, its dims sorted by
-    stride. So what a range of memory holds of them is a flat range of that tensor.
+    With dims sorted by stride, memory order is C order. So a range of memory holds a flat range of
+    elements.
 
     Args:
         tensor: Takes the elements. They must not share memory.
-        strides: Of the view, which has the shape of ``tensor``, in elements. But for those
-            that are 0, elements must not share memory.
+        strides: Strides of the view, in elements; the view has the shape of ``tensor``. Only along
+            strides of 0 may elements share memory.
     """
 
     __slots__ = ("_strides",)
@@ -319,7 +317,7 @@ class StridedSink(TensorSink):
         dims = sorted(range(tensor.ndim), key=steps.__getitem__, reverse=True)
         self.owner = self.owner.permute(dims)
         self._strides = [steps[dim] for dim in dims]
-        # Along the others, an element of memory is repeated.
+        # The other dims repeat elements.
         self._shape = tuple([tensor.shape[dim] for dim in dims if steps[dim]])
 
     def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -334,7 +332,7 @@ class StridedSink(TensorSink):
         return pairs
 
     def _num_before(self, at: int) -> int:
-        """Returns how many elements lie before element ``at`` of the memory."""
+        """Returns the number of elements before position ``at`` of the memory."""
         found = 0
         count = prod(self._shape)
         for size, stride in zip(self._shape, self._strides, strict=False):
@@ -347,14 +345,14 @@ class StridedSink(TensorSink):
 
 
 class BoxSink:
-    """Takes a range of the C-order bytes of a box, and spreads it over tensors.
+    """Takes a range of the C-order bytes of a box, and copies it to the tensors that overlap it.
 
     Args:
         box: The box, in the index space of a larger tensor.
-        start: First byte of the range, counted from the box's.
-        nbytes: Of the range.
-        targets: Tensors that hold other boxes of that space, on any device and with any
-            strides, but elements must not share memory. What none of them holds is dropped.
+        start: First byte of the range, relative to the box's first byte.
+        nbytes: Length of the range.
+        targets: Boxes of the same space and the tensors that hold them, on any device and with any
+            strides. Elements must not share memory. Bytes outside of all these boxes are dropped.
     """
 
     __slots__ = ("_box", "_start", "_targets", "nbytes")
@@ -369,7 +367,7 @@ class BoxSink:
         self._targets = [(held, carried(tensor), _in_order(tensor)) for held, tensor in targets]
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in memory; copy them")
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
@@ -392,19 +390,18 @@ class BoxSink:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether the C-order bytes of ``tensor`` lie in CPU memory as they are."""
+    """Whether the C-order bytes of ``tensor`` are contiguous in CPU memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def source_of_tensor(tensor: torch.Tensor) -> ByteSource:
-    """Returns the bytes of a dense tensor."""
     if is_addressable(tensor):
         return MemorySource(tensor.data_ptr(), tensor.nbytes, tensor)
     return TensorSource(tensor)
 
 
 def sink_of_tensor(tensor: torch.Tensor) -> ByteSink:
-    """Returns the way into a dense tensor. Its elements must not share memory."""
+    """Returns the byte sink of a dense tensor. Its elements must not share memory."""
     if is_addressable(tensor):
         return MemorySink(tensor.data_ptr(), tensor.nbytes, tensor)
     return TensorSink(tensor)
@@ -414,7 +411,7 @@ def sink_of_tensor(tensor: torch.Tensor) -> ByteSink:
 
 
 class _ArrayBoxes:
-    """A numpy array that is not contiguous (also: with negative or uneven strides)."""
+    """A numpy array that is not C-contiguous; strides may be negative or uneven."""
 
     __slots__ = ("nbytes", "owner")
     is_addressable = False
@@ -424,7 +421,7 @@ class _ArrayBoxes:
         self.nbytes = array.nbytes
 
     def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes do not lie in memory in order; use the copy")
+        raise TypeError("these bytes are not contiguous in memory; copy them")
 
     def _pairs(
         self, start: int, buffer: memoryview
@@ -442,8 +439,6 @@ class _ArrayBoxes:
 
 
 class ArraySource(_ArrayBoxes):
-    """A strided array whose bytes are copied out, box by box."""
-
     __slots__ = ()
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -453,8 +448,6 @@ class ArraySource(_ArrayBoxes):
 
 
 class ArraySink(_ArrayBoxes):
-    """A strided array whose bytes are copied in, box by box."""
-
     __slots__ = ()
 
     def copy_from(self, start: int, data: memoryview) -> None:
@@ -464,14 +457,13 @@ class ArraySink(_ArrayBoxes):
 
 
 def source_of_array(array: np.ndarray[Any, Any]) -> ByteSource:
-    """Returns the bytes of an array."""
     if array.flags.c_contiguous:
         return MemorySource(array.ctypes.data, array.nbytes, array)
     return ArraySource(array)
 
 
 def sink_of_array(array: np.ndarray[Any, Any]) -> ByteSink:
-    """Returns the way into a writable array. Its elements must not share memory."""
+    """Returns the byte sink of a writable array. Its elements must not share memory."""
     if array.flags.c_contiguous:
         return MemorySink(array.ctypes.data, array.nbytes, array)
     return ArraySink(array)
@@ -481,7 +473,7 @@ def sink_of_array(array: np.ndarray[Any, Any]) -> ByteSink:
 
 
 def bytes_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytearray:
-    """Returns a copy of a dense tensor's or an array's C-order bytes."""
+    """Returns a copy of the C-order bytes of a dense tensor or array."""
     source = source_of_tensor(value) if isinstance(value, torch.Tensor) else source_of_array(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))
@@ -497,7 +489,7 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Returns the bytes from a tensor's first element to behind its last one in memory."""
+    """Returns the size of a tensor's memory in bytes, from first to last element."""
     if prod(shape) == 0:
         return 0
     last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
@@ -505,7 +497,7 @@ def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """Returns what kind of plain tensor it is."""
+    """Returns the type of a plain tensor in manifests."""
     if type(tensor) is torch.nn.Parameter:
         return "parameter"
     # torch.nn.Buffer(x) is a plain tensor with this attribute.
@@ -527,7 +519,7 @@ _SHARDED = ("DTensor", "ShardedTensor")
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns where the memory of a plain tensor begins; 0 if it has none."""
+    """Returns the address of a plain tensor's memory; 0 if it has none."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # torch.func wraps another tensor in it
@@ -543,7 +535,7 @@ def _has_quantizer(tensor: torch.Tensor) -> bool:
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor cannot be stored, and what to do; None if it can."""
+    """Returns the reason why a tensor cannot be stored, with a remedy; None if it can."""
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in _PLAIN_TYPES:

@@ -1,12 +1,12 @@
-"""State dicts as paths and leaves, and back: escaping, containers, order.
+"""Flattens state dicts into paths and leaves, and rebuilds them.
 
-Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it
-must not know torch, tensors, entries or storage; a leaf is whatever is no container.
+Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it must
+not know torch, tensors, entries or storage.
 
-Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. Another
-subclass (a namedtuple, a defaultdict) would come back as something else, so it is a leaf, and
-``objects.py`` decides about it. The same goes for a dict with a key that no token can tell,
-and for a long list of plain values: a path for each would be most of the snapshot.
+Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. All other
+values are leaves, including other subclasses (a namedtuple, a defaultdict), whose type would be
+lost; ``objects.py`` decides about those. A dict with a key that has no token is a leaf, too. So is
+a long list of plain values, whose paths would fill most of the snapshot.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
 }
 _LISTS = frozenset({"list", "tuple"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
-"""Of dict keys that have tokens, and of the items of a list that is one leaf if it is long."""
+"""Types of dict keys that have tokens, and of items of long lists that are one leaf."""
 
 _MAX_PLAIN_ITEMS = 256
+"""Number of items up to which a list or tuple of plain values is flattened."""
 
 _ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
-"""Most keys: they are their own token."""
+"""Matches keys that are their own token, as most are."""
 _SPECIAL = re.compile("[%/@\ud800-\udfff]")
 _INTEGER = re.compile(r"-?[0-9]+", re.ASCII).fullmatch
 _ESCAPED = re.compile(r"%u([0-9a-f]{4})|%([0-9A-F]{2})")
@@ -64,11 +65,11 @@ _FIXED_TOKENS: Final[Mapping[str, Key]] = {
     "%false": False,
 }
 _HUGE = 1 << 12_000
-"""Python refuses to print integers that are not much longer than this."""
+"""Bound of integer keys; Python refuses to print integers that are not much longer."""
 
 
 class Container:
-    """Stands in a flattened state for a container that paths alone do not tell.
+    """A container in a flattened state, where paths alone do not imply it.
 
     Attributes:
         type: One of ``CONTAINER_TYPES``.
@@ -101,7 +102,7 @@ def _escape_str(key: str) -> str:
 
 
 def escape(key: Key) -> str:
-    """Returns the token of a dict key or list index. Different keys have different tokens."""
+    """Returns the token of a dict key or list index. Tokens are unique."""
     kind = type(key)
     if kind is str:
         return _escape_str(key)  # type: ignore[arg-type]
@@ -121,7 +122,7 @@ def _unescape_char(match: re.Match[str]) -> str:
 
 
 def unescape(token: str) -> Key:
-    """Returns the key that a token stands for.
+    """Returns the key of a token.
 
     Raises:
         FormatError: No key has this token.
@@ -133,7 +134,7 @@ def unescape(token: str) -> Key:
     key: Key
     try:
         if _INTEGER(token):
-            key = int(token)  # refused by Python from 4301 digits on, as str() of the key was
+            key = int(token)  # Python refuses 4301 digits and more, as it does in str(key)
         elif token.startswith("%f"):
             key = float.fromhex(token[2:])
         else:
@@ -146,32 +147,31 @@ def unescape(token: str) -> Key:
 
 
 def join(*keys: Key) -> str:
-    """Returns the path of the leaf that ``keys`` lead to, the top-level key first."""
+    """Returns the path of a leaf from its keys, the top-level key first."""
     return "/".join([escape(key) for key in keys])
 
 
 def split(path: str) -> tuple[Key, ...]:
-    """Returns the keys that lead to ``path``. The inverse of ``join``.
+    """Returns the keys of a path. The inverse of ``join``.
 
     Raises:
-        FormatError: A component is no token. A part (``<path>@<part>``) is no path.
+        FormatError: A component is no token, or ``path`` is a part (``<path>@<part>``).
     """
     return tuple([unescape(token) for token in path.split("/")])
 
 
 def human(path: str) -> str:
-    """Returns a path as a person would type it: its keys' texts, joined by ``/``."""
+    """Returns a path as a person would type it: its keys as text, joined by ``/``."""
     return "/".join([str(key) for key in split(path)]) if "%" in path else path
 
 
 def part_path(path: str, part: str) -> str:
-    """Returns the path of a part of the entry ``path``."""
     return f"{path}@{part}"
 
 
 def parent_of(path: str) -> str:
-    """Returns the entry's path if ``path`` is a part of it, else ``path`` itself."""
-    # A key's own "@" is escaped, so the first one begins the part.
+    """Returns the path of the entry that ``path`` is a part of, else ``path`` itself."""
+    # An "@" in a key is escaped, so the first one begins the part.
     return path.partition("@")[0]
 
 
@@ -179,7 +179,7 @@ def parent_of(path: str) -> str:
 
 
 def _child_paths(path: str, node: object) -> list[str] | None:
-    """Returns the paths of a container's children, or None if it counts as a leaf."""
+    """Returns the paths of a container's children; None if it is a leaf."""
     prefix = path + "/"
     if not isinstance(node, dict):
         assert isinstance(node, list | tuple)
@@ -195,7 +195,7 @@ def _child_paths(path: str, node: object) -> list[str] | None:
 
 
 def keys_without_token(node: Mapping[Any, object]) -> list[object]:
-    """Returns the keys of a dict that no path leads through: it counts as a leaf."""
+    """Returns the keys of a dict that have no token, which make the dict a leaf."""
     found: list[object] = []
     nans: list[object] = []
     for key in node:
@@ -204,7 +204,7 @@ def keys_without_token(node: Mapping[Any, object]) -> list[object]:
             found.append(key)
         elif kind is float and isnan(key):
             nans.append(key)
-    # NaN keys can stand side by side, and have one token.
+    # A dict can have several NaN keys, which would share one token.
     return found + nans if len(nans) > 1 else found
 
 
@@ -213,23 +213,23 @@ def _shown(path: str) -> str:
 
 
 def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
-    """Takes a state apart.
+    """Flattens a state.
 
     Args:
         root: Path of ``value``: the escaped top-level key.
         value: Containers and leaves. Not changed.
 
     Returns:
-        Paths and, for each, its leaf, in traversal order. A container that is empty or is no
-        plain dict stands before its children, as a ``Container``. A list or tuple of more
-        than 256 plain values is a leaf.
+        Paths and their leaves, in traversal order. Containers that are empty or no plain dict
+        precede their children, as ``Container``. A list or tuple of more than 256 plain values is a
+        leaf.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
     """
     paths: list[str] = []
     values: list[object] = []
-    # An explicit stack: Python's own would end the program's recursion limit, not ours.
+    # An explicit stack, since recursion would hit the program's recursion limit before ours.
     outer: list[tuple[Iterator[tuple[str, object]], int]] = []
     active: set[int] = set()
     siblings: Iterator[tuple[str, object]] = iter([(root, value)])
@@ -261,7 +261,7 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
                 )
             outer.append((siblings, id(node)))
             active.add(id(node))
-            # zip reuses its tuple: a list of pairs would be work for the garbage collector.
+            # zip reuses its tuple; a list of pairs would burden the garbage collector.
             siblings = zip(children, node.values() if isinstance(node, dict) else node, strict=True)
             break
         else:
@@ -275,7 +275,7 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 
 
 class _Branch:
-    """A container in the making: its type, and its children in order of appearance."""
+    """A container under construction: its type, and its children in order of appearance."""
 
     __slots__ = ("keys", "kind", "metadata", "path", "paths")
 
@@ -288,9 +288,9 @@ class _Branch:
 
 
 class Skeleton:
-    """The containers that a set of paths spans, checked; filled with values at the end.
+    """Builds containers from paths, and checks them.
 
-    Containers must be added before their children, as traversal order has it.
+    Containers must be added before their children, as in traversal order.
     """
 
     def __init__(self, root: str) -> None:
@@ -302,18 +302,17 @@ class Skeleton:
         return path in self._leaves or path in self._branches
 
     def is_leaf(self, path: str) -> bool:
-        """Whether ``path`` was added as a leaf."""
         return path in self._leaves
 
     def num_items(self, path: str) -> int:
-        """Returns how many children the container at ``path`` has; 0 if there is none."""
+        """Returns the number of children of the container at ``path``; 0 without a container."""
         branch = self._branches.get(path)
         return 0 if branch is None else len(branch.keys)
 
     def further_keys(self, state: object) -> list[tuple[str, object]]:
-        """Returns path and value of each dict key that ``state`` has in addition.
+        """Returns path and value of each dict key that only ``state`` has.
 
-        It looks into containers that both have; further items of a list are no keys.
+        Compares containers that both have. Additional items of lists are ignored.
         """
         found: list[tuple[str, object]] = []
         shared = [(self._root, state)]
@@ -336,11 +335,11 @@ class Skeleton:
         return found
 
     def add_leaf(self, path: str) -> None:
-        """Adds a leaf, and the plain dicts that lead to it.
+        """Adds a leaf, and missing plain dicts above it.
 
         Raises:
-            FormatError: The path cannot be decoded, stands there already, or does not fit
-                the containers that lead to it.
+            FormatError: The path cannot be decoded, exists already, or does not fit the containers
+                above it.
         """
         if path in self._leaves or path in self._branches:
             raise FormatError(key=path, detail="two entries have this path")
@@ -354,7 +353,7 @@ class Skeleton:
         """Adds a container of type ``kind``.
 
         Raises:
-            FormatError: As ``add_leaf``; or the type is unknown.
+            FormatError: See ``add_leaf``; or the type is unknown.
         """
         if path in self._leaves or path in self._branches:
             raise FormatError(key=path, detail="two entries have this path")
@@ -382,7 +381,7 @@ class Skeleton:
                 raise FormatError(key=path, detail=f"{_shown(at)} is a leaf and has children")
             if at == self._root:
                 break
-            # Every prefix becomes a string: without a limit a long path takes its square.
+            # Every prefix becomes a string: without a limit a long path takes quadratic time.
             if len(missing) > MAX_NESTING or "/" not in at:
                 raise FormatError(
                     key=path, detail=f"does not lie below {_shown(self._root)}, or too deep"
@@ -403,14 +402,14 @@ class Skeleton:
             raise FormatError(key=path, detail=f"{token!r} is no token of any key") from error
 
     def build(self, values: Mapping[str, object]) -> object:
-        """Returns the containers, filled.
+        """Returns the containers, filled with values.
 
         Args:
-            values: Leaves by path. A leaf without a value is left out, and so is a container
-                all of whose children are.
+            values: Leaves by path. Leaves without a value are left out, and so are containers of
+                which all children are left out.
         """
         built: dict[str, object] = {}
-        # Containers are added before the containers in them, so the last come first.
+        # Outer containers were added before inner ones, so build in reverse.
         for branch in reversed(self._branches.values()):
             keys: list[Key] = []
             children: list[object] = []
@@ -451,7 +450,7 @@ _BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object
 
 
 def unflatten(root: str, items: Iterable[tuple[str, object]]) -> object:
-    """Builds what ``flatten`` took apart.
+    """Rebuilds a flattened state. The inverse of ``flatten``.
 
     Raises:
         FormatError: The paths do not make a tree.

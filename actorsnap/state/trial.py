@@ -1,9 +1,9 @@
 """Finds entries that a restore would refuse, from the manifests of a snapshot.
 
 Runs the first pass of a restore (``state.restore.match``) on several views of the snapshot. Decides
-which views those are, and which leaves must also be built, because their bytes may be no value. It
-must not know storage. Damaged bytes are found elsewhere, and so are shards that do not cover their
-tensor (``planning.index.holes``).
+which views to try, and which leaves must also be built because their bytes may be invalid. It must
+not know storage. Does not find damaged bytes, nor shards that do not cover their tensor
+(``planning.index.holes``).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from actorsnap.state.tree import escape, part_path
 __all__ = ["Doubtful", "Trial", "try_manifests"]
 
 _MAX_CONFIRMED = 16
-"""Number of ranks whose problems are confirmed with all manifests; the rest is left out."""
+"""Maximum number of ranks whose problems are confirmed with all manifests; others are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doubtful:
-    """A leaf whose bytes may be no value.
+    """A leaf whose bytes may be invalid.
 
     Attributes:
-        index: The view whose objects its entries count in.
+        index: The view whose objects the entries refer to.
         path: Path of the leaf.
-        entries: Its own entry, and those that it refers to.
+        entries: The leaf's entry, and entries that it refers to.
     """
 
     index: Index
@@ -50,7 +50,7 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        """Returns the restore of this leaf alone, with memory."""
+        """Prepares the restore of this leaf alone. Allocates its memory."""
         return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
 
 
@@ -59,7 +59,7 @@ class Trial:
     """Result of a trial.
 
     Attributes:
-        problems: One per refusal, over all ranks.
+        problems: One error per refused entry, over all ranks.
         doubtful: Leaves to build.
     """
 
@@ -68,10 +68,10 @@ class Trial:
 
 
 def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
-    """Tries every key of every rank, and of a rank that did not save. Takes no memory.
+    """Tries every key for every rank, and for a rank that did not save. Allocates no memory.
 
-    Merging all manifests again for each rank would take the square of their number. So a rank's
-    entries are tried with those that every rank may read, and problems are confirmed with all.
+    Merging all manifests for each rank would take quadratic time. So a rank's entries are tried
+    with those that every rank may read, and problems are then confirmed with all manifests.
 
     Args:
         manifests: Manifests of all ranks that saved, by rank.
@@ -112,7 +112,7 @@ def _try_each_rank(found: _Findings, index: Index, manifests: Mapping[int, RankM
 def _without_shards(
     entries: Sequence[AnyEntry], *, is_replicated: bool = False
 ) -> tuple[Entry, ...]:
-    """Returns the entries with a plain leaf in the place of each sharded tensor."""
+    """Returns the entries, with a plain leaf in place of each sharded tensor."""
     kept: dict[str, Entry] = {}
     for entry in entries:
         if isinstance(entry, ShardedEntry) or (
@@ -136,7 +136,7 @@ class _Findings:
 
 
 def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> None:
-    """Decodes the attributes of each rank's shards: a view of several ranks keeps one rank's."""
+    """Decodes the attributes of a rank's shards; a merged view keeps only those of one rank."""
     for entry in entries:
         if isinstance(entry, TensorEntry) and entry.offsets is not None and entry.attributes:
             try:
@@ -146,7 +146,6 @@ def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> Non
 
 
 def _try_index(index: Index) -> _Findings:
-    """Matches every key of a view with no target."""
     found = _Findings()
     try:
         by_key = entries_by_key(index.entries)
@@ -164,7 +163,7 @@ def _try_index(index: Index) -> _Findings:
 
 
 def _find_doubtful(index: Index, match: Match) -> Iterator[tuple[object, Doubtful]]:
-    """Yields the leaves to build, each with a key that is equal for equal ones."""
+    """Yields the leaves to build, each with a key for its content."""
     for pair in match.pairs:
         entry = pair.entry
         if isinstance(entry, BytesEntry) and entry.type in ("str", "json", "numpy"):

@@ -1,9 +1,8 @@
-"""A restore in three passes: entries of a snapshot to a state for ``load_state_dict``.
+"""A restore in three passes: from entries of a snapshot to a state for ``load_state_dict``.
 
-``match`` compares entries with the leaves of the app state, ``memory`` finds the memory that
-stored ranges are read into, and ``build`` puts the state together when the bytes are there.
-``checks`` decides whether an entry can be believed, ``rules`` what has to match, ``aliasing`` which
-leaves share memory.
+``match`` compares entries with the leaves of the app state, ``memory`` finds memory to read stored
+ranges into, and ``build`` builds the state from the bytes. ``checks`` validates entries, ``rules``
+decides which leaves must match, ``aliasing`` finds leaves that share memory.
 """
 
 from actorsnap.state.restore.aliasing import (

@@ -1,9 +1,8 @@
-"""Memory of the app state that leaves are restored into, and leaves that share it.
+"""Memory of the app state that leaves are restored into, and conflicts in it.
 
-Decides how a target lies in memory, whether it can be written, and which leaves would be written
-to the same memory although different bytes are stored for each. Memory that leaves share in the app
-state and in the snapshot alike is no conflict. It must not know entries or storage, nor keys of the
-app state.
+Decides the layout of a target, whether it can be written, and which leaves would write different
+bytes to the same memory. Leaves that share memory in both app state and snapshot do not conflict.
+It must not know entries or storage, nor keys of the app state.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ __all__ = [
 ]
 
 Target = torch.Tensor | np.ndarray[Any, Any]
-"""What can be restored in place."""
+"""A value that can be restored in place."""
 TARGET_TYPES: Final = (torch.Tensor, np.ndarray)
 
 _MAX_EXACT = 128
-"""Overlapping extents up to which strided targets are compared in pairs. Beyond, extents decide."""
+"""Maximum number of overlapping extents compared exactly, in pairs; else extents decide."""
 
 
 # Layouts --------------------------------------------------------------------------------------
 
 
 def region_of(target: Target) -> Region | None:
-    """Returns how a dense target lies in memory; None if strides cannot tell."""
+    """Returns the region of a dense target; None if strides cannot express it."""
     if isinstance(target, torch.Tensor):
         if target.is_neg() or target.is_conj():
             return None
@@ -56,14 +55,14 @@ def region_of(target: Target) -> Region | None:
 
 
 def _has_writable_memory(target: object) -> bool:
-    """Whether ``target`` has memory that may be written; its elements may share it."""
+    """Whether ``target`` has writable memory. Its elements may share memory."""
     if isinstance(target, np.ndarray):
         return bool(target.flags.writeable)
     return isinstance(target, torch.Tensor) and not target.is_meta
 
 
 def is_writable(target: Target) -> bool:
-    """Whether every element can be written by itself: it exists, and shares no memory."""
+    """Whether every element has writable memory of its own."""
     if not _has_writable_memory(target):
         return False
     if isinstance(target, torch.Tensor):
@@ -72,7 +71,7 @@ def is_writable(target: Target) -> bool:
 
 
 def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether surely no two elements share memory, and dims nest: a stride spans the smaller."""
+    """Whether certainly no two elements share memory, and each stride spans the smaller dims."""
     if 0 in shape:
         return True
     reach = 0
@@ -85,7 +84,7 @@ def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def lies_as_stored(target: Target, stored: Region) -> Region | None:
-    """Returns the region of a target that may be written, if its layout is that of ``stored``."""
+    """Returns the region of a writable target if it has the layout of ``stored``; else None."""
     region = region_of(target) if _has_writable_memory(target) else None
     if region is None or not stored.at(region.start).same_layout(region):
         return None
@@ -93,9 +92,9 @@ def lies_as_stored(target: Target, stored: Region) -> Region | None:
 
 
 def mark_written(targets: Iterable[Target]) -> None:
-    """Reports writes to targets to autograd, which cannot see them.
+    """Reports writes to targets to autograd, which does not see them.
 
-    A graph that was built on their old values then refuses to run backward.
+    Graphs built on the old values then refuse to run backward.
     """
     torch.autograd.graph.increment_version(
         [
@@ -114,13 +113,12 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         path: Path of the leaf.
-        target: The tensor or array that has the memory.
+        target: The tensor or array that owns the memory.
         start, stop: Its extent.
-        base: Path of the entry that has the leaf's bytes; of a sharded one, a string that is
-            equal for equal content.
-        origin: Address at which the first byte of ``base`` belongs, if the target lies in memory
-            as the leaf does in those bytes; else both layouts. Destinations with the same
-            ``base`` and ``origin`` agree about every byte.
+        base: Path of the entry with the leaf's bytes; for a sharded one, a key of its content.
+        origin: Address for the first byte of ``base``, if target and stored leaf have the same
+            layout; else both layouts. Destinations with equal ``base`` and ``origin`` agree about
+            every byte.
         device: Device of the addresses; None for the CPU.
     """
 
@@ -134,7 +132,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def region(self) -> Region:
-        """How the target lies in memory; all of its extent where strides cannot tell."""
+        """The region of the target; its whole extent if strides cannot express it."""
         target = self.target
         if isinstance(target, torch.Tensor):
             return Region(self.start, target.itemsize, tuple(target.shape), target.stride())
@@ -144,14 +142,14 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 def destination(
     path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
 ) -> list[Destination]:
-    """Returns the destination of a leaf; none if its target has no memory that may be written.
+    """Returns the destination of a leaf, in a list; [] if its target has no writable memory.
 
     Args:
         path: Path of the leaf.
-        target: What it is restored into; anything.
+        target: The value to restore into; any object.
         base: See ``Destination``.
-        stored: How the leaf lies in the stored bytes, if it is a view of them.
-        origin: See ``Destination``; used where ``stored`` is not given.
+        stored: Region of the leaf in the stored bytes, if it is a view of them.
+        origin: See ``Destination``; used without ``stored``.
     """
     if not _has_writable_memory(target) or 0 in target.shape:
         return []
@@ -186,15 +184,16 @@ def destination(
 def find_conflicts(
     destinations: Sequence[Destination], fixed: Sequence[Destination] = ()
 ) -> list[tuple[Destination, Destination]]:
-    """Returns pairs that cannot both be restored: one keeps its memory, the other gives way.
+    """Returns pairs that cannot both be restored in place: the first keeps its memory.
 
-    Every real conflict is found. A pair may be reported without one, between leaves of which one is
-    restored with other strides than it was saved with, or among very many in one place.
+    Finds every conflict. May report a pair without one: if a leaf is restored with other strides
+    than it was saved with, or if very many destinations overlap.
 
     Args:
-        destinations: The first one in order keeps the memory; the other one gets other memory.
-        fixed: Come before ``destinations``, and are written to their memory even if they give way:
-            each is in as many conflicts as it has with others of them.
+        destinations: Destinations in order. The first of a pair keeps its memory; the second gets
+            other memory.
+        fixed: Destinations that precede ``destinations``. They are written even if they lose, so
+            all conflicts among them are reported.
     """
     found: list[tuple[Destination, Destination]] = []
     for device in {each.device for each in (*fixed, *destinations)}:
@@ -210,7 +209,7 @@ def find_conflicts(
 def _conflicts(
     destinations: Sequence[Destination], num_fixed: int, numbers: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Finds conflicts among destinations whose extents form one piece, in order of addresses."""
+    """Finds conflicts among destinations whose extents overlap transitively."""
     found: list[tuple[int, int]] = []
     open_: list[int] = []
     for number in sorted(numbers, key=lambda number: destinations[number].start):
@@ -233,7 +232,7 @@ def _conflicts(
 
 
 def _agree(a: Destination, b: Destination, is_exact: bool) -> bool:
-    """Whether two destinations, whose extents overlap, can both be written."""
+    """Whether two destinations with overlapping extents can both be written."""
     if (a.base, a.origin) == (b.base, b.origin):
         return True
     return is_exact and not share_bytes(a.region, b.region)

@@ -1,8 +1,8 @@
-"""Third pass of a restore: builds the state of a key from what was read.
+"""Third pass of a restore: builds the state of a key from the bytes that were read.
 
 Decides which leaves are copied into their targets, how bytes become values, and how the state for
-``load_state_dict`` is put together. ``prepare`` and ``read_one`` run the first two passes. It must
-not know where bytes lie or how they are fetched, nor call ``load_state_dict``.
+``load_state_dict`` is built. ``prepare`` and ``read_one`` run the first two passes. It must not
+know where or how bytes are stored or fetched, nor call ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = ["KeyRestore", "prepare", "read_one"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRestore:
-    """How a top-level key, or a part of it, is restored.
+    """The restore of a top-level key, or of a part of it.
 
     Attributes:
-        missing: Paths of leaves or dict keys that the target has and the snapshot lacks.
-        unexpected: Paths of leaves that the snapshot has and the target has no place for.
-        unplaced: As ``unexpected``, of leaves that every rank may read: another rank may have the
-            place.
-        mismatched: A line per tensor that does not fit the target's one; a distributed one that
-            does not fit is never replaced. Or a line per optimizer with other parameter groups.
-        on_meta: Paths of tensors on the meta device: fresh CPU tensors take their place,
-            except under ``NOTHING``.
+        missing: Paths of leaves or dict keys that only the target has.
+        unexpected: Paths of leaves that only the snapshot has.
+        unplaced: Like ``unexpected``, for leaves that every rank may read: another rank may have
+            them in its target.
+        mismatched: A line per tensor that does not fit its target; distributed ones are never
+            replaced. Or a line per optimizer with other parameter groups.
+        on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
+            ``MODEL`` and ``NOTHING``.
         destinations: Memory of the target that is written to.
-        reads: What to read into what. Nothing of a target is written before these are
-            filled. A stored range may appear twice.
-        surplus_bytes: Bytes of ``reads`` that belong to no box of the target, but to the same
-            checksum blocks.
+        reads: Stored ranges and their sinks. Nothing else is written to a target before
+            ``build``. A range may appear twice.
+        surplus_bytes: Bytes of ``reads`` outside of the boxes of the target. They share checksum
+            blocks with wanted bytes.
     """
 
     missing: Sequence[str]
@@ -74,11 +74,11 @@ class KeyRestore:
         return self._match.rules.target is None or path in self._match.targets
 
     def build(self) -> Any:
-        """Returns the state for ``load_state_dict``; call it once, after all reads.
+        """Returns the state for ``load_state_dict``. Call it once, after all reads.
 
-        Containers, their types and their order are the snapshot's. Tensors that were
-        restored in place are the target's own objects; missing and mismatched leaves have
-        the target's values.
+        Containers, their types and their order come from the snapshot. Tensors that were restored
+        in place are the target's own objects. Missing and mismatched leaves keep the target's
+        values.
 
         Raises:
             FormatError: Bytes are no value of their entry's type.
@@ -99,7 +99,7 @@ class KeyRestore:
                 vars(value).update(attributes)
         root = match.rules.root
         if match.skeleton.is_leaf(root) and root not in values:
-            return match.rules.target  # an unexpected leaf that was not asked for
+            return match.rules.target  # an unexpected leaf, which was not restored
         return match.skeleton.build(values)
 
 
@@ -114,27 +114,25 @@ def prepare(
     unshared: Iterable[str] = (),
     world_size: int = 1,
 ) -> KeyRestore:
-    """Works out how a key is restored. Writes nothing of the target.
+    """Prepares the restore of a key. Does not write to the target.
 
     Args:
         key: The top-level key.
-        entries: Its entries, in traversal order. Others may be among them; they count only
-            where a view of this key refers to them.
-        target: What the stateful's ``state_dict()`` returns now: its tensors and writable
-            arrays are restored in place. None builds everything fresh, on the CPU.
-        allow_pickle: Whether pickled leaves may be read, which runs whatever code they ask
-            for.
-        matching: What of ``target`` has to match. Under ``LEAVES`` leaves that it lacks are not
+        entries: Its entries, in traversal order. Other entries are used only as bases of views.
+        target: The stateful's current ``state_dict()``. Its tensors and writable arrays are
+            restored in place. None builds everything fresh, on the CPU.
+        allow_pickle: Whether pickled leaves may be read, which runs any code in them.
+        matching: How far ``target`` must match. Under ``LEAVES``, leaves that it lacks are not
             read.
         root: Escaped path to restore instead of the whole key.
-        unshared: Paths of leaves that get memory of their own instead of the target's.
-        world_size: Number of ranks that saved. Leaves that one of several kept to itself, only the
-            same rank is likely to want.
+        unshared: Paths of leaves that get fresh memory instead of the target's.
+        world_size: Number of ranks that saved. With several, only the same rank is likely to want
+            a private leaf.
 
     Raises:
         UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other. Nothing is allocated for
-            an entry before it is checked.
+        FormatError: Entries contradict themselves or each other. Entries are checked before memory
+            is allocated for them.
         MemoryError: The memory could not be allocated; names the leaf.
     """
     root = escape(key) if root is None else root
@@ -174,20 +172,20 @@ def read_one(
     allow_pickle: bool,
     held_by_other_ranks: Mapping[str, tuple[int, ...]] = {},
 ) -> KeyRestore:
-    """Works out how one leaf, or everything below a path, is restored.
+    """Prepares the restore of one leaf, or of everything below a path.
 
     Args:
         entries: Entries of one rank.
-        path: As the manifest has it; or as a person types it (``optim/state/0``), if only
-            one path reads like that.
+        path: A path of the manifest, or one as a person types it (``optim/state/0``), if it is
+            unambiguous.
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
         held_by_other_ranks: See ``Index.elsewhere``; for the message only.
 
     Raises:
-        UsageError: No path reads like that, or several do; or ``out`` cannot take a value.
-        IncompatibleState: ``out`` is of another kind, dtype or shape than the leaf.
-        FormatError: As ``prepare``.
+        UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.
+        IncompatibleState: ``out`` has another kind, dtype or shape than the leaf.
+        FormatError: See ``prepare``.
     """
     root = _resolve(entries, path, held_by_other_ranks)
     if out is not None:
@@ -216,7 +214,7 @@ def read_one(
 def _resolve(
     entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Returns the path of the manifest that a person means."""
+    """Returns the manifest's form of a path that a person typed."""
     below = path + "/"
     typed: dict[str, None] = {}
     seen: set[str] = set()
@@ -254,7 +252,7 @@ def _resolve(
 
 
 def _settle(fresh: Fresh) -> object:
-    """Returns the value of a leaf in memory of its own: its target, if that takes a copy."""
+    """Returns the value of a leaf in fresh memory; or its target, if that takes a copy."""
     entry, target, value = fresh.entry, fresh.target, fresh.value
     if fresh.region is not None:
         value = lay_over(value.clone(), entry, fresh.region)
@@ -323,7 +321,7 @@ def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     flat = [
-        # A clone has regular strides also where a dim of one element has odd ones.
+        # Clones regularise the strides of dims of size 1.
         carried(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         for x in (a, b)
     ]
@@ -333,7 +331,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Copies ``value`` into ``target``; returns whether it took the value.
 
-    A target that repeats its memory takes the value only if that repeats in the same way.
+    A target with repeated elements takes only values that repeat in the same way.
     """
     if is_writable(target):
         _copy(target, value)
@@ -349,7 +347,10 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copies ``value`` into ``target`` if that is an equal, writable array; else returns it."""
+    """Copies ``value`` into ``target`` if that is a writable array of its dtype and shape.
+
+    Returns the array that has the value.
+    """
     if (
         type(target) is np.ndarray
         and target.dtype == value.dtype
@@ -362,10 +363,10 @@ def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any
 
 
 def _assign_composite(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies a sparse or quantized ``value`` into ``target`` where torch can; returns whether."""
+    """Copies a sparse or quantized ``value`` into ``target``; returns whether torch can do that."""
     try:
-        # Detached, a sparse tensor would not keep what is copied into it. An inference tensor
-        # may be written in inference mode only; leaving that mode turns gradients on.
+        # Not detached: a detached sparse tensor would not keep the copy. Inference tensors can only
+        # be written in inference mode; turning that mode off turns gradients on.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):

@@ -1,9 +1,9 @@
-"""Checks entries before memory is taken for them.
+"""Checks entries before memory is allocated for them.
 
-Decides about one entry at a time: dtype, shape and byte range must agree, and a view must stay in
-its base, a part fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
-checked the whole manifest before; this module checks what the restore would otherwise crash on, or
-allocate for. It must not know targets or how entries are restored.
+Checks one entry at a time: dtype, shape and byte range must agree, a view must stay within its
+base, and a part must fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
+checked the whole manifest before. This module prevents crashes of a restore, and allocations for
+invalid entries. It must not know targets or how entries are restored.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ _BYTES_KINDS: Final = frozenset({"bytes", "bytearray", "str", "json", "pickle", 
 
 _MAX_BYTES = 1 << 62
 _MANY_DIMS = 32
-"""Number of dims that every release of numpy supports."""
+"""Maximum number of dims that every release of numpy supports."""
 
 
 def fail(path: str, detail: str) -> NoReturn:
-    """Raises FormatError for the entry ``path``."""
     raise FormatError(key=path, detail=detail)
 
 
 def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
-    """Returns the bytes of an element, of an entry whose type and dtype were checked."""
+    """Returns the bytes of an element. Type and dtype of the entry must be checked."""
     if entry.type in NUMPY_KINDS:
         return NUMPY_DTYPES[entry.dtype][0].itemsize
     return DTYPES[entry.dtype].itemsize
 
 
 def _check_stored(path: str, data: Stored) -> int:
-    """Returns the number of stored bytes."""
+    """Checks the byte range; returns the number of stored bytes."""
     start, stop = data.start, data.stop
     if not 0 <= start <= stop < _MAX_BYTES or not is_block_count(stop - start, len(data.crc32c)):
-        fail(path, f"no bytes lie at [{start}, {stop}) with {len(data.crc32c)} checksums")
+        fail(path, f"[{start}, {stop}) with {len(data.crc32c)} checksums is no range of bytes")
     return stop - start
 
 
@@ -99,14 +98,14 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
         fail(entry.path, f"a numpy scalar has no shape {shape}")
     if entry.offsets is not None or entry.global_shape is not None:
         fail(entry.path, "it is a shard, and stands alone")
-    # A product of zero says nothing about the other sizes.
+    # A product of zero does not bound the other sizes.
     if nbytes == 0 and prod([size for size in shape if size]) >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
     return dtype
 
 
 def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
-    """Checks a tensor and all of its shards; returns as ``check_tensor``."""
+    """Checks a tensor and all its shards; returns the same as ``check_tensor``."""
     dtype = _check_kind(entry)
     itemsize = itemsize_of(entry)
     shape = entry.shape
@@ -121,7 +120,7 @@ def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
 
 
 def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
-    """Checks a view of ``base``, which was checked itself; returns as ``check_tensor``."""
+    """Checks a view of a checked ``base``; returns the same as ``check_tensor``."""
     if not isinstance(base, TensorEntry):
         fail(view.path, f"it is a view of {view.of!r}, which is no tensor entry")
     dtype = _check_kind(view)
@@ -147,14 +146,13 @@ def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
 
 
 def check_bytes(entry: BytesEntry) -> None:
-    """Checks a leaf that is stored as raw bytes."""
     _check_stored(entry.path, entry.data)
     if entry.type not in _BYTES_KINDS:
         fail(entry.path, f"unknown type of bytes {entry.type!r}")
 
 
 def check_composite(entry: CompositeEntry) -> None:
-    """Checks a sparse or quantized tensor itself."""
+    """Checks a sparse or quantized tensor, without its parts."""
     path, layout = entry.path, entry.layout
     if entry.type not in _TENSOR_KINDS or COMPOSITE_PARTS.get(layout) != entry.parts:
         fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
@@ -163,7 +161,7 @@ def check_composite(entry: CompositeEntry) -> None:
 
 
 def check_part(composite: CompositeEntry, part: str, found: TensorEntry | ViewEntry | None) -> None:
-    """Checks that ``found``, which was checked itself, is a part of ``composite``."""
+    """Checks that ``found``, a checked entry, is a part of ``composite``."""
     if found is None or found.type != "tensor":
         fail(composite.path, f"it has no part {part!r}")
     try:

@@ -1,7 +1,7 @@
 """First pass of a restore: compares the entries of a key with the leaves of its target.
 
-Decides which entries can be believed, which leaf of the app state each one fits, and what is
-missing, unexpected or mismatched (``docs/format.md``, "Entries"). Takes no memory, and reads no
+Decides which entries are valid, which leaf of the app state each one fits, and which leaves are
+missing, unexpected or mismatched (``docs/format.md``, "Entries"). Allocates no memory and reads no
 bytes: ``state.trial`` checks a snapshot with this pass alone. It must not know how leaves are
 restored.
 """
@@ -65,7 +65,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
     """Returns the entries of each top-level key, in order.
 
-    A key's list ends with the entries of other keys whose memory its views refer to.
+    Entries of other keys that views of a key refer to come at the end of its list.
 
     Raises:
         FormatError: A path does not begin with a top-level key.
@@ -91,7 +91,6 @@ def _token_of(path: str) -> str:
 
 
 def leaves_of(root: str, target: object | None) -> dict[str, object]:
-    """Returns the leaves of a target by path."""
     if target is None:
         return {}
     return {
@@ -105,7 +104,7 @@ def leaves_of(root: str, target: object | None) -> dict[str, object]:
 
 
 def describe(value: object) -> str:
-    """Returns what kind of leaf ``value`` is, for people."""
+    """Returns the kind of a leaf, for messages."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return f"{str(value.layout).removeprefix('torch.')} tensor"
@@ -116,19 +115,19 @@ def describe(value: object) -> str:
 
 
 def _kind_of(entry: _TensorLike) -> str:
-    """Returns what is stored, as ``describe`` puts it."""
+    """Returns the kind of a stored leaf, in the terms of ``describe``."""
     if isinstance(entry, CompositeEntry):
         return f"{entry.layout} tensor" if entry.layout.startswith("sparse") else "tensor"
     return "numpy array" if entry.type in NUMPY_KINDS else "tensor"
 
 
 def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | None) -> str | None:
-    """Returns how a tensor or array of the app state differs from what is stored, or None.
+    """Returns how a tensor or array of the app state differs from its entry; None if it fits.
 
     Args:
-        entry: Of what is stored.
+        entry: The stored leaf.
         target: The tensor or array of the app state.
-        sharding: How ``state.distributed`` describes a distributed one; else None.
+        sharding: The description of a distributed target by ``state.distributed``; else None.
     """
     kind = _kind_of(entry)
     have, what = describe(target), "shape"
@@ -155,7 +154,7 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
 def _fits_plainly(
     target: Any, dtype: torch.dtype | None, entry: TensorEntry
 ) -> TypeGuard[torch.Tensor]:
-    """Whether a target can be read into as it is: nearly every tensor of nearly every restore."""
+    """Whether stored bytes can be read straight into a target, as into nearly every tensor."""
     if not (
         type(target) in _PLAIN_TYPES
         and target.dtype is dtype
@@ -173,14 +172,14 @@ def _fits_plainly(
 
 
 class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A stored leaf that is restored, and the target that takes it.
+    """A stored leaf to restore, and its target.
 
     Attributes:
         entry: The leaf's entry.
         dtype: The torch dtype of a dense tensor; None for others, and for arrays.
-        target: A tensor or array of the app state that fits; None: a fresh value is made.
-        sharding: What this process holds of a distributed target; else None.
-        is_plain: Whether the target lies in CPU memory in C order, as the stored bytes do.
+        target: A tensor or array of the app state that fits; None makes a fresh value.
+        sharding: The sharding of a distributed target; else None.
+        is_plain: Whether the target is in CPU memory in C order, like the stored bytes.
     """
 
     entry: AnyEntry
@@ -192,19 +191,19 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Entries of a key next to the leaves of a target.
+    """Entries of a key, matched with the leaves of a target.
 
     Attributes:
-        rules: What had to match.
+        rules: The rules of the match.
         targets: Leaves of the target, by path.
         skeleton: Containers of the result.
         bases: Tensors that views refer to, by path.
         world_size: Number of ranks that saved.
         describer: Describes distributed tensors of the target.
-        pairs: Leaves whose bytes are read, in order.
-        composites: Leaves that are made of ``parts``, in order.
+        pairs: Leaves with bytes to read, in order.
+        composites: Leaves made of ``parts``, in order.
         parts: Parts of composites, by path.
-        values: Leaves that need no bytes, by path: stored inline, or kept by the target.
+        values: Leaves that need no bytes, by path: stored inline, or kept from the target.
         attributes: Attributes of fresh tensors, by path.
         missing, unexpected, unplaced, mismatched, on_meta: See ``KeyRestore``.
     """
@@ -227,11 +226,11 @@ class Match:
     on_meta: list[str] = field(default_factory=list)
 
     def is_private(self, entry: AnyEntry) -> bool:
-        """Whether one of several ranks kept a leaf to itself."""
+        """Whether a leaf is private to one of several ranks."""
         return self.world_size > 1 and not getattr(entry, "replicated", True)
 
     def keep(self, path: str, target: object, why: str) -> None:
-        """Adds a mismatch: the target's leaf keeps its value."""
+        """Adds a mismatch, and keeps the target's leaf."""
         self.mismatched.append(f"{path}: {why}")
         self.values[path] = target
 
@@ -250,9 +249,9 @@ def match_key(
 
     Args:
         root: Path of the target.
-        entries: Entries at and below ``root``; others count only where a view refers to them.
+        entries: Entries at and below ``root``; others are used only as bases of views.
         target: A state dict, or None.
-        targets: Its leaves, or others in their place; by default ``leaves_of(root, target)``.
+        targets: Its leaves, or substitutes; ``leaves_of(root, target)`` by default.
         allow_pickle, matching, world_size: See ``prepare``.
 
     Raises:
@@ -310,7 +309,6 @@ def _add_part(found: Match, entry: AnyEntry) -> None:
 
 
 def _add_leaf(found: Match, entry: AnyEntry) -> None:
-    """Checks a leaf's entry, then compares it with the target's leaf."""
     path = entry.path
     match entry:
         case TensorEntry():
@@ -339,7 +337,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
 
 
 def _find_target(found: Match, entry: AnyEntry) -> object:
-    """Returns the target's leaf; ``_ABSENT``, or ``_UNWANTED`` if the entry is not restored."""
+    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` for an entry to skip."""
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
@@ -377,14 +375,14 @@ def _add_tensor(
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
         if why is not None:
-            # What does not fit is replaced; but other ranks hold the rest of a distributed tensor.
+            # A distributed tensor is never replaced: other ranks hold the rest of it.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
                 return
         elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
             found.on_meta.append(path)
             if found.rules.matching in (Matching.MODEL, Matching.NOTHING):
-                # Nobody knows whether it would copy into that tensor, or replace it.
+                # load_state_dict might copy into that tensor, or replace it.
                 found.values[path] = target
                 return
         else:
@@ -402,14 +400,14 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
     if pickles:
         lines = "\n".join(f"  {path!r}" for path in pickles)
         raise UsageError(
-            f"{len(pickles)} leaves are pickled, and unpickling runs whatever code "
-            "the snapshot holds; if you trust it, pass options=Options(allow_pickle=True). "
-            f"Else restore other keys:\n{lines}"
+            f"{len(pickles)} leaves are pickled, and unpickling runs any code in "
+            "the snapshot; if you trust it, pass options=Options(allow_pickle=True). "
+            f"Otherwise restore other keys:\n{lines}"
         )
 
 
 def _add_missing(found: Match) -> None:
-    """Notes what only the target has; keeps further keys of its dicts, with their values."""
+    """Records leaves that only the target has; keeps additional keys of its dicts."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
         found.missing.extend(
@@ -425,7 +423,7 @@ def _add_missing(found: Match) -> None:
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
-    """Notes where an optimizer's parameter groups first differ from those that were saved."""
+    """Records the first difference between an optimizer's parameter groups and the saved ones."""
     target: Any = found.rules.target
     root = found.rules.root
     groups = target["param_groups"]
@@ -441,7 +439,7 @@ def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
         held = group["params"]
         inline = found.values.get(path)
         if path in stored:
-            # Not read yet. But as params are numbered through, as many take as many bytes.
+            # Not read yet. But params are numbered consecutively, so equal sizes mean equal counts.
             size = stored[path].stop - stored[path].start
             encoded = objects.bytes_of(held, path)
             is_same = encoded is not None and len(encoded[1]) == size

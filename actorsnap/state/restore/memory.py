@@ -1,14 +1,15 @@
 """Second pass of a restore: finds memory for the bytes of matched leaves.
 
-Decides what is read and into what: the memory of the target where its elements lie there as they
-were stored, a sink that spreads them where they do not, else fresh memory. Checksums cover whole
-blocks, so whole blocks are read. Nothing of a target is written here. It must not know where bytes
-lie in the storage, nor how they are fetched.
+Decides which ranges are read and where they go: into the target's memory if it has the stored
+layout, through a sink if it has another one, else into fresh memory. Reads whole checksum blocks.
+Writes nothing to a target. It must not know where or how bytes are stored or fetched.
 
-Leaves that are views of the same stored bytes share one read. In this order: targets that together
-lie in memory as the stored bytes do take them at once; a target that takes all of them in another
-layout gets its own read; a view that is read alone takes just its elements; the rest is laid over
-fresh memory, and copied to its targets when the bytes are there.
+Leaves that are views of the same stored bytes share one read. In this order:
+
+1. Targets that together have the layout of the stored bytes take them directly.
+2. A target that takes all of them in another layout gets its own read.
+3. A view that is read alone takes only its elements.
+4. The others are views of fresh memory, and are copied to their targets after the read.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ __all__ = [
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Stored bytes, and where they go.
+    """Stored bytes, and their sink.
 
     Attributes:
         stored: Whole checksum blocks of a leaf.
         sink: Takes all of them.
-        holders: Ranks that are likely to want exactly these bytes. None: every rank that restores.
-            Some ranks, rising: those of a mesh that hold the same box. Empty: this rank only.
+        holders: Ranks likely to want exactly these bytes, ascending: those of a mesh that hold the
+            same box. None if every rank that restores does; empty if only this rank does.
     """
 
     stored: Stored
@@ -96,14 +97,14 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A leaf in memory of its own, complete when its bytes are there.
+    """A leaf in fresh memory.
 
     Attributes:
         entry: The leaf's entry.
-        target: Gets a copy, if it can take one; None: there is no target.
+        target: Gets a copy, if it can take one; None without a target.
         value: The leaf; or, with a ``region``, raw bytes.
-        region: Layout of the leaf in ``value``, which torch has no tensor for: it begins at an
-            address that is no multiple of the item size.
+        region: Layout of an unaligned leaf in ``value``. Torch has no tensors at addresses that are
+            no multiple of the item size.
     """
 
     entry: TensorEntry | ViewEntry | ShardedEntry
@@ -114,15 +115,15 @@ class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 @dataclass(slots=True)
 class Memory:
-    """Where the bytes of a match go.
+    """Memory for the bytes of a match.
 
     Attributes:
-        reads: What to read into what. A stored range may appear twice.
-        surplus_bytes: Bytes of ``reads`` that belong to no box of a distributed target, but to
-            the same checksum blocks.
+        reads: Stored ranges and their sinks. A range may appear twice.
+        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets. They share
+            checksum blocks with wanted bytes.
         destinations: Memory of the target that is written to.
-        values: Targets that are complete when the bytes are there, by path.
-        fresh: Leaves in memory of their own.
+        values: Targets that the reads complete, by path.
+        fresh: Leaves in fresh memory.
         buffers: Leaves that are decoded from raw bytes.
         spread: Views that are copied into a distributed target; the whole is among ``fresh``.
     """
@@ -137,7 +138,7 @@ class Memory:
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A leaf as a view of stored bytes: its region counts from the first of them."""
+    """A leaf as a view of stored bytes. Its region is relative to the first of them."""
 
     entry: TensorEntry | ViewEntry
     target: Target | None
@@ -148,7 +149,7 @@ def find_memory(match: Match) -> Memory:
     """Finds memory for all leaves of ``match``.
 
     Raises:
-        FormatError: Shards do not have all elements of a tensor, or overlap.
+        FormatError: Shards do not cover their tensor, or overlap.
         MemoryError: The memory could not be allocated; names the leaf.
     """
     memory = Memory()
@@ -164,7 +165,7 @@ def find_memory(match: Match) -> Memory:
             case TensorEntry() | ViewEntry():
                 _add_view(memory, views, pair, entry)
             case ShardedEntry():
-                # Under two names a tensor is saved twice; equal ones may share memory.
+                # A tensor with two names is saved twice; equal ones may share memory.
                 parts = frozenset((shard.box, shard.data.crc32c) for shard in entry.shards)
                 _add_boxes(memory, pair, entry, entry.shards, f"{entry.dtype} {hash(parts)}")
             case BytesEntry():
@@ -243,13 +244,13 @@ def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) ->
 def _add_view(
     memory: Memory, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
-    """Adds a leaf that is a view of stored bytes which others may be views of."""
+    """Adds a leaf that is a view of stored bytes, perhaps among others."""
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
     if pair.sharding is None:
         member = _member(entry, pair.target)
         memory.destinations += destination(entry.path, pair.target, base, member.region)
     else:
-        # All of it is read, and copied: its checksums are the base's, and its strides any.
+        # Read as a whole and then copied: it has the checksums of its base, and any strides.
         memory.destinations += _destinations_of_pieces(pair, base)
         memory.spread.append(pair)
         member = _member(entry, None)
@@ -257,7 +258,7 @@ def _add_view(
 
 
 def _add_parts(memory: Memory, match: Match, views: dict[str, list[_Member]], pair: Pair) -> None:
-    """Adds the parts of a composite, which are fresh: the whole is copied to its target."""
+    """Adds the parts of a composite in fresh memory; the composite is copied to its target."""
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
     held: dict[str, torch.Tensor] = {}
@@ -286,7 +287,10 @@ def _add_boxes(
     shards: Sequence[Shard],
     base: str,
 ) -> None:
-    """Adds a tensor that is stored in boxes, or whose target holds boxes; ``base``: its content."""
+    """Adds a tensor that is stored in boxes, or whose target holds boxes.
+
+    ``base`` identifies the content; see ``Destination``.
+    """
     path, target, sharding = entry.path, pair.target, pair.sharding
     dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
     pieces = [] if sharding is None else list(sharding.pieces)
@@ -334,13 +338,13 @@ def _box_reads(
     pieces: Sequence[Piece],
     default: Ranks | None,
 ) -> list[Wanted]:
-    """Returns planned reads with the memory that they go to.
+    """Returns planned reads with their sinks.
 
     Args:
         planned: Reads for the boxes of ``pieces``.
-        shards: The shards that were planned for.
+        shards: Shards that the plan refers to.
         pieces: Memory to fill. Its elements must not share memory.
-        default: Holders of a piece that names none.
+        default: Holders of pieces without holders.
     """
     wanted: list[Wanted] = []
     for read in planned:
@@ -360,7 +364,7 @@ def _box_reads(
 
 
 def slice_stored(data: Stored, start: int, stop: int) -> Stored:
-    """Returns the blocks of stored bytes from ``start`` to ``stop``, which are block edges."""
+    """Returns the stored bytes from ``start`` to ``stop``, which must be block boundaries."""
     if stop - start == data.stop - data.start:
         return data
     block_bytes = data.block_bytes
@@ -379,12 +383,12 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
 
 
 def _place(memory: Memory, match: Match, base: TensorEntry, members: list[_Member]) -> None:
-    """Finds memory for those stored bytes of ``base`` that members are made of."""
+    """Finds memory for the stored bytes of ``base`` that members use."""
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
     high = max([region.stop for region in regions], default=0)
-    # What is aligned to its item size stays aligned, counted from here.
+    # Keeps aligned members aligned relative to this offset.
     low -= low % max([region.itemsize for region in regions], default=1)
     start = low - low % data.block_bytes
     stop = min(high + -high % data.block_bytes, data.stop - data.start)
@@ -423,7 +427,7 @@ def _find_sinks(memory: Memory, nbytes: int, members: list[_Member]) -> list[Byt
 def _take_spans(
     memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets that lie in memory as the stored bytes do; returns the other members."""
+    """Takes targets with the layout of the stored bytes; returns the other members."""
     left: list[_Member] = []
     spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
     for member in members:
@@ -437,7 +441,7 @@ def _take_spans(
         spans.setdefault((device, start), []).append((member, region))
     for (_, start), found in spans.items():
         sink = None
-        # Bytes between the leaves may belong to others: they are not overwritten.
+        # Bytes between the leaves may belong to others and must not be overwritten.
         if touched_without_gaps([region for _, region in found], start, start + nbytes):
             sink = _span_sink(start, nbytes, [member.target for member, _ in found])
         if sink is None:
@@ -451,7 +455,7 @@ def _take_spans(
 def _take_whole(
     memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets of another layout that get all bytes, in order; returns the other members."""
+    """Takes targets of another layout that need all bytes in order; returns the other members."""
     left: list[_Member] = []
     placed: list[Region] = []
     for member in members:
@@ -475,17 +479,17 @@ def _take_whole(
 
 
 def _is_separable(region: Region) -> bool:
-    """Whether elements can be told apart in any piece of the memory."""
+    """Whether the elements in any piece of the memory can be identified."""
     steps = [(n, step) for n, step in zip(region.shape, region.strides, strict=True) if step]
     return (
         0 not in region.shape
-        and region.start == 0  # else elements begin at odd addresses
+        and region.start == 0  # otherwise elements are unaligned
         and is_injective([n for n, _ in steps], [step for _, step in steps])
     )
 
 
 def _take_elements(memory: Memory, member: _Member) -> ByteSink:
-    """Takes a view that is read alone: bytes between its elements are not kept."""
+    """Takes a view that is read alone; drops bytes between its elements."""
     target, region = member.target, member.region
     if target is not None and is_writable(target):
         tensor = _tensor_over(target)
@@ -494,7 +498,7 @@ def _take_elements(memory: Memory, member: _Member) -> ByteSink:
             return StridedSink(tensor, region.strides)
     if region.has_no_gaps:
         return _take_fresh(memory, region.stop, [member])
-    # Repeated elements are kept once.
+    # Stores repeated elements once.
     sizes = tuple([n if step else 1 for n, step in zip(region.shape, region.strides, strict=True)])
     raw = _empty(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
     dense = c_strides(sizes)
@@ -505,7 +509,7 @@ def _take_elements(memory: Memory, member: _Member) -> ByteSink:
 
 
 def _take_fresh(memory: Memory, nbytes: int, members: Sequence[_Member]) -> ByteSink:
-    """Lays members over fresh memory; those with a target are copied from there later."""
+    """Adds members as views of fresh memory; later those with a target are copied to it."""
     raw = _empty(members[0].entry.path, (nbytes,), torch.uint8)
     for member in members:
         entry, region = member.entry, member.region
@@ -522,7 +526,7 @@ def _take_fresh(memory: Memory, nbytes: int, members: Sequence[_Member]) -> Byte
 def lay_over(
     raw: torch.Tensor, entry: TensorEntry | ViewEntry | ShardedEntry, region: Region
 ) -> Any:
-    """Returns a leaf as a view of raw memory, in which ``region`` is aligned."""
+    """Returns a leaf as a view of raw memory. ``region`` must be aligned."""
     if entry.type in NUMPY_KINDS:
         steps = tuple([stride * region.itemsize for stride in region.strides])
         dtype = NUMPY_DTYPES[entry.dtype][0]
@@ -540,7 +544,7 @@ def _sink_of(target: Target) -> ByteSink:
 
 
 def _tensor_over(target: Target) -> torch.Tensor | None:
-    """Returns a writable target as a tensor of the same bytes; None if there is none."""
+    """Returns a writable target as a tensor over its memory; None for unusual strides."""
     if isinstance(target, torch.Tensor):
         return target
     if region_of(target) is None:
@@ -550,7 +554,7 @@ def _tensor_over(target: Target) -> torch.Tensor | None:
 
 
 def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | None:
-    """Returns the way into memory that targets lie in; None if they do not own all of it."""
+    """Returns a sink for a span of memory; None if the targets' storage does not contain it."""
     first = targets[0]
     if not isinstance(first, torch.Tensor) or first.is_cpu:
         return MemorySink(start, nbytes, targets)
@@ -563,9 +567,9 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
 
 
 def stand_in(path: str, target: Target) -> Target | None:
-    """Returns a target of the same kind with uninitialised memory of its own.
+    """Returns a target of the same kind with its own uninitialised memory.
 
-    Sparse and quantized tensors have none: they are built from their parts.
+    Returns None for sparse and quantized tensors, which are built from their parts.
     """
     if isinstance(target, np.ndarray):
         return np.empty_like(target)

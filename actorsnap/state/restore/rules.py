@@ -1,6 +1,7 @@
-"""Rules of a target: which leaves have to match, and which may be missing or left out.
+"""Rules of a target: which leaves must match, and which may be missing or left out.
 
-Decides by ``Matching`` and by the shape of the target's state dict. It must not know entries.
+They depend on ``Matching`` and on the structure of the target's state dict. This module must not
+know entries.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ __all__ = ["Rules"]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What of a target has to match.
+    """Rules for matching entries with a target.
 
     Attributes:
         root: Path of the target.
         target: A state dict, or None.
         matching: See ``Matching``.
-        strict_root: Path below which leaves have exactly the places of the target's; None: none do.
-        opaque: Paths below ``strict_root`` of extra states, which may have any leaves.
+        strict_root: Path below which snapshot and target must have the same leaves; None for no
+            such path.
+        opaque: Paths of extra states below ``strict_root``, which may have any leaves.
     """
 
     root: str
@@ -37,7 +39,6 @@ class Rules:
 
     @classmethod
     def of(cls, root: str, target: Any, matching: Matching) -> Rules:
-        """Returns the rules for a target."""
         if target is None:
             return cls(root, target, matching)
         if matching is Matching.LEAVES:
@@ -53,7 +54,7 @@ class Rules:
         return cls(root, target, matching, strict_root, opaque)
 
     def is_strict(self, path: str) -> bool:
-        """Whether a leaf has to match exactly the target's leaf at its path."""
+        """Whether a leaf must match the target's leaf at its path exactly."""
         strict_root = self.strict_root
         if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
             return False
@@ -64,18 +65,22 @@ class Rules:
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether dict keys that were not saved are missing, and keep their values."""
+        """Whether dict keys that were not saved count as missing and keep their values."""
         return self.matching in (Matching.KEYS, Matching.MODEL)
 
     def is_kept(self, path: str, target: Target, kind: str) -> bool:
-        """Whether a tensor or array is kept, and not replaced, where another ``kind`` was saved, or
-        another dtype or shape of it."""
+        """Whether a tensor or array that does not fit is kept, not replaced.
+
+        ``kind`` is the saved kind of leaf.
+        """
         is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
         return self.is_strict(path) or (self.keeps_keys and is_same_kind)
 
     def passes_over(self, path: str) -> bool:
-        """Whether a ``ModelState`` has no use for a saved leaf of its optimizers: it has none now,
-        or these parameters are frozen, or of other stages."""
+        """Whether a ``ModelState`` ignores a saved leaf of its optimizers.
+
+        It does so if it has no optimizers now, or if the parameter is frozen or in another stage.
+        """
         if self.matching is not Matching.MODEL:
             return False
         below = f"{self.root}/optim/"
@@ -92,8 +97,8 @@ class Rules:
     def may_lack(self, path: str, skeleton: Skeleton) -> bool:
         """Whether the snapshot of a ``ModelState`` may lack a dict key.
 
-        The model's leaves are compared one by one. Of optimizers there may be nothing, or the
-        hyperparameters may be kept in the other way (``flatten``), which torch can read.
+        The model's leaves are compared one by one. The optimizers' state may be absent, or may have
+        the hyperparameters in the other form (``flatten``), which torch can read.
         """
         if self.matching is not Matching.MODEL:
             return False
@@ -108,5 +113,5 @@ class Rules:
 
 
 def _is_extra_state(name: object) -> bool:
-    """Whether a module's state dict holds at ``name`` what ``get_extra_state`` returned."""
+    """Whether ``name`` is the key of an extra state in a module's state dict."""
     return isinstance(name, str) and f".{name}".endswith("._extra_state")
