@@ -270,7 +270,7 @@ class OffloadedSave(Job):
         self._relay.post(frame.to, message)
 
     def on_absence_asked(self) -> None:
-        """Reports a missing rank, after looking into the mailbox."""
+        """Reports whether a rank is absent, after reading the mailbox."""
         self._tasks.start_soon(self._report_absence)
 
     def on_turn_asked(self) -> None:
