@@ -1,12 +1,11 @@
 """The body of ``Snapshot.copy_to``, as a script (see ``runtime.taking``).
 
-The copy has the same object keys as the source, attempt included, so manifests and commit object
-are byte-identical. ``planning.copying`` decides which objects to copy and which to skip. Each byte
-in transit is compared with the checksum in the source's manifests, and the checksum is passed to
-the destination.
+The copy has the same object keys as the source, so manifests and commit object are byte-identical.
+``planning.copying`` decides which objects to copy and which to skip. Each byte in transit is
+compared with the source's checksums, which the destination gets, too.
 
 A garbage collection at the destination would take the attempt for dead. So the copy is a second
-attempt next to it. Its claim protects the copied attempt and lists the complete objects for a
+attempt next to it, whose claim protects the copied attempt and lists its complete objects for a
 resume (``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
 """
 
@@ -165,8 +164,6 @@ async def _destination(
 
 
 class _Copy:
-    """One copy under way."""
-
     def __init__(
         self,
         host: Host,

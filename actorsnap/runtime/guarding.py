@@ -66,8 +66,6 @@ class Guard:
 
 
 class _Gate:
-    """The wait of one optimizer."""
-
     def __init__(self, host: Host, fence: Fence, optimizer: Any) -> None:
         self._host = host
         self._fence = fence

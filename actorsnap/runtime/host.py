@@ -324,7 +324,6 @@ class Host:
             self._loop.call_soon_threadsafe(change)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
-        """Starts ``coroutine`` on the loop."""
         call = Call(self, coroutine)
         try:
             call.start()
@@ -338,7 +337,6 @@ class Host:
         self._begin(Call(self, coroutine), self._services)
 
     def begin(self, call: Call[Any]) -> None:
-        """See ``Call.start``."""
         self._begin(call, self._calls)
 
     def _begin(self, call: Call[Any], among: set[Call[Any]]) -> None:
@@ -403,8 +401,7 @@ class Host:
         return frozenset(attempt for place, attempt in self._discarded if place == url)
 
     def note_ended(self, attempts: Iterable[str]) -> None:
-        """Records ended attempts of the other process: an uploader's trainer, or a trainer's
-        uploader. On the loop only."""
+        """Records ended attempts of the trainer or uploader process. On the loop only."""
         for attempt in attempts:
             _remember(self._ended_beside, attempt)
 

@@ -134,7 +134,6 @@ class Job(abc.ABC):
     # From any thread
 
     def start(self) -> None:
-        """Starts the save; returns at once."""
         self._host.set_budget(self.options.memory_budget_bytes)
         abort = self.cancel if self.options.at_exit == "abort" else None
         future = self._awaited_at_exit()

@@ -216,12 +216,11 @@ class Uploader:
         return next(self._numbers)
 
     def add(self, number: int, save: HandedSave) -> None:
-        """Takes over a save."""
         self._saves[number] = save
         self._handle(AskedToSave(number, save.rank, save.is_shared))
 
     def start(self) -> None:
-        """Starts the process if there is none; returns at once."""
+        """Starts the process if there is none."""
         self._handle(AskedToStart())
 
     def cancel(self, number: int, reason: str) -> None:
@@ -256,7 +255,6 @@ class Uploader:
         return packed[1]
 
     def set_duty(self, duty: float) -> None:
-        """Changes the pace of the uploaders in the process."""
         self.send(ChangePace(duty))
 
     def make_room(self) -> None:
@@ -289,7 +287,6 @@ class Uploader:
                     self._saves.pop(command.number).make_here()
 
     def _send_environment(self) -> None:
-        """Sends the environment variables that have changed."""
         before, now = self._environment, dict(os.environb)
         changed = [
             (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
@@ -299,7 +296,6 @@ class Uploader:
             self.send(ChangeEnvironment(changed))
 
     def _send_log_level(self) -> None:
-        """Sends the log level if it has changed."""
         if self._log_level != (now := _log_level()):
             self._log_level = now
             self.send(ChangeLogLevel(now))
@@ -324,7 +320,6 @@ class Uploader:
         save.on_sent()
 
     async def _live(self) -> None:
-        """Runs one process from start to end."""
         try:
             self._heard_s = time.monotonic()
             self.incarnation += 1

@@ -225,7 +225,6 @@ class OffloadedSave(Job):
     # What the uploader calls
 
     def frame(self, values: list[tuple[int, bytes]], after: str) -> Save:
-        """See ``HandedSave``."""
         self._is_wanted = False
         request = self._request
         return Save(
@@ -257,13 +256,11 @@ class OffloadedSave(Job):
         self._uploader.send(EndReceived(self._number, to_coordinator, encode_item(item)))
 
     def on_begun(self) -> None:
-        """Notes that the process has begun the save."""
         self._has_begun_there = True
         if self._relay is not None:
             self._relay.forget()
 
     def on_message(self, frame: MessageSent) -> None:
-        """Sends a message of the process to another rank."""
         assert self._relay is not None
         message = decode_item(frame.message)
         assert not isinstance(message, Lost | Broken)
@@ -298,7 +295,6 @@ class OffloadedSave(Job):
         self._moved.set()
 
     def close_mailbox(self) -> None:
-        """See ``HandedSave``."""
         if self._relay is not None:
             self._team.port.close(_CLOSE_S, is_continued=True)
 

@@ -160,7 +160,6 @@ async def fetch(
     parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
 ) -> None:
-    """Reads the wanted ranges of all parts."""
     mark(parts)
     wanted = [want for part in parts for want in part.reads]
     await fetch_wanted(host, source, index, wanted, memory_budget_bytes)

@@ -169,8 +169,6 @@ class _Candidate:
 
 
 class _Recovery:
-    """One recovery under way."""
-
     def __init__(
         self,
         host: Host,

@@ -326,7 +326,7 @@ class Compared:
 
     Attributes:
         parts: The restorable part of each key, in load order.
-        adapting: The present state of each module that adapts the loaded state itself.
+            adapting: The comparison with each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have a place, as with
@@ -353,7 +353,6 @@ class Compared:
         return states
 
     def message(self, wants: Wants) -> Comparison:
-        """Returns the message for the coordinator."""
         return Comparison(
             wants,
             tuple(self.missing),
@@ -375,10 +374,8 @@ def compare(
 
     Args:
         index: The index of the snapshot, as ``rank`` sees it.
-        app_state: Statefuls by key.
-        states: Their states, in load order.
+        states: The states of ``app_state``, in load order.
         rank: This process' rank in its group.
-        options: The options of the restore.
 
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
@@ -474,12 +471,10 @@ def load(
     """Loads the restored states, key by key.
 
     Args:
-        compared: The comparison.
         states: The restored states, by key.
         loaders: ``load_state_dict`` by key.
         strict: As in the comparison.
         nbytes: Bytes read into place.
-        team: See ``_Turns``.
 
     Raises:
         IncompatibleState: A module that adapts what it loads refuses it.

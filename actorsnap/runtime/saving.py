@@ -219,7 +219,6 @@ class SaveJob(Job):
         super()._fail(error)
 
     def _say(self, level: int, message: str, *args: object, **fields: object) -> None:
-        """Logs a line with the common fields."""
         whose = {"snapshot": self.url, "attempt": self._told, "rank": self.rank}
         logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
 

@@ -500,7 +500,6 @@ class _Held:
 
     @property
     def chunks(self) -> list[StoredChunk]:
-        """The chunks of all ranks."""
         return [
             chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
         ]

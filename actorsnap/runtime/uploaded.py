@@ -189,7 +189,6 @@ class UploadedSave:
             self._ends.break_off(reason)
 
     def deliver(self, frame: Delivered) -> None:
-        """Handles a frame for this save."""
         match frame:
             case EndReceived():
                 assert self._ends is not None
@@ -335,7 +334,6 @@ class _LinkedTurn:
         self._own: Turn | None = None
 
     def give(self, *, is_unanswered: bool) -> None:
-        """Handles the trainer's answer."""
         self._is_unanswered = is_unanswered
         self._given.set()
 

@@ -168,15 +168,12 @@ class _Service:
         self._host.call_soon(lambda: self._link.send(Logged(level, logger, text, fields)))
 
     def send(self, frame: FromProcess) -> None:
-        """See ``Trainer``."""
         self._link.send(frame)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """See ``Trainer``."""
         return self._arena.view(offset, nbytes)
 
     def ended(self, frame: Finished) -> None:
-        """See ``Trainer``."""
         del self._saves[frame.number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
         self._link.send(frame)
