@@ -476,7 +476,7 @@ class _Copy:
     def _check_renewed(self) -> None:
         if anyio.current_time() - self._renewed_s > _STALE_S / 2:
             raise self._refused(
-                "this copy stood still for so long that another one may have taken its place",
+                "this copy stood still too long: another copy may have replaced it",
                 retryable=True,
             )
 

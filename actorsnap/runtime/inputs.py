@@ -74,7 +74,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         raise UsageError(f"metadata must be a JSON object: {error}") from error
     if again != checked:
         raise UsageError(
-            "metadata must come back from JSON as it was: use str keys, lists instead of "
+            "metadata must not change in a JSON round trip: use str keys, lists instead of "
             "tuples, and finite numbers"
         )
     return checked

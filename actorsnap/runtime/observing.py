@@ -54,7 +54,7 @@ def observe(op: str, options: Options) -> Observation:
     except UsageError:
         raise
     except Exception:  # any error of a provider's import
-        logger.warning("a %s goes without OpenTelemetry", op, exc_info=True)
+        logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
         found = None
     if found is not None:
         sinks.append(found.export)

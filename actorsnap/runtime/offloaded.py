@@ -1,7 +1,7 @@
 """The trainer's half of a save made by the uploader process: capture and staging.
 
 Staged chunks keep their memory until the save has ended, so that a new process can repeat the save
-if this one dies. They give it up earlier if another save waits for memory. If no process can be
+if this one dies. They give it up earlier if any save waits for memory. If no process can be
 started, the save is made in the trainer.
 
 With several ranks the mailbox also stays in the trainer, and messages are relayed

@@ -253,8 +253,8 @@ class Source:
                 key="",
                 backend=self.place.url,
                 detail=f"timeout_s={self.options.timeout_s:g} is over; "
-                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s if "
-                "it is that slow",
+                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
+                "for a slow storage",
                 retryable=True,
             )
 

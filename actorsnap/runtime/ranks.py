@@ -172,7 +172,7 @@ class Team:
         if self.address is None:
             self.warn_once(
                 "saves of these ranks are not detached, their trainers wait for them: the ranks' "
-                "store is no TCPStore, and has no address. Pass store= one"
+                "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )
         return self.address is not None and not self.hosts_store
 

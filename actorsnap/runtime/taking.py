@@ -259,7 +259,7 @@ def _check_sendable(storage_options: dict[str, Any]) -> None:
     another package."""
     data = msgspec.msgpack.encode(storage_options)
     if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
-        raise ValueError("storage_options would not be the same there: use lists, str and numbers")
+        raise ValueError("storage_options would arrive changed: use lists, str and numbers")
 
 
 def _is_same(there: Any, here: Any) -> bool:

@@ -195,9 +195,9 @@ def read(path: str) -> TraceFile:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is no trace of actorsnap: {error}") from error
+        raise UsageError(f"{path} is not a trace of actorsnap: {error}") from error
     if not trace.abouts:
-        raise UsageError(f"{path} is no trace of actorsnap: it does not say what it is of")
+        raise UsageError(f"{path} is not a trace of actorsnap: it does not describe a call")
     return trace
 
 
