@@ -1,1 +1,1 @@
-"""Where things run: the runtime's thread, its worker threads and its memory."""
+"""The runtime: its loop thread, worker threads and memory."""

@@ -1,18 +1,18 @@
-"""Staging memory, reused from save to save.
+"""Staging memory, reused by later saves.
 
-Fresh memory costs more to touch than to copy into (page faults: 2.4 instead of 5.2 GiB/s a
-thread were measured), so blocks are kept when they are given back. Blocks come in power-of-
-two classes. They are private to this process, and ask for huge pages, until the arena is shared:
-from then on they are ranges of one file in memory, which a process that has its descriptor maps
-as well (``ArenaView``). The file has no name, so nothing of it can be left behind: it is gone with
-the last process that has it. A forked child inherits mappings, but nobody there uses them.
+Touching fresh memory costs more than copying into it (page faults: 2.4 instead of 5.2 GiB/s per
+thread measured), so released blocks are kept. Blocks come in power-of-two classes. Until the arena
+is shared, blocks are private to this process and ask for huge pages. Afterwards they are ranges of
+one in-memory file, which another process maps through its descriptor (``ArenaView``). The file has
+no name: it disappears with the last process that has it open. A forked child inherits the mappings
+but does not use them.
 
-Both ends map the file in segments, each as large as all before it: a mapping costs a descriptor.
-What is mapped and never touched costs nothing. A block begins at a multiple of its size, so that
-it never lies in two segments.
+Both ends map the file in segments, each as large as all segments before it, because each mapping
+costs a descriptor. Mapped memory costs nothing until it is touched. A block begins at a multiple of
+its size, so it never crosses a segment boundary.
 
-A block that a device has copied into stays pinned for it until it is given up. Pinning takes as
-long as touching, and takes the memory of the whole range: so blocks are pinned, not segments.
+A block used for a device copy stays pinned until it is dropped. Pinning takes as long as touching
+and commits the memory of the whole range, so blocks are pinned, not segments.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ logger = Lines(__name__)
 
 _MIN_CLASS_BYTES = 1 << 16
 _SEGMENT_BYTES = 1 << 28
-"""Size of the first segment."""
+"""Size of the first segment, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStatistics:
-    """Bytes of the blocks that are lent and of those that are kept, and most of both ever; and how
-    many of both are pinned for a device."""
+    """Bytes of lent and of free blocks, the peak of their sum, and the bytes of pinned blocks."""
 
     lent_bytes: int
     free_bytes: int
@@ -51,7 +50,7 @@ class ArenaStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """``offset`` in the arena's file; None: private. ``pinner`` has it pinned."""
+    """A block. ``offset`` is its place in the file, None if private; ``pinner`` has pinned it."""
 
     memory: mmap.mmap
     offset: int | None
@@ -67,18 +66,17 @@ class _Block:
         return memoryview(self.memory)[start : start + nbytes]
 
     def remove(self) -> None:
-        """Cuts its pages out of the file."""
+        """Removes its pages from the file."""
         assert self.offset is not None
         start = self.offset - _segment(self.offset)[0]
         self.memory.madvise(mmap.MADV_REMOVE, start, self.size)
 
 
 class Arena:
-    """Gives out writable memory; keeps what comes back, up to a limit. From any thread.
+    """Lends writable memory and keeps returned blocks, up to a limit. Thread-safe.
 
     Args:
-        limit_bytes: Lent and kept blocks together stay below this, unless what is lent
-            alone is more.
+        limit_bytes: Limit of lent and free blocks together. Lent blocks alone may exceed it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -96,7 +94,7 @@ class Arena:
         self._is_closed = False
         self._pinned_bytes = 0
         self._pins = True
-        # Ranges of the file without a block, by size.
+        # Ranges of the file without a block, by size in bytes.
         self._holes: dict[int, list[int]] = {}
 
     @property
@@ -113,19 +111,19 @@ class Arena:
             )
 
     def share(self) -> int:
-        """Makes what is lent from now on shareable.
+        """Makes memory that is lent from now on shareable.
 
         Returns:
-            The file's descriptor, which stays the arena's; always the same one.
+            The file's descriptor, always the same one. The arena owns it.
 
         Raises:
-            OSError: the system gives none.
+            OSError: the file could not be created.
         """
         with self._lock:
             if self._file is None:
                 file = os.memfd_create("actorsnap", os.MFD_CLOEXEC)
                 try:
-                    os.ftruncate(file, _SEGMENT_BYTES)  # a limit of file sizes counts here, too
+                    os.ftruncate(file, _SEGMENT_BYTES)  # a file size limit also applies here
                 except OSError:
                     os.close(file)
                     raise
@@ -134,7 +132,7 @@ class Arena:
             return self._file
 
     def close(self) -> None:
-        """Gives up the file, and all that is kept; keeps no more. What is lent stays good."""
+        """Closes the file and drops all free blocks. Lent memory stays valid; it is not kept."""
         with self._lock:
             self._is_closed = True
             file, self._file = self._file, None
@@ -144,7 +142,7 @@ class Arena:
                 os.close(file)
 
     def forget(self) -> None:
-        """In a forked child: gives up what is the parent's, and leaves its memory alone."""
+        """In a forked child: drops the parent's file without touching its memory."""
         self._lock = threading.Lock()  # it may have been held
         self._is_forgotten = True
         file, self._file = self._file, None
@@ -152,10 +150,10 @@ class Arena:
             os.close(file)
 
     def allocate(self, nbytes: int) -> memoryview:
-        """``nbytes`` of writable memory; its content is unspecified.
+        """Returns ``nbytes`` of writable memory with unspecified content.
 
         Raises:
-            MemoryError: the system has no more.
+            MemoryError: the memory could not be allocated.
         """
         size = block_bytes(nbytes)
         with self._lock:
@@ -174,10 +172,10 @@ class Arena:
         return view
 
     def offset_of(self, view: memoryview) -> int:
-        """Where in the file the memory lies that ``allocate`` gave.
+        """Returns the offset in the file of memory from ``allocate``.
 
         Raises:
-            LookupError: it is private: it was lent before the arena was shared.
+            LookupError: the memory is private: it was lent before the arena was shared.
         """
         block = self._lent[id(view)]
         if block.offset is None:
@@ -185,7 +183,7 @@ class Arena:
         return block.offset
 
     def free(self, view: memoryview) -> None:
-        """Takes back what ``allocate`` gave. Other views of it must be dead."""
+        """Takes memory from ``allocate`` back. No other view of it may be in use."""
         with self._lock:
             block = self._lent.pop(id(view))
             self._lent_bytes -= block.size
@@ -198,10 +196,10 @@ class Arena:
                 self._drop(block)
 
     def pin(self, view: memoryview, pinner: Pinner) -> None:
-        """Pins what ``allocate`` gave, unless it is; blocks. Only for whom it was lent to.
+        """Pins memory from ``allocate``, once. Blocks. Only for the borrower.
 
-        Where the system does not let it, that is logged once, and not tried again: devices copy
-        into other memory as well, only slower.
+        If the system refuses, a warning is logged once and nothing is pinned any more: device
+        copies also work with unpinned memory, only slower.
         """
         block = self._lent[id(view)]
         if block.pinner is not None or not self._pins:
@@ -219,12 +217,12 @@ class Arena:
             self._pinned_bytes += block.size
 
     def warm_up(self, sizes: Iterable[int], pinner: Pinner | None = None) -> None:
-        """Touches blocks for loans of these sizes, at the same time; as many as the limit lets.
+        """Touches blocks for loans of these sizes, held at the same time, up to the limit.
 
-        Blocks; writes one byte per page, where nothing was kept.
+        Blocks. Writes one byte per page.
 
         Args:
-            pinner: Pins them, too.
+            pinner: Also pins the blocks.
         """
         views: list[memoryview] = []
         try:
@@ -256,13 +254,13 @@ class Arena:
         if self._is_forgotten:
             return
         if block.pinner is not None:
-            # First: the device would go on to reach these pages when others lie here.
+            # Unpinned first, so that the device cannot reach the pages when they are reused.
             block.pinner.unpin(block.address)
             block.pinner = None
             self._pinned_bytes -= block.size
         if block.offset is None:
             return  # unmapped with its last view
-        # The file keeps its pages until they are cut out of it, for all who map it.
+        # The file keeps the pages for every process until they are removed.
         block.remove()
         if self._file is not None:
             self._holes.setdefault(block.size, []).append(block.offset)
@@ -294,10 +292,10 @@ class Arena:
 
 
 class ArenaView:
-    """The shared arena of another process, to be read.
+    """Read access to the shared arena of another process.
 
     Args:
-        file: A descriptor of it; stays the caller's.
+        file: The arena's descriptor; the caller keeps it.
     """
 
     def __init__(self, file: int) -> None:
@@ -305,10 +303,10 @@ class ArenaView:
         self._segments: dict[int, mmap.mmap] = {}
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The memory that ``Arena.allocate`` gave for ``nbytes``, at its ``offset_of``.
+        """Returns the memory of an ``Arena.allocate`` of ``nbytes`` at ``offset``.
 
         Raises:
-            MemoryError: this process may not map it, or the arena has no such block.
+            MemoryError: the mapping failed, or the arena has no such block.
         """
         start, size = _segment(offset)
         if start not in self._segments:
@@ -323,7 +321,7 @@ class ArenaView:
 
 
 def _segment(offset: int) -> tuple[int, int]:
-    """Where the segment begins that ``offset`` lies in, and its size."""
+    """Returns the start and size of the segment that contains ``offset``, in bytes."""
     if offset < _SEGMENT_BYTES:
         return 0, _SEGMENT_BYTES
     start = 1 << (offset.bit_length() - 1)
@@ -331,14 +329,14 @@ def _segment(offset: int) -> tuple[int, int]:
 
 
 def block_bytes(nbytes: int) -> int:
-    """The size of the block that ``nbytes`` are lent in."""
+    """Returns the size of the block for ``nbytes``, in bytes."""
     return max(_MIN_CLASS_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_CLASS_BYTES
 
 
 def _map_private(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages: slower first touch, nothing else.
+        # A kernel without huge pages only makes the first touch slower.
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
     return block

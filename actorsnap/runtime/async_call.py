@@ -1,8 +1,8 @@
-"""What a public async function returns: a coroutine that reports when nobody awaits it.
+"""The return value of public async functions: a coroutine that reports a missing ``await``.
 
-``Snapshot(path).restore(app_state)`` without ``await`` restores nothing, and Python only warns of a
-coroutine. An ``AsyncCall`` is accepted wherever a coroutine is, and its messages show the line to
-write.
+``Snapshot(path).restore(app_state)`` without ``await`` restores nothing, and Python only warns
+about a coroutine. An ``AsyncCall`` is accepted wherever a coroutine is. Its messages show the
+correct line of code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CALLS = {
     "PendingSnapshot.wait": ("snapshot = await pending.wait()", "nothing was waited for"),
     "PendingSnapshot.events": ("async for progress in pending.events():", ""),
 }
-"""The line to write, and what has not happened without ``await``; by qualified name."""
+"""The correct line of code, and the effect of a missing ``await``, by qualified name."""
 
 
 def how_to_await(name: str) -> str:
@@ -64,8 +64,8 @@ def async_call(
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Makes an ``async def`` return an ``AsyncCall``.
 
-    Signature and docstring are kept. From Python 3.12 on, ``inspect.iscoroutinefunction`` is true
-    of the result; 3.11 has no mark for that.
+    Keeps signature and docstring. From Python 3.12 on, ``inspect.iscoroutinefunction`` returns true
+    for the result; 3.11 cannot mark it.
     """
     line, missed = _CALLS[function.__qualname__]
 
@@ -80,10 +80,10 @@ def async_call(
 
 
 class AsyncCall(Coroutine[Any, Any, T]):
-    """A coroutine that reports if it is dropped before it was awaited.
+    """A coroutine that reports if it is dropped without being awaited.
 
-    The report is a logged error instead of Python's RuntimeWarning. Sending to it, throwing into it
-    and ``close()`` count as awaiting.
+    It logs an error in place of Python's RuntimeWarning. ``send``, ``throw`` and ``close`` count as
+    awaiting.
     """
 
     def __init__(self, coroutine: CoroutineType[Any, Any, T], line: str, missed: str) -> None:
@@ -91,7 +91,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         self._line = line
         self._missed = missed
         self._is_awaited = False
-        # Event loops name their tasks by these.
+        # Event loops use these as task names.
         self.__name__ = coroutine.__name__
         self.__qualname__ = coroutine.__qualname__
 
@@ -121,7 +121,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
 
     def __del__(self) -> None:
         if not self._is_awaited:
-            with suppress(Exception):  # the interpreter may be going away
+            with suppress(Exception):  # possibly at interpreter exit
                 text = f"{self._name()} was never awaited: {self._missed}. {self._hint()}"
                 self.close()
                 logger.error("%s", text)
@@ -132,7 +132,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         return f"<{self._name()}, which was not awaited: {self._missed}. {self._hint()}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("cr_"):  # ``inspect.getcoroutinestate`` and debuggers look there
+        if name.startswith("cr_"):  # read by ``inspect.getcoroutinestate`` and debuggers
             return getattr(self._coroutine, name)
         if name.startswith("_"):
             raise AttributeError(name)
@@ -147,7 +147,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         )
 
     def _name(self) -> str:
-        frame = self._coroutine.cr_frame  # there until the coroutine has ended
+        frame = self._coroutine.cr_frame  # None once the coroutine has ended
         arguments = frame.f_locals if frame is not None else {}
         subject = ""
         if "self" in arguments:

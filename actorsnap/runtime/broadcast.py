@@ -1,7 +1,7 @@
-"""Passes CPU memory from one rank to some others, over a gloo group of their own.
+"""Broadcasts CPU memory from one rank to others over a private gloo group.
 
-The group is made for one exchange and belongs to nobody else. So it needs no process group of
-the job, and the job's own is in step whatever becomes of the exchange.
+The group is made for one exchange. So no process group of the job is needed, and the job's own
+groups stay in step even if the exchange fails.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from actorsnap.runtime.host import Host
 
 __all__ = ["Broadcaster", "obstacle"]
 
-_dist: Any = dist  # the stubs lack the stores, and gloo
+_dist: Any = dist  # the stubs lack stores and gloo
 
 if TYPE_CHECKING:
 
     class _Store:
-        """Of torch, whose stub lacks it."""
+        """torch's ``Store``, which the stubs lack."""
 
 elif dist.is_available():
     from torch.distributed import Store as _Store
@@ -34,16 +34,16 @@ else:
     _Store = object
 
 _PASSING_S = 30.0
-"""A broadcast takes no longer, where all ranks are as awake as ``lost_after_s`` asks."""
+"""Time limit of a broadcast between responsive ranks, in seconds."""
 
 _MAX_POLL_S = 0.25
 
 _NUM_KEEPERS = 2
-"""So many ranks remove what others have left."""
+"""Number of ranks that remove the keys of others."""
 
 
 def obstacle() -> str:
-    """Why this process cannot pass memory on; empty if it can."""
+    """Returns why this process cannot broadcast memory; empty if it can."""
     if dist.is_available() and dist.is_gloo_available():
         return ""
     return "torch was built without gloo"
@@ -54,8 +54,8 @@ class Broadcaster:
 
     Args:
         connect: Returns a connection to the job's store. Blocks.
-        name: Of the exchange, the same on all its ranks, and no other one's at the store ever.
-        rank: This one, of ``num_ranks`` that take part.
+        name: Name of the exchange, the same on all its ranks and unique at the store.
+        rank: This rank's position among the ``num_ranks`` of the exchange.
         lost_after_s: See ``Options``.
     """
 
@@ -70,18 +70,19 @@ class Broadcaster:
         lost_after_s: float,
     ) -> None:
         self._host = host
-        # What fails here fails because of another rank, and rank 0 will find out which.
+        # Errors here are caused by another rank, which rank 0 will identify.
         self._patience_s = 2 * lost_after_s
         self._timeout_s = _PASSING_S + lost_after_s
         self._meeting = _Meeting(connect, name, rank, num_ranks, self._timeout_s)
         self._group: Any = None
 
     async def meet(self) -> None:
-        """Makes the group, together with the other ranks.
+        """Makes the group together with the other ranks.
 
         Raises:
-            RuntimeError: not all have come; later, as the verdict counts.
-        Cancellation: at once.
+            RuntimeError: ranks are missing. Raised with a delay, so that rank 0's verdict comes
+                first.
+        Cancellation: takes effect at once.
         """
 
         async def watch() -> None:
@@ -100,12 +101,13 @@ class Broadcaster:
             tasks.cancel_scope.cancel()
 
     async def __call__(self, memory: memoryview, source: int) -> None:
-        """Sends ``memory`` if this is rank ``source`` of the exchange, else receives into it.
+        """Sends ``memory`` if this is rank ``source`` of the exchange; otherwise receives into it.
 
         Raises:
-            RuntimeError: another rank is gone; later, as the verdict counts.
-        Cancellation: the group may go on to use the memory until another rank leaves it, or its
-            timeout; an errand shields from that.
+            RuntimeError: another rank is gone. Raised with a delay, so that rank 0's verdict comes
+                first.
+        Cancellation: delayed until the broadcast has ended, because the group uses the memory: at
+            the latest when another rank leaves the group, or at its timeout. Run it as an errand.
         """
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         ended = anyio.Event()
@@ -120,17 +122,17 @@ class Broadcaster:
             raise
 
     async def close(self, *, is_done: bool) -> None:
-        """Leaves the group, after the last broadcast has ended here.
+        """Leaves the group. Only after the last broadcast has ended on this rank.
 
         Args:
-            is_done: Whether it has served its purpose, on this rank at least.
+            is_done: Whether the exchange has succeeded on this rank.
         """
         await self._host.run_blocking(self._close, is_done)
 
     def _make(self) -> None:
         gloo = _dist.ProcessGroupGloo
-        # As gloo does by itself, but that it connects to a rank when it has to do with it. With a
-        # connection to each, a process might have more of them than it may.
+        # As gloo does by default, except that it connects to a rank on first use. Connections to
+        # all ranks could exceed the limit of open files.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         options = gloo._Options()
         options._devices = [
@@ -151,17 +153,17 @@ class Broadcaster:
         return self._group.broadcast([tensor], options).get_future()
 
     def _close(self, is_done: bool) -> None:
-        self._group = None  # closes its connections: who waits at one hears it
+        self._group = None  # closes its connections, which wakes waiting ranks
         if not is_done:
             self._meeting.clear()
 
 
 class _Meeting(_Store):
-    """The store that gloo gets to see, where ranks tell each other their addresses.
+    """The store passed to gloo, through which ranks exchange addresses.
 
-    At the job's own each rank would ask for every other one, wait there whatever happens, and
-    leave its address behind. Here it says all that it has to say at once, and takes what all
-    have said at once; the last one to do so removes it.
+    With the job's store, each rank would ask for every other rank, wait there without a way to
+    cancel, and leave its address behind. This one sends all own entries at once and receives all
+    entries at once. The last rank to do so removes them.
     """
 
     def __init__(
@@ -188,17 +190,17 @@ class _Meeting(_Store):
         self._said[key] = value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Called when gloo connects; that may be much later, in a thread of its own."""
+        """Called when gloo connects: possibly much later, on its own thread."""
         self.hear()
 
     def get(self, key: str) -> bytes:
         return self._heard[key]
 
     def hear(self) -> None:
-        """Says what was set, and waits until all ranks have; once.
+        """Publishes the own entries and waits for those of all ranks. Later calls do nothing.
 
         Raises:
-            RuntimeError: they have not, and the time is over, or the meeting.
+            RuntimeError: ranks are missing at the timeout or at the end of the meeting.
         """
         if self._heard:
             return
@@ -218,10 +220,10 @@ class _Meeting(_Store):
             self._remove(self._keys)
 
     def clear(self) -> None:
-        """Removes what is left of a meeting that may not have come to its end."""
+        """Removes the keys of a meeting that may be incomplete."""
         if not self._said:
-            return  # this rank has not come
-        # Who was killed cannot remove its own: two do it for all, as one may be that.
+            return  # this rank has published nothing
+        # A killed rank cannot remove its keys. Two ranks do it for all: one may be killed.
         self._remove(self._keys if self.rank < _NUM_KEEPERS else [self._keys[self.rank]])
 
     def _remove(self, keys: list[str]) -> None:

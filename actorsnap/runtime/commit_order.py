@@ -1,7 +1,7 @@
-"""The order in which the saves of this process to one path commit: that of their calls.
+"""Saves of this process to one path commit in the order of their calls.
 
-A small save that was called after a large one would otherwise commit first, and then be replaced by
-the older state. Only saves that overwrite take part; without ``overwrite`` the second one fails.
+Otherwise a small save after a large one would commit first and then be replaced by the older state.
+Only saves with ``overwrite`` take part; without it the second save fails.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["CommitOrder", "CommitTurn", "Turn"]
 
 
 class CommitTurn(Protocol):
-    """The place of one save in the order. Used on the runtime's loop."""
+    """The position of one save in the order. On the runtime's loop only."""
 
     async def wait(self) -> bool:
         """Waits until all earlier saves have ended.
 
         Returns:
-            Whether the storage has not answered the commit of an earlier one, which may yet take
+            Whether an earlier save's commit got no answer from the storage and may still take
             effect. Reported to one save only.
         """
         ...
 
     def release(self, *, is_unanswered: bool = False) -> None:
-        """Lets later saves commit: this one has ended. Again does nothing."""
+        """Lets later saves commit, because this one has ended. Idempotent."""
         ...
 
 
 class CommitOrder:
-    """The latest turns, by path. From any thread."""
+    """The latest turn of each path. Thread-safe."""
 
     def __init__(self) -> None:
         self._last: dict[str, Turn] = {}

@@ -1,13 +1,12 @@
 """The body of ``Snapshot.copy_to``, as a script (see ``runtime.taking``).
 
-The copy has the source's objects under the same keys, attempt included, so that manifests and
-commit object are the same bytes. What there is to copy, and what need not be sent again, is decided
-by ``planning.copying``. Each byte is compared with the checksum that the source's manifests tell
-while it passes, and the checksum goes with it to the destination.
+The copy has the same object keys as the source, so manifests and commit object are byte-identical.
+``planning.copying`` decides which objects to copy and which to skip. Each byte in transit is
+compared with the source's checksums, which the destination gets, too.
 
-To those who collect garbage there the attempt would seem dead. So the copy is an attempt of its
-own beside it, whose claim protects the other one, and tells who resumes which objects are complete
-(``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
+A garbage collection at the destination would take the attempt for dead. So the copy is a second
+attempt next to it, whose claim protects the copied attempt and lists its complete objects for a
+resume (``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
 """
 
 from __future__ import annotations
@@ -64,18 +63,18 @@ _UNCLAIMED = (
 )
 
 _BEAT_S = 15.0
-"""So often a copy renews its claim."""
+"""Interval between renewals of a copy's claim, in seconds."""
 
 _STALE_S = 120.0
-"""A claim that was not renewed for so long is a dead copy's, also if its process cannot be seen. A
-copy that could not renew its own gives up before."""
+"""Age at which an unrenewed claim counts as dead, also if its process cannot be checked, in
+seconds. A copy that cannot renew its own claim gives up earlier."""
 
 _LOOK_S = 0.5
-"""So often is looked whether another copy, or a collection, has ended."""
+"""Interval between checks whether another copy or a collection has ended, in seconds."""
 
 
 class CopyEventKind(StrEnum):
-    """What has happened to a copy."""
+    """The kind of a ``CopyEvent``."""
 
     BEGUN = "begun"
     MOVED = "moved"
@@ -88,12 +87,12 @@ class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a copy.
 
     Attributes:
-        kind: ``begun``: it is known what there is to do; ``moved``: some bytes have arrived;
-            ``copied``, ``skipped``: an object is complete at the destination, or was before;
-            ``committed``: the last one.
-        key: The object's; empty for others.
-        nbytes: Of the object, or what has moved; 0 for others.
-        done_bytes, total_bytes: Of the snapshot; what is skipped is done.
+        kind: ``begun``: the amount of work is known; ``moved``: some bytes arrived; ``copied``:
+            an object is complete; ``skipped``: an object was complete before; ``committed``: the
+            last event.
+        key: The key of the object; empty for other events.
+        nbytes: Size of the object, or number of bytes moved; 0 for other events.
+        done_bytes, total_bytes: Bytes of the snapshot; skipped bytes count as done.
     """
 
     kind: CopyEventKind
@@ -104,13 +103,13 @@ class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a copy did.
+    """The result of a copy.
 
     Attributes:
-        attempt: Of the snapshot, there as here.
-        was_there: It was committed there before; nothing was done.
-        num_copied, copied_bytes: Objects that were sent.
-        num_skipped, skipped_bytes: Objects that an interrupted copy had left, and were whole.
+        attempt: The attempt of the snapshot, the same on both sides.
+        was_there: The copy was already committed; nothing was done.
+        num_copied, copied_bytes: Objects sent.
+        num_skipped, skipped_bytes: Intact objects of an interrupted copy.
     """
 
     attempt: str
@@ -129,7 +128,7 @@ def copy(
     overwrite: bool,
     on_event: Callable[[CopyEvent], object] | None = None,
 ) -> Script[CopyReport]:
-    """Copies a snapshot; ``on_event`` is called on worker threads, one call at a time."""
+    """Copies a snapshot. Calls ``on_event`` on worker threads, one call at a time."""
 
     async def step(host: Host) -> CopyReport:
         async with source.opened(host, "copy") as (storage, reader, errands):
@@ -145,7 +144,7 @@ def copy(
 async def _destination(
     host: Host, to: Place, errands: Errands
 ) -> AsyncIterator[tuple[Storage, str]]:
-    """The storage that is copied to, and the name of the copy's own attempt."""
+    """Yields the destination storage and the name of the copy's own attempt."""
     copier = host.new_attempt()
     try:
         target = await open_place(
@@ -165,8 +164,6 @@ async def _destination(
 
 
 class _Copy:
-    """One copy under way."""
-
     def __init__(
         self,
         host: Host,
@@ -198,10 +195,10 @@ class _Copy:
         self._moving = anyio.CapacityLimiter(options.num_uploaders)
 
     async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
-        """Copies.
+        """Runs the copy.
 
         Raises:
-            ActorSnapError: it is not committed; what was written is garbage, and is resumed.
+            ActorSnapError: nothing was committed; the objects written are garbage until resumed.
         """
         with self._reading():
             commit, manifests = await self._source.index(reader)
@@ -211,10 +208,10 @@ class _Copy:
         if await self._is_there(commit, plan, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
         if await self._has_unclaimed():
-            # Another copy may have been committed since, and have withdrawn its claim.
+            # Another copy may have committed and withdrawn its claim since.
             if await self._is_there(commit, plan, overwrite):
                 return msgspec.structs.replace(self._report, was_there=True)
-            # Before there is a claim, by which the next copy would take them for this one's.
+            # Refused before the first claim: with one, the next copy would adopt these objects.
             raise self._refused(_UNCLAIMED)
         try:
             async with anyio.create_task_group() as tasks:
@@ -227,7 +224,7 @@ class _Copy:
                 tasks.cancel_scope.cancel()
         except BaseException:
             if self._noted != self._stored:
-                await self._errands.clean_up(self._renew)  # for whoever resumes
+                await self._errands.clean_up(self._renew)  # for the copy that resumes
             raise
         await self._errands.clean_up(self._withdraw)
         return msgspec.structs.replace(self._report, was_there=was_there)
@@ -259,15 +256,15 @@ class _Copy:
         await self._errands.clean_up(collect)
         await self._tell(CopyEventKind.COMMITTED)
 
-    # What is there
+    # The state of the destination
 
     async def _is_there(self, commit: Commit, plan: CopyPlan, overwrite: bool) -> bool:
-        """Whether the very snapshot is committed at the destination, with all its objects.
+        """Returns whether this snapshot is committed at the destination with all its objects.
 
         Raises:
-            ObjectExists: another one is, or a damaged one, and ``overwrite`` is not given; or this
-                one is damaged, or has another commit object.
-            UnsupportedFormat, NotASnapshot: it is not this release's to replace.
+            ObjectExists: another or a damaged snapshot is there and ``overwrite`` is false; or this
+                one is damaged or has another commit object.
+            UnsupportedFormat, NotASnapshot: this release cannot replace it.
         """
         what = "another snapshot is committed there"
         try:
@@ -276,7 +273,7 @@ class _Copy:
             if older is None:
                 return False
             if older.attempt == commit.attempt:
-                # Its objects would have to be replaced while it is committed.
+                # Damaged objects could only be replaced while they are committed.
                 await self._check_committed(older, commit, plan)
                 return True
             is_refused = not overwrite
@@ -295,7 +292,7 @@ class _Copy:
         return False
 
     async def _check_committed(self, there: Commit, commit: Commit, plan: CopyPlan) -> None:
-        """Raises ObjectExists where the committed attempt is not what a copy makes."""
+        """Raises ObjectExists if the committed attempt differs from the result of a copy."""
         if there != commit:
             what = "this snapshot is committed there, but the commit object differs (recovered?)"
         else:
@@ -314,7 +311,7 @@ class _Copy:
         )
 
     async def _has_unclaimed(self) -> bool:
-        """Whether objects of the attempt are there that no copy has written."""
+        """Returns whether the attempt has objects at the destination but no copy's claim."""
         with self._writing():
             if not await self._sizes():
                 return False
@@ -326,13 +323,14 @@ class _Copy:
         return True
 
     async def _take_turn(self) -> Claims:
-        """Waits for collections, and sees that no other copy writes the same attempt.
+        """Waits for collections, and makes sure that no other copy writes the same attempt.
 
-        Both have claimed before they look. So at least one sees the other; the older one waits
-        for the younger one, which may have looked before, and that gives up if it has not.
+        Copies claim before they look, so of two copies at least one sees the other. The younger
+        one gives up when it sees the older. The older one waits, because the younger one may
+        have looked before.
 
         Raises:
-            StorageError: an older copy is under way; it may be tried again.
+            StorageError: an older copy is running; retryable.
         """
         while True:
             with self._writing():
@@ -363,10 +361,10 @@ class _Copy:
         return [name for name in attempts if name not in dead]
 
     async def _resume(self, plan: CopyPlan, earlier: Claims) -> frozenset[str]:
-        """Deletes what cannot be used of an interrupted copy; returns the keys of the rest.
+        """Deletes unusable objects of an interrupted copy; returns the keys of the others.
 
         Raises:
-            StorageError: objects of the attempt lie there that no copy has left.
+            StorageError: the attempt has objects that no copy has written.
         """
         with self._writing():
             found = await self._sizes()
@@ -386,16 +384,16 @@ class _Copy:
                     logger.debug("%s: %s is gone", self._target.url, info.key)
             leftovers = sort_leftovers(plan, found, noted)
             await self._target.delete(leftovers.others)
-        # Complete also for whoever resumes this copy.
+        # The next resume also needs these.
         self._stored |= leftovers.complete
         self._has_news.set()
         return leftovers.complete
 
     async def _check_complete(self, plan: CopyPlan) -> None:
-        """Sees that what is about to be committed is there: whoever deletes by force asks nobody.
+        """Checks all objects before the commit; a forced deletion ignores claims.
 
         Raises:
-            StorageError: it is not, or others may have taken this copy for dead.
+            StorageError: objects are missing, or others may have taken this copy for dead.
         """
         num_done = self._report.num_copied + self._report.num_skipped
         if num_done != len(plan.objects):
@@ -417,11 +415,10 @@ class _Copy:
         return {info.key: info.size async for info in self._target.list(prefix)}
 
     async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
-        """Makes the copy a snapshot.
+        """Commits the copy.
 
         Returns:
-            The attempt that it replaces, if there was one and it is known, and whether no commit
-            object was there.
+            The replaced attempt, if known, and whether there was no commit object before.
         """
         data = encode_commit(commit)
         replaced: list[str] = []
@@ -438,10 +435,10 @@ class _Copy:
                     except ChecksumMismatch:
                         logger.info("%s: replacing a damaged snapshot", self._target.url)
                     await self._target.put(COMMIT_KEY, [memoryview(data)])
-            # A client may have swallowed the cancellation, and written nothing.
+            # A client may have swallowed the cancellation without writing.
             await anyio.lowlevel.checkpoint_if_cancelled()
         except StorageError as error:
-            # Its answer may have been lost, or its first try been repeated by the backend.
+            # The answer may be lost, or the backend may have repeated the request.
             if await self._is_committed(commit):
                 return replaced, was_vacant
             if isinstance(error, ObjectExists):
@@ -459,7 +456,7 @@ class _Copy:
     # The claim
 
     async def _renew(self) -> None:
-        # One after the other, or an older one could come last.
+        # In sequence: an older claim must not overwrite a newer one.
         async with self._renewing:
             begun_s, stored = anyio.current_time(), frozenset(self._stored)
             with self._writing():
@@ -468,7 +465,7 @@ class _Copy:
             self._renewed_s, self._noted = begun_s, stored
 
     async def _keep_claim(self) -> None:
-        """Renews the claim now and then, and soon after an object was completed."""
+        """Renews the claim periodically, and soon after each completed object."""
         while True:
             with anyio.move_on_after(_BEAT_S):
                 await self._has_news.wait()
@@ -479,7 +476,7 @@ class _Copy:
     def _check_renewed(self) -> None:
         if anyio.current_time() - self._renewed_s > _STALE_S / 2:
             raise self._refused(
-                "this copy stood still for so long that another one may have taken its place",
+                "this copy stood still too long: another copy may have replaced it",
                 retryable=True,
             )
 
@@ -487,7 +484,7 @@ class _Copy:
         await self._target.delete_folder(self._copier)
 
     async def _discard(self) -> None:
-        """Deletes what can be of no use any more."""
+        """Deletes the copied attempt and the claim."""
         self._stored, self._noted = set(), frozenset()
         await self._target.delete_folder(self._attempt)
         await self._withdraw()
@@ -531,7 +528,7 @@ class _Copy:
         self._has_news.set()
 
     async def _is_whole(self, copied: ObjectCopy) -> bool:
-        """Whether all bytes of an object at the destination are right."""
+        """Returns whether all bytes of an object at the destination match."""
 
         async def check(spans: tuple[Span, ...]) -> None:
             nbytes = spans[-1].stop - spans[0].start
@@ -550,7 +547,7 @@ class _Copy:
     async def _for_each_write(
         self, copied: ObjectCopy, perform: Callable[[tuple[Span, ...]], Awaitable[None]]
     ) -> None:
-        """Awaits ``perform`` for each write of an object, several at a time."""
+        """Calls ``perform`` for each write of an object, several at a time."""
         limits = self._target.capabilities
         writes = cut(
             copied,
@@ -580,10 +577,10 @@ class _Copy:
     async def _read(
         self, storage: Storage, copied: ObjectCopy, spans: tuple[Span, ...], view: memoryview
     ) -> int:
-        """Fills ``view`` and compares it; returns the checksum of all of it.
+        """Reads into ``view`` and verifies the bytes; returns their checksum.
 
         Raises:
-            ChecksumMismatch: bytes are missing, or differ from what was saved.
+            ChecksumMismatch: bytes are missing or differ from the saved ones.
         """
 
         async def read() -> int:
@@ -595,7 +592,7 @@ class _Copy:
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
 
-    # Words
+    # Events and errors
 
     async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
         report = self._report
@@ -650,7 +647,7 @@ class _Copy:
 
 @contextmanager
 def _side(name: str, url: str) -> Iterator[None]:
-    """Says in errors which of the two storages they are of."""
+    """Adds the name of the storage, source or destination, to errors."""
     try:
         yield
     except (FormatError, StorageError, ExceptionGroup) as error:
@@ -665,7 +662,7 @@ def _side(name: str, url: str) -> Iterator[None]:
 
 
 def _checked(key: str, spans: tuple[Span, ...], view: memoryview) -> int:
-    """Compares bytes with their checksums; returns the checksum of all of them."""
+    """Verifies bytes span by span; returns the checksum of all of them."""
     first = spans[0].start
     total = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""What the ranks of a restore read, each for itself or for others (``planning.exchange``)."""
+"""The reads of each rank in a restore, for itself or for others (``planning.exchange``)."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _Place: TypeAlias = tuple[str, Runs | None]
 
 
 class Reading:
-    """What one rank has to read for a restore.
+    """One rank's reads for a restore.
 
     Args:
-        index: Of the snapshot.
+        index: The index of the snapshot.
         parts: By escaped top-level key.
-        team: Whose ranks restore; None where this is the only one.
-        observation: Records what is done when.
+        team: The ranks that restore; None for a single rank.
+        observation: Records work and waits.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Reading:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes that are put into the app state."""
+        """Bytes to put into the app state."""
         wanted = sum(_size(want) for part in self._parts.values() for want in part.reads)
         return wanted - sum(part.surplus_bytes for part in self._parts.values())
 
     def wants(self, host: Host) -> Wants:
-        """What to tell the others."""
+        """Returns this rank's message about shared wants."""
         # The buffers of an exchange must fit into the budget.
         piece_bytes = chunk_within(
             self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
@@ -112,7 +112,7 @@ class Reading:
         )
 
     def weigh(self, host: Host, plan: ReadPlan) -> Weighed:
-        """What ``read`` would cost. Blocks: for a worker thread."""
+        """Returns the cost of ``read``. Blocks; for worker threads."""
         rest = [
             Range(self._key(want.stored), want.stored.start, want.stored.stop, _in_place(want))
             for want in self._rest(plan)
@@ -148,7 +148,7 @@ class Reading:
         return Weighed(self.bytes_needed, bytes_read, num_requests)
 
     def _find_commons(self) -> dict[_Place, list[Common]]:
-        """What others are likely to want alike, each range once, in an order that all have."""
+        """Returns ranges that other ranks are likely to want, each once, in a common order."""
         sinks: dict[_Place, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
         for key, part in self._parts.items():
             for want in part.reads:
@@ -163,12 +163,12 @@ class Reading:
         }
 
     def _place(self, key: str, want: Wanted) -> _Place | None:
-        """Whose it is likely to be; None if nobody else's."""
+        """Ranks likely to want the same range; None if only this rank does."""
         if self._team is None or want.holders == ():
             return None
         if want.holders is None:
             return key, None
-        # A mesh may have ranks that do not restore.
+        # Some ranks of a mesh may not restore.
         members = sorted(self._positions[rank] for rank in want.holders if rank in self._positions)
         if len(members) < 2:
             return None
@@ -236,7 +236,7 @@ class Reading:
                     requests.append(Request(self._index, stored, sink))
                 await fetcher.fetch(requests)
 
-            # One lease for all buffers: of two the second might wait for ever.
+            # One lease for all buffers: with two, the second might wait for ever.
             lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, Purpose.READING)
 
             is_done = False
@@ -269,7 +269,7 @@ class Reading:
                 ).run()
                 is_done = True
             finally:
-                # A broadcast that was left behind may still write to the memory.
+                # An abandoned broadcast may still write to the memory.
                 await errands.clean_up(end)
 
 

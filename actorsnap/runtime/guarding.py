@@ -1,4 +1,4 @@
-"""``PendingSnapshot.guard``: steps of optimizers wait for what is still to be copied."""
+"""``PendingSnapshot.guard``: optimizer steps wait until their tensors are copied."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def was_guarded(optimizer: Any) -> bool:
-    """Whether the trainer has guarded the optimizer in this process, in any save.
+    """Returns whether the optimizer was guarded in this process, in any save.
 
-    Of an optimizer whose steps move no version counter a lazy save copies the tensors late only
-    then, and guards it itself.
+    If an optimizer's steps do not change version counters, a lazy save copies its tensors late only
+    if it was guarded before; the save then guards it, too.
     """
     return optimizer in _guarded
 
 
 class Guard:
-    """The hooks that ``PendingSnapshot.guard`` has put into optimizers.
+    """The hooks of ``PendingSnapshot.guard`` in optimizers.
 
-    Each takes itself out behind the first step that finds everything copied, or the save ended.
-    As a context manager it takes out at the end what is still there.
+    Each hook removes itself after the first step that finds everything copied or the save ended.
+    The context manager removes the remaining hooks on exit.
     """
 
     def __init__(self, host: Host, fence: Fence | None, optimizers: Sequence[Any]) -> None:
         self._hooks: list[StepHook] = []
-        # Also where there is nothing to wait for: the next save may be a lazy one.
+        # Also without a fence: the next save may be lazy.
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            with suppress(TypeError):  # one without weak references is not torch's
+            with suppress(TypeError):  # not a torch optimizer: no weak references
                 _guarded.add(optimizer)
         if fence is None:
             return
@@ -52,8 +52,8 @@ class Guard:
             raise
 
     def remove(self) -> None:
-        """Takes the hooks out: from now on steps do not wait, and what they change before it is
-        copied aborts the save. Not while one of the optimizers steps in another thread."""
+        """Removes the hooks. Later steps do not wait; if they change tensors that are not copied,
+        the save is aborted. Not while an optimizer steps in another thread."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -66,8 +66,6 @@ class Guard:
 
 
 class _Gate:
-    """What one optimizer waits for."""
-
     def __init__(self, host: Host, fence: Fence, optimizer: Any) -> None:
         self._host = host
         self._fence = fence
@@ -76,7 +74,7 @@ class _Gate:
         self._watch = Watch(())
 
     def begin(self) -> None:
-        """Watches what the optimizer will change."""
+        """Watches the tensors that the optimizer will change."""
         fence, optimizer = self._fence, self._optimizer
         if not fence.is_open:
             self._shape = _shape_of(optimizer)
@@ -84,12 +82,12 @@ class _Gate:
             self._host.call_soon(lambda: fence.watch(watch))
 
     def wait(self) -> bool:
-        """Blocks the thread of a step until what it will change is copied; then True."""
+        """Blocks the step's thread until its tensors are copied; returns True."""
         if (
             not self._fence.is_open and self._host.pid == os.getpid()
-        ):  # a forked child saves nothing
+        ):  # nothing to wait for in a forked child
             if _shape_of(self._optimizer) != self._shape:
-                self.begin()  # it has got parameters or state meanwhile
+                self.begin()  # it has new parameters or state
             self._await(self._watch)
         return True
 
@@ -97,11 +95,11 @@ class _Gate:
         if not watch.passed.is_set():
             fence = self._fence
             self._host.call_soon(lambda: fence.hurry(watch))
-            # The runtime's loop sets it, whatever becomes of the save; a Ctrl-C ends it.
+            # The loop sets it for every outcome of the save. Ctrl-C interrupts the wait.
             watch.passed.wait()
 
 
 def _shape_of(optimizer: Any) -> tuple[int, ...]:
-    """Changes where an optimizer gets parameters or state."""
+    """Returns counts that change when an optimizer gets parameters or state."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     return (*counts, len(getattr(optimizer, "state", ())))

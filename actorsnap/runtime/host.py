@@ -1,10 +1,10 @@
-"""The runtime: an event loop on a thread of its own, worker threads, and the memory budget.
+"""The runtime: an event loop on its own thread, worker threads and the memory budget.
 
-There is one ``Host`` per process, started by the first call and kept. Callers cross into its
-loop here and nowhere else; a caller on another event loop is woken without blocking either.
-All threads are daemons created up front: at interpreter exit no thread can be started any
-more (Python 3.12), and threads that are joined by the interpreter would have to end before
-pending snapshots do. This is the only module of the runtime that imports asyncio.
+There is one ``Host`` per process. The first call starts it. Callers enter its loop only through
+this module; a caller on another event loop is woken without blocking either loop. All threads
+are daemons and are created up front. At interpreter exit no thread can be started (Python 3.12),
+and the interpreter would join other threads before pending snapshots end. This is the only module
+of the runtime that imports asyncio.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
-# Registers its exit hook, which is to run behind the one of this module: ranks finish their saves
-# before they leave.
+# Registers its exit hook first, so that it runs after the hook of this module: ranks finish their
+# saves before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.errands import first_error
@@ -69,32 +69,32 @@ logger = Lines(__name__)
 T = TypeVar("T")
 
 Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any, T]
-"""The body of a public call, free of async and sync: it runs in the caller's thread, yields
-what must run on the runtime's loop, and is sent its result."""
+"""The body of a public call, shared by async and sync. It runs in the caller's thread, yields the
+steps for the runtime's loop, and receives their results."""
 
 _MAX_WORKERS = 8
 
 _MAX_ENDED = 64
-"""So many attempts that have ended are remembered, the latest."""
+"""Maximum number of ended attempts to remember."""
 _RELIEF_S = 0.25
-"""So often is looked whether jobs wait for threads that hang."""
+"""Interval between checks for jobs that wait for hanging threads, in seconds."""
 
 _STOP_S = 5.0
-"""Stopping waits so long for what was cancelled: a storage that hangs must not keep the process."""
+"""Time limit for stopping cancelled calls, in seconds. A hanging storage must not block exit."""
 
 _is_blocking_allowed = False
-"""Whether blocking calls may run in a thread whose event loop runs."""
+"""Whether blocking calls are allowed in a thread with a running event loop."""
 
 _forked_from: int | None = None
-"""The process that this one was forked from, if a runtime ran there."""
+"""The id of the parent process, if this process was forked from one with a runtime."""
 
 
 class Call(Generic[T]):
     """A coroutine on the runtime's loop.
 
     Attributes:
-        future: Its outcome. Settled only when the coroutine has really ended, also after
-            ``cancel``; then with ``CallCancelled``.
+        future: The outcome. Settled only when the coroutine has ended, also after ``cancel``; then
+            with ``CallCancelled``.
     """
 
     def __init__(self, host: Host, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -106,16 +106,16 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """Begins, from any thread."""
+        """Starts the coroutine, from any thread."""
         self._host.begin(self)
 
     def start_here(self) -> None:
-        """Begins; on the runtime's loop."""
+        """Starts the coroutine. On the runtime's loop only."""
         if not self.future.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        # Scopes can be made on a loop only.
+        # A scope can only be created on a loop.
         self._scope = anyio.CancelScope()
         if self._is_cancelled:
             self._scope.cancel()
@@ -128,7 +128,7 @@ class Call(Generic[T]):
             if ends_this_task(error):
                 self.future.set_exception(error)
                 raise
-            # The caller must not take it for its own Ctrl-C, exit or cancellation.
+            # The caller must not mistake it for its own Ctrl-C, exit or cancellation.
             self.future.set_exception(_contained(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
@@ -137,7 +137,7 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Asks the coroutine to end; from any thread, also if ``start`` was interrupted."""
+        """Cancels the coroutine, from any thread, also if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
@@ -151,17 +151,17 @@ class Call(Generic[T]):
 
 
 class CallCancelled(Exception):
-    """A ``Call`` ended because it was cancelled. Never reaches users."""
+    """Raised for a cancelled ``Call``. Never reaches users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSave:
-    """A save that an exit must not cut off.
+    """A save that interpreter exit must not cut off.
 
     Attributes:
-        future: Done when nothing of it needs this process any more.
-        label: Its name in the log.
-        abort: Asks for its abort, with a reason, at exit; None: exits wait for the save.
+        future: Done when the save no longer needs this process.
+        label: The name in the log.
+        abort: Requests an abort at exit, with a reason. None: exit waits for the save.
     """
 
     future: concurrent.futures.Future[Any]
@@ -170,14 +170,14 @@ class PendingSave:
 
 
 class Host:
-    """One process' runtime. Get it by ``Host.get()``."""
+    """The runtime of this process. Use ``Host.get()``."""
 
     _instance: Host | None = None
     _instance_lock = threading.Lock()
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        host_id()  # kept from here on: on an event loop its reads would block
+        host_id()  # cached here: its reads would block an event loop
         limit = default_budget_bytes()
         self.arena = Arena(limit)
         self.budget = Budget(
@@ -193,7 +193,7 @@ class Host:
         self._services: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], PendingSave] = {}
         self._running: set[Attempt] = set()
-        # The names are keys, the oldest first.
+        # Dicts as ordered sets, the oldest first.
         self._ended: dict[str, None] = {}
         self._discarded: dict[tuple[str, str], None] = {}
         self._ended_beside: dict[str, None] = {}
@@ -201,7 +201,7 @@ class Host:
         with contextlib.ExitStack() as undo:
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
-            # Both the same, until bulk work leaves the CPU to others.
+            # One pool until bulk work gets a lower priority.
             self._workers = self._bulk = WorkerPool(self.num_workers)
             undo.callback(self._workers.stop, timeout_s=None)
             self._thread = threading.Thread(
@@ -212,7 +212,7 @@ class Host:
 
     @classmethod
     def get(cls) -> Host:
-        """The process' runtime; starts it if there is none, also in a forked child."""
+        """Returns the runtime of this process and starts it if needed, also in a forked child."""
         return cls._running_here() or _begin_start().result()
 
     @classmethod
@@ -227,7 +227,7 @@ class Host:
             if host is None:
                 host = cls._instance = Host()
                 if multiprocessing.parent_process() is not None:
-                    # Such a child leaves by os._exit, past atexit.
+                    # Such a child exits through os._exit and skips atexit.
                     multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
             return host
 
@@ -236,7 +236,7 @@ class Host:
         return await self._run(self._workers.submit, fn, args)
 
     async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """``run_blocking``, of what may take its time: bytes are hashed, compressed and written."""
+        """``run_blocking`` for long work: bytes are hashed, compressed and written."""
         return await self._run(self._bulk.submit, fn, args)
 
     async def run_waiting(self, fn: Callable[..., T], /, *args: Any) -> T:
@@ -255,11 +255,11 @@ class Host:
             elif isinstance(error, Exception) and not isinstance(error, StopIteration):
                 future.set_exception(error)
             else:
-                # No future takes it; or it would end the loop, or look like a cancellation.
+                # A future rejects it, or it would end the loop or look like a cancellation.
                 future.set_exception(_contained(error, "on a worker thread"))
 
         def done(result: Any, error: BaseException | None) -> None:
-            # The loop is closed only when the process gives the runtime up.
+            # The loop is closed only when the process drops the runtime.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(settle, result, error)
 
@@ -267,26 +267,26 @@ class Host:
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
-        # Here it is always waited for, because the call may write to the caller's memory. Who
-        # may do without the result waits elsewhere (``actors.errands``).
+        # Always waits, because the call may write to the caller's memory. Callers that can do
+        # without the result use ``actors.errands``.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
 
     def set_duty(self, duty: float) -> None:
-        """For which share of the time saves are stored, here or in the uploader process. On the
-        loop."""
+        """Sets the share of time in which saves are stored, here and in the uploader process. On
+        the loop only."""
         self.pace.set(duty)
         if self.uploader is not None:
             self.uploader.set_duty(duty)
 
     def lower_bulk(self) -> None:
-        """Bulk work leaves CPU and disk to whoever else wants them: it gets threads of its own."""
+        """Moves bulk work to its own threads, with lower CPU and disk priority."""
         self._bulk = WorkerPool(self.num_workers)
         self._bulk.lower_priority()
 
     def _relieve(self) -> None:
-        # First: were it to fail, the next call must find that nobody looks any more.
+        # Reset first: if the lines below fail, the next call must schedule the check again.
         self._is_relieving = False
         if any([pool.relieve() for pool in (self._workers, self._bulk)]):
             self._is_relieving = True
@@ -296,7 +296,7 @@ class Host:
         asyncio.set_event_loop(self._loop)
         try:
             while not self._is_stopping:
-                # A storage client that raises these would end the loop, and all that waits for it.
+                # A storage client that raises these would end the loop.
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     self._loop.run_forever()
         finally:
@@ -308,7 +308,7 @@ class Host:
             raise _forked(self.pid)
 
     def set_budget(self, limit_bytes: int | None) -> None:
-        """Changes the process' memory budget, at once on the loop; None leaves it."""
+        """Changes the memory budget, at once if on the loop. None keeps it."""
         if limit_bytes is None:
             return
 
@@ -324,7 +324,6 @@ class Host:
             self._loop.call_soon_threadsafe(change)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
-        """Starts ``coroutine`` on the loop."""
         call = Call(self, coroutine)
         try:
             call.start()
@@ -334,11 +333,10 @@ class Host:
         return call
 
     def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Starts on the loop what is no call, but lasts until the runtime is stopped."""
+        """Runs a background service until the runtime stops."""
         self._begin(Call(self, coroutine), self._services)
 
     def begin(self, call: Call[Any]) -> None:
-        """See ``Call.start``."""
         self._begin(call, self._calls)
 
     def _begin(self, call: Call[Any], among: set[Call[Any]]) -> None:
@@ -353,7 +351,7 @@ class Host:
         self._loop.call_soon_threadsafe(callback)
 
     def track_save(self, save: PendingSave) -> None:
-        """Makes interpreter exit wait for a save, or abort it."""
+        """Makes interpreter exit wait for the save or abort it."""
         self._saves[save.future] = save
         save.future.add_done_callback(lambda done: self._saves.pop(done, None))
 
@@ -361,7 +359,7 @@ class Host:
         return list(self._saves.values())
 
     def new_attempt(self) -> Attempt:
-        """A name no other attempt has. It counts as running until ``end_attempt``."""
+        """Returns a unique name. The attempt counts as running until ``end_attempt``."""
         attempt = Attempt(
             created_s=int(time.time()),
             host=host_id(),
@@ -372,61 +370,60 @@ class Host:
         return attempt
 
     def end_attempt(self, attempt: Attempt) -> None:
-        """Notes that the attempt will not commit any more, or has. On the loop only."""
+        """Records that the attempt has committed or can no longer commit. On the loop only."""
         if attempt in self._running:
             self._running.remove(attempt)
             _remember(self._ended, str(attempt))
             self.on_attempt_ended(str(attempt))
 
     def ended_attempts(self) -> list[str]:
-        """Those of this process, the latest ones. On the loop only."""
+        """Returns the latest ended attempts of this process. On the loop only."""
         return list(self._ended)
 
     def all_ended(self) -> frozenset[str]:
-        """The latest attempts of this process and of the one next to it. On the loop only."""
+        """Returns the latest ended attempts of trainer and uploader process. On the loop only."""
         return frozenset([*self._ended, *self._ended_beside])
 
     def discard_attempt(self, url: str, attempt: str) -> None:
-        """Notes that this process aborted the attempt or deletes its snapshot. On the loop only.
+        """Records that this process aborted the attempt or deletes its snapshot. On the loop only.
 
         Args:
-            url: The storage's. An attempt of the same name elsewhere is a copy, and stays.
+            url: The storage. An attempt of the same name at another URL is a copy and is kept.
         """
         _remember(self._discarded, (url, attempt))
 
     def forget_discarded(self, url: str, attempt: str) -> None:
-        """Notes that the attempt is deleted: one of its name is a copy now. On the loop only."""
+        """Records that the attempt is deleted; one of its name is now a copy. On the loop only."""
         self._discarded.pop((url, attempt), None)
 
     def discarded_attempts(self, url: str) -> frozenset[str]:
-        """Returns the latest attempts at ``url`` that are no longer needed. On the loop only."""
+        """Returns the latest attempts at ``url`` that are not needed. On the loop only."""
         return frozenset(attempt for place, attempt in self._discarded if place == url)
 
     def note_ended(self, attempts: Iterable[str]) -> None:
-        """Notes the same of attempts of the process beside this one: an uploader's trainer, or a
-        trainer's uploader. On the loop only."""
+        """Records ended attempts of the trainer or uploader process. On the loop only."""
         for attempt in attempts:
             _remember(self._ended_beside, attempt)
 
     def runs(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt is under way in this process. On the loop only."""
+        """Returns whether the attempt runs in this process. On the loop only."""
         return attempt in self._running
 
     def may_run(self, attempt: Attempt) -> bool:
-        """Whether an attempt of this machine and process namespace may be under way.
+        """Returns whether an attempt of this machine and process namespace may be running.
 
-        Of those that bear this process' id, the ones begun here are known, and all others are
-        from before the id was given anew.
+        Attempts with this process' id are known if they began here. All others are older: the
+        system has reused the id.
         """
         if attempt.pid == os.getpid():
             return attempt in self._running
         return str(attempt) not in self._ended_beside and is_running(attempt.pid)
 
     def stop(self) -> None:
-        """Cancels what runs, ends all threads. For tests and for exit.
+        """Cancels all calls and ends all threads. For tests and for exit.
 
-        What hangs in a storage is left behind with its threads, which are daemons, and with the
-        loop: it gives back their memory should they ever return.
+        Calls that hang in a storage are abandoned together with their daemon threads and the loop.
+        Should they return, the loop releases their memory.
         """
         calls = (*self._calls, *self._services)
         for call in calls:
@@ -446,7 +443,7 @@ class Host:
 
 
 def _contained(error: BaseException, where: str) -> RuntimeError:
-    """An error in place of one that no future takes, or that would end a loop or a task."""
+    """Wraps an error that a future rejects, or that would end a loop or a task."""
     fault = RuntimeError(f"{type(error).__name__} {where}: {text_of(error)}")
     fault.__cause__ = error
     return fault
@@ -461,9 +458,8 @@ def _remember(attempts: dict[T, None], attempt: T) -> None:
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
-    The next call starts a new runtime. Runs by itself when the interpreter exits: a snapshot
-    that was begun is finished, or aborted where ``Options.at_exit`` says so; one that fails then is
-    logged.
+    The next call starts a new runtime. Runs automatically at interpreter exit. Running saves are
+    finished, or aborted with ``Options.at_exit="abort"``. A save that fails then is logged.
     """
     host = Host._instance
     if host is None or host.pid != os.getpid():
@@ -486,7 +482,7 @@ atexit.register(shutdown)
 
 
 def _forget_in_child() -> None:
-    # The parent's runtime has no threads here, and its lock may have been held.
+    # The parent's threads do not exist here, and its lock may have been held.
     global _forked_from
     if Host._instance is not None:
         _forked_from = Host._instance.pid
@@ -510,8 +506,8 @@ async def run_async(script: Script[T]) -> T:
     """Runs a public call's script for a caller on an asyncio event loop.
 
     Raises:
-        UsageError: there is none: under trio, or in a process forked from a coroutine.
-    Cancellation: what runs on the runtime is cancelled and has ended when this raises.
+        UsageError: no asyncio loop runs, as under trio or in a process forked from a coroutine.
+    Cancellation: cancels the step on the runtime and waits for its end before it raises.
     """
     _require_loop()
     try:
@@ -549,7 +545,7 @@ def _require_loop() -> None:
 
 
 async def _start_host() -> None:
-    """``Host.get`` for a caller whose loop must not be blocked."""
+    """``Host.get`` for a caller on an event loop, which must not block."""
     if Host._running_here() is None:
         started = _begin_start()
         await wait_done(started)
@@ -557,7 +553,7 @@ async def _start_host() -> None:
 
 
 def _begin_start() -> concurrent.futures.Future[Host]:
-    """Starts the runtime in a thread of its own, which no Ctrl-C interrupts half-way."""
+    """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
     started: concurrent.futures.Future[Host] = concurrent.futures.Future()
 
     def start() -> None:
@@ -573,13 +569,13 @@ def _begin_start() -> concurrent.futures.Future[Host]:
 async def wait_done(future: concurrent.futures.Future[Any]) -> None:
     """Waits on the caller's loop until ``future`` is settled; does not raise its error.
 
-    Cancellation: the future goes on.
+    Cancellation: the future continues.
     """
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def wake(_: object) -> None:
-        # The caller's loop may be closed when the runtime is done.
+        # The caller's loop may be closed by then.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
@@ -588,8 +584,8 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
 
 
 async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
-    """Waits until the runtime has let go, however often the caller is cancelled."""
-    # The shield keeps anyio's scopes from cancelling in each turn of the loop.
+    """Waits until the runtime has ended the call, even if the caller is cancelled repeatedly."""
+    # Without the shield, anyio's scopes would cancel in each turn of the loop.
     with anyio.CancelScope(shield=True):
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -597,7 +593,7 @@ async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
 
 
 async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
-    """The states of ``board`` as they come, the latest first, until the last one."""
+    """Yields the latest state of ``board`` and then each change until the last one."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -620,7 +616,7 @@ async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
 
 
 def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
-    """``watch_async`` for an ordinary thread; blocks between states."""
+    """``watch_async`` for a plain thread; blocks between states."""
     changed = threading.Event()
     unsubscribe = board.subscribe(changed.set)
     try:
@@ -639,10 +635,10 @@ def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
 def run_sync(script: Script[T], *, name: str) -> T:
     """Runs a public call's script for a caller in an ordinary thread.
 
-    An interrupt (Ctrl-C) cancels what runs on the runtime and is raised when it has ended.
+    Ctrl-C cancels the step on the runtime and is raised when the step has ended.
 
     Raises:
-        UsageError: this thread runs an event loop, which must not be blocked.
+        UsageError: an event loop runs in this thread and must not be blocked.
     """
     refuse_running_loop(name)
     try:
@@ -667,10 +663,10 @@ def run_sync(script: Script[T], *, name: str) -> T:
 
 
 def allow_in_running_loop() -> None:
-    """Lets the calls of ``actorsnap.sync`` block running event loops, in the whole process.
+    """Lets the calls of ``actorsnap.sync`` block running event loops in the whole process.
 
-    For synchronous frameworks in a program that runs a loop. A call then blocks the loop of its
-    thread until it returns, and async calls on that loop wait; the runtime has a loop of its own.
+    For synchronous frameworks in a program with an event loop. A call then blocks the loop of its
+    thread until it returns, and async calls on that loop wait; the runtime has its own loop.
     ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first
     Ctrl-C takes effect when the call has returned, the second one at once.
     """
@@ -679,9 +675,9 @@ def allow_in_running_loop() -> None:
 
 
 def refuse_running_loop(name: str) -> None:
-    """Raises ``UsageError`` in a thread whose event loop runs, unless it may be blocked.
+    """Raises ``UsageError`` in a thread with a running event loop, unless blocking is allowed.
 
-    It may in the kernel of a notebook, whose cells run in a loop that has nothing else to do.
+    Notebook kernels are allowed: the loop that runs their cells has no other work.
     """
     try:
         asyncio.get_running_loop()
@@ -700,16 +696,17 @@ def refuse_running_loop(name: str) -> None:
 
 
 def _is_in_kernel() -> bool:
-    """Whether this process is an IPython kernel (Jupyter, Colab); does not import IPython."""
+    """Returns whether this process is an IPython kernel (Jupyter, Colab), without importing it."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
 def _plain(error: BaseException) -> BaseException:
-    """One error instead of a group of one's children, with the group as its cause.
+    """Unwraps an exception group to one of its errors, with the group as the cause.
 
-    Ours is a copy: futures keep the original. Raising that would close a circle through the
-    frames of its traceback, and the caller's app state would live until the collector comes.
+    Errors of this package are copied, because the future keeps the original. Raising the original
+    would form a reference cycle through its traceback and keep the caller's app state alive until
+    the next garbage collection.
     """
     if isinstance(error, BaseExceptionGroup):
         leaf: BaseException = error
@@ -725,7 +722,7 @@ def _plain(error: BaseException) -> BaseException:
         return error
     try:
         fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # a class derived from one of ours, which is made in another way
+    except Exception:  # a user's subclass with another constructor
         return error
     fresh.__cause__ = error.__cause__
     for note in notes_of(error):

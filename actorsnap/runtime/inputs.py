@@ -1,4 +1,4 @@
-"""What callers pass, checked before anything is done with it."""
+"""Checks of the callers' arguments."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 AppState: TypeAlias = Mapping[str, Any]
-"""Objects that are ``Stateful``, by key. Checked when called, not by types: a type checker infers
+"""``Stateful`` objects by key. Checked at run time, not by types: a type checker infers
 ``dict[str, object]`` for a dict display with objects of several classes."""
 
 
 def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
-    """Checks a path and its options as callers give them.
+    """Checks a path and its storage options.
 
     Raises:
-        UsageError: the path is empty, or no path; or the options are no dict.
+        UsageError: the path is empty or not a path; or the options are not a dict.
     """
     url = check_url(path)
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        # Not what it is: there may be secrets in it.
+        # Names only the type: the value may contain secrets.
         raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
     return Place(
         url=without_secrets(url), at=absolute(url), storage_options=dict(storage_options or {})
@@ -74,7 +74,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         raise UsageError(f"metadata must be a JSON object: {error}") from error
     if again != checked:
         raise UsageError(
-            "metadata must come back from JSON as it was: use str keys, lists instead of "
+            "metadata must not change in a JSON round trip: use str keys, lists instead of "
             "tuples, and finite numbers"
         )
     return checked

@@ -1,7 +1,7 @@
-"""A save in flight, as its caller sees it, whoever makes it.
+"""A save in flight, as its caller sees it.
 
-Here is what a ``SaveJob`` and an ``OffloadedSave`` have in common: what was asked for, the futures
-that callers wait for, the way in from other threads, and the end that is told once.
+The common part of ``SaveJob`` and ``OffloadedSave``: the request, the futures that callers wait
+for, the calls from other threads, and the outcome, which is reported once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from actorsnap.storage.registry import without_secrets
 __all__ = ["Job", "SaveRequest"]
 
 _HEAD_START_S = 0.005
-"""A switch interval: a lazily staged save begins so much behind the call."""
+"""Delay of a lazily staged save after the call, in seconds: a switch interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a save is asked to do.
+    """The arguments of a save.
 
     Attributes:
-        place: Where this rank was asked to save; rank 0's holds.
-        overwrite: Replace a snapshot that is committed there.
-        resume: Use what dead attempts at the place have left; rank 0's holds.
-        step: The caller's; None if it gave none.
-        metadata: The user's own.
-        begun_s: When the call began, by ``time.monotonic``.
+        place: The target; rank 0's holds for all ranks.
+        overwrite: Whether to replace a committed snapshot.
+        resume: Whether to use objects of dead attempts at the place; rank 0's holds.
+        step: The caller's training step, or None.
+        metadata: The caller's metadata.
+        begun_s: Start of the call, by ``time.monotonic``.
     """
 
     place: Place
@@ -54,7 +54,7 @@ class SaveRequest:
 
     @property
     def left_s(self) -> float:
-        """Seconds until ``Options.timeout_s`` is over; at least 0."""
+        """Seconds until ``Options.timeout_s`` has passed; at least 0."""
         return max(0.0, self.begun_s + self.options.timeout_s - time.monotonic())
 
 
@@ -62,18 +62,17 @@ class Job(abc.ABC):
     """A save in flight.
 
     Args:
-        membership: None where this is the only rank.
+        membership: None for a single rank.
         fence: See ``Saver``.
-        turn: None: taken by ``start``, if the save overwrites.
-        observation: Records what is done when.
+        turn: None: ``start`` takes one if the save overwrites.
+        observation: Records work and waits.
 
     Attributes:
-        rank: Of this process, in the save.
-        eager_staged: Settled when the call that began the save may return; with the save's error if
-            it ends before. As ``staged``, unless there is a fence.
-        staged: Settled when the trainer may overwrite its tensors; with the save's error if
-            it ends before.
-        finished: Settled with the outcome; the error is the one that users see.
+        rank: This process' rank in the save.
+        eager_staged: Settled when the call that began the save may return, or with the save's
+            error. The same as ``staged`` without a fence.
+        staged: Settled when the trainer may overwrite its tensors, or with the save's error.
+        finished: Settled with the outcome; its error is raised to users.
         board: Progress.
         is_unanswered: See ``CommitActor``.
     """
@@ -110,12 +109,12 @@ class Job(abc.ABC):
 
     @property
     def url(self) -> str:
-        """Where it is saved to: rank 0's, as soon as that is known."""
+        """The target's URL: rank 0's, once known."""
         return self._request.place.url
 
     @property
     def place(self) -> Place:
-        """Where it is saved to: rank 0's, as soon as that is known."""
+        """The target: rank 0's, once known."""
         return self._request.place
 
     @property
@@ -129,13 +128,12 @@ class Job(abc.ABC):
 
     @property
     def label(self) -> str:
-        """Its name in the log."""
+        """The name in the log."""
         return self.board.label
 
     # From any thread
 
     def start(self) -> None:
-        """Begins; returns at once."""
         self._host.set_budget(self.options.memory_budget_bytes)
         abort = self.cancel if self.options.at_exit == "abort" else None
         future = self._awaited_at_exit()
@@ -145,10 +143,10 @@ class Job(abc.ABC):
         self._host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:
-        """Asks for an abort, also if ``start`` was interrupted. The commit may win nevertheless."""
+        """Requests an abort, also if ``start`` was interrupted. The commit may still win."""
         self.check_process()
         if self.finished.done():
-            return  # the runtime may be gone
+            return  # the runtime may have ended
 
         def request() -> None:
             self._cancel_reason = self._cancel_reason or reason
@@ -169,7 +167,7 @@ class Job(abc.ABC):
         self._host.check_process()
 
     def source(self) -> Source:
-        """The committed snapshot; only after ``finished`` succeeded."""
+        """Returns the committed snapshot. Only after ``finished`` has succeeded."""
         self.finished.result()
         return Source(self._request.place, self.options)
 
@@ -177,29 +175,29 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
-        """Done when nothing of the save needs this process any more."""
+        """Returns a future that is done when the save no longer needs this process."""
 
     @abc.abstractmethod
     async def _run(self) -> None:
-        """Saves, and tells the outcome."""
+        """Saves and reports the outcome."""
 
     @abc.abstractmethod
     def _on_cancel(self, reason: str) -> None:
-        """An abort is asked for, maybe not for the first time."""
+        """Handles an abort request. May be called repeatedly."""
 
     async def _begin(self) -> None:
-        """Runs the save, once, if it has not ended before."""
+        """Runs the save once, unless it has already ended."""
         if not self._has_begun and not self.finished.done():
             self._has_begun = True
             await self._run()
 
     async def _leave_gil_to_caller(self) -> None:
-        """Where nobody waits for the save, who began it goes on first."""
+        """Lets the caller run first if it does not wait for the save."""
         if self.fence is not None and not self.fence.has_eager:
             await anyio.sleep(_HEAD_START_S)
 
     def _go_to(self, at: str) -> None:
-        """Saves where rank 0 does."""
+        """Changes the target to rank 0's."""
         place = replace(self._request.place, url=without_secrets(at), at=at)
         self._request = replace(self._request, place=place)
 
@@ -208,7 +206,7 @@ class Job(abc.ABC):
             self.eager_staged.set_result(None)
 
     def _leave(self) -> None:
-        """The other ranks hear no more that this one takes part."""
+        """Ends this rank's part in the call."""
         if self._membership is not None:
             self._membership.call.close()
 
@@ -218,7 +216,7 @@ class Job(abc.ABC):
             self._turn.release(is_unanswered=self.is_unanswered)
 
     def _fail(self, error: BaseException) -> None:
-        """Tells that there will be no snapshot."""
+        """Reports that there will be no snapshot."""
         self._end_turn()
         self.board.enter(Phase.ABORTED)
         if self.fence is not None:
@@ -229,7 +227,7 @@ class Job(abc.ABC):
         self.finished.set_exception(error)
 
     async def _end_observation(self, error: BaseException | None) -> None:
-        """Hands over what was recorded; before the outcome is told."""
+        """Exports the recording, before the outcome is reported."""
         observation, self._observation = self._observation, Observation("save")
         await observation.end(
             self._host,

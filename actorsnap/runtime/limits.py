@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use."""
+"""The memory and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["cgroup_free_bytes", "default_budget_bytes", "has_cores", "usable_cor
 _MAX_DEFAULT_BUDGET = 64 << 30
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""What launchers call the number of ranks on a machine: torchrun, Open MPI, Slurm."""
+"""Variables of torchrun, Open MPI and Slurm with the number of ranks on this machine."""
 
 
 def default_budget_bytes() -> int:
-    """60 % of the free memory of the machine or the cgroup, at most 64 GiB."""
+    """Returns 60 % of the free memory of the machine or cgroup; at least 64 MiB, at most 64 GiB."""
     free = psutil.virtual_memory().available
     limit = cgroup_free_bytes()
     if limit is not None:
@@ -29,13 +29,13 @@ def default_budget_bytes() -> int:
 def cgroup_free_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """What the cgroup and all above it (v2 or v1) still let this process take.
+    """Returns the memory left to this process by its cgroup and all parents (v2 or v1), in bytes.
 
     Files in the page cache count as free: the kernel drops them before it refuses memory.
 
     Args:
-        membership: Which cgroups this process is in.
-        root: Where their folders are mounted.
+        membership: The file that lists the cgroups of this process.
+        root: The mount point of the cgroup folders.
 
     Returns:
         None without a limit.
@@ -56,7 +56,7 @@ def cgroup_free_bytes(
 
 
 def _cgroups(membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
-    """The folders of the memory cgroups, each with all above it, and whether they are v2."""
+    """Yields the folders of the memory cgroups and their parents, and whether they are v2."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def _cgroups(membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
         if not is_v2 and "memory" not in controllers.split(","):
             continue
         mount = root if is_v2 else root / "memory"
-        # In a container the path may be the host's, and only the mount's top be there.
+        # In a container the path may be the host's, with only the mount's top present.
         inside = PurePosixPath(path.lstrip("/"))
         for folder in (inside, *inside.parents):
             yield mount / folder, is_v2
@@ -90,10 +90,10 @@ def usable_cores() -> int:
 
 
 def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether each rank of this machine has a core for another process, beside its own.
+    """Returns whether each rank of this machine has a second core, for another process.
 
     Args:
-        num_ranks: Of the job. Where no launcher has told how many are here, all of them are.
+        num_ranks: Ranks of the job; all count as local if no launcher has set a number.
     """
     told = [environ.get(name, "") for name in _LOCAL_RANKS]
     num_here = next((int(text) for text in told if text.isdecimal() and int(text)), num_ranks)

@@ -1,6 +1,6 @@
-"""Frames over a socket pair: one end in the trainer, the other in its uploader process.
+"""Frames over a socket pair between the trainer and its uploader process.
 
-A frame is its length, four bytes, and msgpack. It must not know what frames mean.
+A frame is its length, as four bytes, and msgpack data. This module must not know its meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 18
 
 
 class LinkStatistics(msgspec.Struct):
-    """Bytes and frames that have passed, prefixes included."""
+    """Bytes and frames sent and received, prefixes included."""
 
     sent_bytes: int = 0
     sent_frames: int = 0
@@ -31,11 +31,11 @@ class LinkStatistics(msgspec.Struct):
 
 
 class Link(Generic[In, Out]):
-    """One end. Used on one event loop only.
+    """One end of the connection. On one event loop only.
 
     Args:
-        connection: Becomes the link's own.
-        incoming: Type of the frames that come.
+        connection: The socket; the link takes ownership.
+        incoming: The type of received frames.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any) -> None:
@@ -58,7 +58,7 @@ class Link(Generic[In, Out]):
         self._has_outgoing.set()
 
     async def flush_forever(self) -> None:
-        """Sends what is queued, until cancelled or the other end is gone."""
+        """Sends queued frames until cancelled or the other end is gone."""
         while True:
             await self._has_outgoing.wait()
             if not await self.flush():
@@ -66,7 +66,7 @@ class Link(Generic[In, Out]):
             self._has_outgoing = anyio.Event()
 
     async def flush(self) -> bool:
-        """Sends what is queued. False if the other end is gone."""
+        """Sends queued frames. Returns False if the other end is gone."""
         while self._outgoing:
             try:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -77,10 +77,10 @@ class Link(Generic[In, Out]):
         return True
 
     async def receive(self) -> In | None:
-        """The next frame; None if the other end is gone.
+        """Returns the next frame; None if the other end is gone.
 
         Raises:
-            ValueError: what came is no frame.
+            ValueError: the data is not a valid frame.
         """
         while True:
             have = len(self._received) - _PREFIX_BYTES
@@ -104,10 +104,10 @@ class Link(Generic[In, Out]):
             self._received += data
 
     def shut(self) -> None:
-        """Ends both directions: who waits at either end hears it."""
+        """Ends both directions and wakes waiting tasks at both ends."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The other end hears it. Only when nobody waits at this one."""
+        """Closes this end, which the other end notices. Only while no task waits at this end."""
         self._socket.close()

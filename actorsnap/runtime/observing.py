@@ -1,7 +1,7 @@
-"""A call that is watched: its recorder, and where what it has recorded goes at its end.
+"""The observation of a call: its recorder, and the export of the recording at its end.
 
-Those are a file (``Options.trace``) and OpenTelemetry (``Options.otel``); in the uploader process,
-the trainer. Whatever goes wrong with them is logged, and never the call's.
+Sinks are a file (``Options.trace``) and OpenTelemetry (``Options.otel``); in the uploader process,
+the trainer. Errors of a sink are logged and never fail the call.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["Observation", "Sink", "error_text", "observe"]
 logger = Lines(__name__)
 
 Sink: TypeAlias = Callable[[Recorder, About, int], None]
-"""Takes what was recorded, what of, and what to add to its clock for the time since the epoch; on
-a worker thread."""
+"""Exports a recording, given the call and the offset of the recorder's clock to the epoch in
+nanoseconds. Called on a worker thread."""
 
 _PATIENCE_S = 5.0
 
 
 def observe(op: str, options: Options) -> Observation:
-    """Begins to watch a call, if the options ask for it. In the caller's thread.
+    """Begins to observe a call if the options ask for it. In the caller's thread.
 
     Raises:
         UsageError: ``Options.otel`` is ``"on"``, and OpenTelemetry is not installed.
@@ -53,8 +53,8 @@ def observe(op: str, options: Options) -> Observation:
         found = telemetry.find(op, options.otel)
     except UsageError:
         raise
-    except Exception:  # whatever the loading of a provider raises
-        logger.warning("a %s goes without OpenTelemetry", op, exc_info=True)
+    except Exception:  # any error of a provider's import
+        logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
         found = None
     if found is not None:
         sinks.append(found.export)
@@ -62,17 +62,17 @@ def observe(op: str, options: Options) -> Observation:
 
 
 class Observation:
-    """One watched call on one rank.
+    """The observation of one call on one rank.
 
     Args:
         op: ``save`` or ``restore``.
-        sinks: Where what was recorded goes. If there are none, nothing is recorded.
+        sinks: Targets of the recording. Without any, nothing is recorded.
 
     Attributes:
-        is_watched: Something is recorded.
+        is_watched: Whether anything is recorded.
         recorder: For the call's actors.
-        caller: What the caller's thread does.
-        attempt: Whose objects are written or read, as soon as that is known.
+        caller: The row of the caller's thread.
+        attempt: The attempt written or read, once known.
     """
 
     def __init__(self, op: str, sinks: Sequence[Sink] = ()) -> None:
@@ -97,7 +97,7 @@ class Observation:
         )
 
     def adopt(self, record: Record, num_retries: int) -> None:
-        """Adds what another process has recorded of the call."""
+        """Adds the recording of another process."""
         self.recorder.adopt(record)
         self._num_retries += num_retries
 
@@ -111,12 +111,12 @@ class Observation:
         outcome: str,
         error: str = "",
     ) -> None:
-        """Hands over what was recorded, before the outcome is told: who waits for that finds the
-        file. Never raises; a disk or an exporter that hangs is waited for a while only.
+        """Exports the recording before the outcome is reported, so that the file exists by then.
+        Never raises. Waits only for a limited time for a disk or exporter that hangs.
 
         Args:
             url, rank, world_size, outcome, error: See ``About``.
-        Cancellation: as without.
+        Cancellation: ignored.
         """
         if not self.is_watched:
             return
@@ -140,19 +140,19 @@ class Observation:
         for sink in self._sinks:
             try:
                 sink(self.recorder, about, self._epoch_ns)
-            except (Exception, SystemExit):  # whatever an exporter raises
+            except (Exception, SystemExit):  # any error of an exporter
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
-        # Handles of the call, and its storage, may be kept for long.
+        # The recording may be referenced for long by handles of the call and its storage.
         self.recorder.clear()
 
 
 def error_text(error: BaseException) -> str:
-    """What ``About.error`` says of an error; the error itself would keep the app state."""
+    """Returns the text of an error for ``About``. The error itself would keep the app state."""
     return describe(error)
 
 
 def _working_folder() -> str:
-    with suppress(OSError):  # it may be deleted
+    with suppress(OSError):  # the folder may be deleted
         return os.getcwd()
     return ""
 
@@ -160,7 +160,7 @@ def _working_folder() -> str:
 def _write_trace(
     folder: str, template: str, recorder: Recorder, about: About, epoch_ns: int
 ) -> None:
-    """``folder`` is where the process was at the call, as for the snapshot's path."""
+    """Writes a trace file; ``folder`` is the working folder at the time of the call."""
     trace = tracefile.trace_of(recorder, about, epoch_ns=epoch_ns)
     tracefile.write(os.path.join(folder, _path(template, about)), trace)
 

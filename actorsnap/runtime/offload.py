@@ -1,8 +1,8 @@
-"""The trainer's end of its uploader process: starts it, watches it, hands saves to it.
+"""The trainer's end of its uploader process: starts it, watches it, and hands saves to it.
 
-``protocol.supervisor`` decides; this performs. There is one process per runtime. It is
-executed anew, not forked, and does not import the user's ``__main__``; torch only for saves of
-several ranks. It ends when this end of the link closes, whatever closed it.
+``protocol.supervisor`` decides; this module performs. There is one process per runtime. It is
+executed, not forked. It does not import the user's ``__main__``, and torch only for saves of
+several ranks. It ends when the trainer's end of the link closes, for any reason.
 """
 
 from __future__ import annotations
@@ -90,31 +90,32 @@ _BOOT = (
 
 _LOOK_S = 1.0
 _SILENT_S = 30.0
-"""A process says something every few seconds."""
+"""Silence after which the process is killed, in seconds. It sends frames every few seconds."""
 
 _START_S = 120.0
-"""Its modules may come from a slow network."""
+"""The same limit during start, in seconds: modules may come from a slow network."""
 
 _LEAVE_S = 10.0
-"""At the end it is waited for so long, and then killed: it may collect garbage only."""
+"""Time for the process to end before it is killed, in seconds. Only garbage collection may be
+left to do."""
 
 _STDERR = 2
 _FIRST_DESCRIPTOR = 3
-"""Behind the standard streams."""
+"""The first descriptor after the standard streams."""
 
 _MAX_KNOWN = 4
-"""So many structures are remembered."""
+"""Maximum number of structures that the process remembers."""
 
 
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
 class HandedSave(Protocol):
-    """A save that was handed to the process. Called on the runtime's loop.
+    """A save handed to the process. Methods are called on the runtime's loop.
 
     Attributes:
-        described: What it is of.
-        rank: Of this process, in the save.
+        described: The description of the state.
+        rank: This process' rank in the save.
     """
 
     described: Described
@@ -127,11 +128,11 @@ class HandedSave(Protocol):
 
     @property
     def is_detached(self) -> bool:
-        """Whether the process is to go on with it when this one ends."""
+        """Whether the process continues the save when this process ends."""
         ...
 
     def frame(self, values: list[tuple[int, bytes]], after: str) -> Save:
-        """What begins it; all that is staged is announced anew when that is asked for."""
+        """Returns the frame that begins the save; staged chunks are announced again on request."""
         ...
 
     def on_sent(self) -> None: ...
@@ -147,7 +148,7 @@ class HandedSave(Protocol):
     def on_take_over_prepared(self, error: str) -> None: ...
 
     def close_mailbox(self) -> None:
-        """Leaves the rank's mailbox to the process. Blocks for a moment."""
+        """Hands the rank's mailbox over to the process. Blocks for a moment."""
 
     def on_staging_wanted(self, frame: StagingWanted) -> None: ...
 
@@ -162,19 +163,19 @@ class HandedSave(Protocol):
     def on_aborted(self, failure: Failure) -> None: ...
 
     def let_go(self) -> None:
-        """Gives memory back that is kept in case the process dies."""
+        """Releases memory that is kept in case the process dies."""
         ...
 
     def make_here(self) -> None:
-        """There is no process."""
+        """Makes the save in this process, because no uploader process can be started."""
         ...
 
 
 class Uploader:
-    """The process, or the one after it. Used on the runtime's loop only.
+    """The uploader process and its replacements. On the runtime's loop only.
 
     Attributes:
-        incarnation: Counts the processes.
+        incarnation: Number of processes started so far.
     """
 
     def __init__(self, host: Host) -> None:
@@ -188,57 +189,57 @@ class Uploader:
         self.incarnation = 0
         self._link: Link[FromProcess, ToProcess] | None = None
         self._heard_s = 0.0
-        # What the process knows, the latest last.
+        # Known to the process, the latest last.
         self._known: dict[bytes, list[bytes]] = {}
         self._environment: dict[bytes, bytes] = {}
         self._log_level = logging.NOTSET
-        # Of the last save: the next one is mostly the same.
+        # The last plan: the next save is usually the same.
         self._packed: tuple[_PackKey, tuple[ObjectPlan, ...]] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The process id; None without a process."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a process that listens."""
+        """Whether a process is running and listening."""
         return self._machine.state is SupervisorState.READY
 
     @property
     def is_usable(self) -> bool:
-        """Whether a process can be had, as far as is known."""
+        """Whether no attempt to start a process has failed for good."""
         return self._machine.state is not SupervisorState.UNUSABLE
 
     def new_number(self) -> int:
-        """What a save is named by in all calls and frames."""
+        """Returns a number that identifies a save in all calls and frames."""
         return next(self._numbers)
 
     def add(self, number: int, save: HandedSave) -> None:
-        """Takes a save over."""
         self._saves[number] = save
         self._handle(AskedToSave(number, save.rank, save.is_shared))
 
     def start(self) -> None:
-        """Starts the process, if there is none; returns at once."""
+        """Starts the process if there is none."""
         self._handle(AskedToStart())
 
     def cancel(self, number: int, reason: str) -> None:
-        """Asks for an abort; the commit may win nevertheless."""
+        """Requests an abort; the commit may still win."""
         self._handle(AskedToCancel(number, reason))
 
     def end(self, number: int, failure: Failure) -> None:
-        """Ends a save because its team has."""
+        """Ends a save because its team has ended it."""
         self._handle(AskedToEnd(number, failure))
 
     def forget_memory(self, number: int) -> None:
-        """Notes that what was staged of a save is overwritten from now on."""
+        """Records that a save's staged memory will be overwritten."""
         self._handle(MemoryGone(number))
 
     def pack(
         self, described: Described, captured: Captured, rank: int, wanted: StagingWanted
     ) -> tuple[ObjectPlan, ...]:
-        """What is to be staged, without knowing where it goes. Blocks; for worker threads."""
+        """Returns the objects to stage; their places are not decided yet. Blocks; for worker
+        threads."""
         key = (described.digest, rank, wanted.rules, wanted.plan)
         packed = self._packed
         if packed is None or packed[0] != key:
@@ -254,16 +255,15 @@ class Uploader:
         return packed[1]
 
     def set_duty(self, duty: float) -> None:
-        """Changes the pace of the process' uploaders."""
         self.send(ChangePace(duty))
 
     def make_room(self) -> None:
-        """A save waits for memory: none is kept for another process any more."""
+        """Releases memory kept in case the process dies, because a save waits for memory."""
         for save in self._saves.values():
             save.let_go()
 
     def send(self, frame: ToProcess) -> None:
-        """Sends a frame; it goes nowhere if there is no process."""
+        """Sends a frame; drops it if there is no process."""
         if self._link is not None:
             self._link.send(frame)
 
@@ -287,7 +287,6 @@ class Uploader:
                     self._saves.pop(command.number).make_here()
 
     def _send_environment(self) -> None:
-        """Sends the variables that are not as the process knows them."""
         before, now = self._environment, dict(os.environb)
         changed = [
             (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
@@ -297,7 +296,6 @@ class Uploader:
             self.send(ChangeEnvironment(changed))
 
     def _send_log_level(self) -> None:
-        """Sends from which level on lines are wanted, if that is not as the process knows it."""
         if self._log_level != (now := _log_level()):
             self._log_level = now
             self.send(ChangeLogLevel(now))
@@ -322,17 +320,16 @@ class Uploader:
         save.on_sent()
 
     async def _live(self) -> None:
-        """One process from its start to its end."""
         try:
             self._heard_s = time.monotonic()
             self.incarnation += 1
-            # Here, not at the end of the one before: what was sent behind that went nowhere.
+            # Cleared here, not at the previous end: frames sent in between were dropped.
             self._known.clear()
             self._environment, self._log_level = dict(os.environb), _log_level()
             process, connection = await self._host.run_blocking(
                 _start, self._arena, self._environment, self._log_level
             )
-        except Exception as error:  # nor must what is odd about this process end a save
+        except Exception as error:  # an unusual environment must not fail a save
             logger.warning("the uploader process cannot be started: %s", error)
             self._handle(ProcessEnded(f"the uploader process cannot be started: {error}"))
             return
@@ -342,7 +339,7 @@ class Uploader:
             await self._serve(self._link)
             is_stopped = False
         except Exception as error:
-            # A fault of this program; the saves must not wait for ever because of it.
+            # A bug in this program; saves must not wait for ever because of it.
             is_stopped = False
             logger.error("the uploader process is given up", exc_info=first_error(error))
         finally:
@@ -351,11 +348,11 @@ class Uploader:
             if is_stopped:
                 for save in detached:
                     save.close_mailbox()
-            # Not closed only: a forked child may have inherited it.
+            # A plain close is not enough: a forked child may have inherited the socket.
             link.shut()
             link.close()
             if is_stopped and detached:
-                process.returncode = 0  # or its object would miss it
+                process.returncode = 0  # avoids the warning of Popen about a running child
             else:
                 with anyio.CancelScope(shield=True):
                     reason = await self._host.run_blocking(_end, process)
@@ -363,7 +360,7 @@ class Uploader:
         self._handle(ProcessEnded(reason))
 
     async def _serve(self, link: Link[FromProcess, ToProcess]) -> None:
-        """Exchanges frames until the process is gone."""
+        """Exchanges frames until the process has ended."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.flush_forever)
             tasks.start_soon(self._watch)
@@ -378,7 +375,7 @@ class Uploader:
             await anyio.sleep(_LOOK_S)
             now = time.monotonic()
             if now - looked_s > 2 * _LOOK_S:
-                # This process was stopped itself: what has come meanwhile is read first.
+                # This process was suspended: read pending frames first.
                 self._heard_s += now - looked_s
             looked_s = now
             is_starting = self._machine.state is SupervisorState.STARTING
@@ -424,7 +421,7 @@ class Uploader:
         match frame:
             case StagingWanted():
                 if save.is_shared:
-                    # Rank 0's name for it, which that has begun.
+                    # Rank 0's attempt.
                     self._handle(AttemptBegun(frame.number, frame.attempt))
                 save.on_staging_wanted(frame)
             case ChunksReleased():
@@ -454,15 +451,15 @@ def _log_level() -> int:
 def _start(
     arena: int, environment: dict[bytes, bytes], log_level: int
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a process; returns it and this end of the link.
+    """Starts a process; returns it and the trainer's end of the link.
 
     Raises:
-        OSError, ValueError: it cannot be started.
+        OSError, ValueError: the start failed.
     """
     ours, theirs = socket.socketpair()
     with theirs, _passed(theirs.fileno(), arena) as passed:
         try:
-            # What is no text there is ignored by imports, too.
+            # Imports also ignore entries that are not strings.
             path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
             process = subprocess.Popen(
                 [
@@ -475,8 +472,8 @@ def _start(
                 stdout=subprocess.DEVNULL,
                 stderr=None if _has_stderr() else subprocess.DEVNULL,
                 pass_fds=passed,
-                # No Ctrl-C comes here. Nor is it a session of its own: Linux shares out the CPU
-                # among sessions first (autogroup), whatever the priorities in them.
+                # A separate process group gets no Ctrl-C. Not a separate session: Linux divides CPU
+                # time between sessions first (autogroup) and ignores priorities between them.
                 process_group=0,
             )
         except BaseException:
@@ -487,8 +484,8 @@ def _start(
 
 @contextlib.contextmanager
 def _passed(*descriptors: int) -> Iterator[list[int]]:
-    """Copies that no standard stream of the process takes the place of: in a trainer that has
-    closed its own, new descriptors get their numbers."""
+    """Duplicates descriptors above the standard streams. In a trainer that has closed its own
+    streams, new descriptors get those numbers."""
     with contextlib.ExitStack() as copies:
         passed: list[int] = []
         for descriptor in descriptors:
@@ -498,7 +495,8 @@ def _passed(*descriptors: int) -> Iterator[list[int]]:
 
 
 def _has_stderr() -> bool:
-    """Whether a process would inherit one; what this program has opened there is none."""
+    """Returns whether a process would inherit stderr; descriptors opened by Python are not
+    inheritable."""
     try:
         return os.get_inheritable(_STDERR)
     except OSError:
@@ -506,7 +504,7 @@ def _has_stderr() -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """Waits for the end of a process that was told to end, or is dead; says how it ended."""
+    """Waits for a process that ends or is dead, and kills it if needed; returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_LEAVE_S)
     if process.poll() is None:
@@ -522,10 +520,10 @@ _lock = threading.Lock()
 
 
 def find_uploader(host: Host) -> Uploader:
-    """The runtime's own; always the same one. Starts nothing.
+    """Returns the uploader of the runtime, always the same one. Starts nothing.
 
     Raises:
-        OSError: there is no shared memory to be had.
+        OSError: no shared memory is available.
     """
     with _lock:
         if host.uploader is None:

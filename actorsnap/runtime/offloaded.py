@@ -1,12 +1,12 @@
-"""A save of this process that its uploader process makes: capture and staging are here.
+"""The trainer's half of a save made by the uploader process: capture and staging.
 
-Staged chunks keep their memory until the save has ended, so that another process can begin again if
-this one dies, or until some save has to wait for memory. Where no process can be started the save
-is made here.
+Staged chunks keep their memory until the save has ended, so that a new process can repeat the save
+if this one dies. They give it up earlier if any save waits for memory. If no process can be
+started, the save is made in the trainer.
 
-Among several ranks the mailbox stays here as well: messages are relayed (``transport.relay``). If
-the process dies, this one ends the call; with ``detach``, and if this one ends, the process opens
-the mailbox.
+With several ranks the mailbox also stays in the trainer, and messages are relayed
+(``transport.relay``). If the process dies, the trainer ends the call. With ``detach``, if the
+trainer ends, the process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ __all__ = ["OffloadedSave"]
 logger = Lines(__name__)
 
 _GRACE_S = 2.0
-"""Extra time the process has beyond the deadline, in seconds: it can say more about the reason."""
+"""Extra time of the process beyond the deadline, in seconds: it can report better reasons."""
 
 _OTHERS_GRACE_S = 4.0
 """The same for ranks that wait for rank 0's verdict, in seconds."""
 
 _LOOK_S = 10.0
-"""Limit of the look whether a save is committed whose process has died, in seconds."""
+"""Time limit for checking whether a dead process has committed the save, in seconds."""
 
 _VERDICT_S = 20.0
-"""Extra time beyond the deadline to wait for rank 0's verdict behind a dead process, in seconds."""
+"""Extra time beyond the deadline to wait for rank 0's verdict if the process died, in seconds."""
 
 _CLOSE_S = 2.0
-"""Time to leave the mailbox to the process, in seconds."""
+"""Time limit for handing the mailbox over to the process, in seconds."""
 
 
 class OffloadedSave(Job):
-    """A save in flight that the uploader process makes. See also ``Job``, and ``HandedSave``."""
+    """A save made by the uploader process. See also ``Job`` and ``HandedSave``."""
 
     described: Described
 
@@ -102,8 +102,8 @@ class OffloadedSave(Job):
         self._error: BaseException | None = None
         self._cause: Exception | None = None
         self._wanted: StagingWanted | None = None
-        self._is_wanted = False  # by the process that there is now
-        # By number: the memory that is held, where it is, and what is stored of it.
+        self._is_wanted = False  # by the current process
+        # By chunk number: the held memory, its offset, and the stored chunks.
         self._memory: dict[int, StagedMemory | None] = {}
         self._offsets: dict[int, int | None] = {}
         self._stored: set[int] = set()
@@ -116,7 +116,7 @@ class OffloadedSave(Job):
             team, call = membership.team, membership.call
             assert isinstance(team, Team)
             self._team = team
-            # The process needs a store that outlives this process.
+            # The process needs a store that outlives the trainer.
             self._may_detach = self._may_detach and team.can_be_continued
             self._relay = Relay(
                 rank=team.rank,
@@ -131,16 +131,16 @@ class OffloadedSave(Job):
 
     @property
     def is_detached(self) -> bool:
-        """Whether the save goes on without this process."""
+        """Whether the save continues without this process."""
         return self._may_detach and self._has_staged
 
     def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
-        # What is detached needs this process until it is staged.
+        # A detached save needs this process until it is staged.
         return self.staged if self._may_detach else self.finished
 
     def _on_cancel(self, reason: str) -> None:
         if not self._has_begun:
-            # ``start`` was interrupted. Other ranks count on this one: it begins, to end at once.
+            # ``start`` was interrupted. Other ranks count on this one: it begins and ends at once.
             self._host.submit(self._begin())
         elif self._here is not None:
             self._here.cancel(reason)
@@ -158,7 +158,7 @@ class OffloadedSave(Job):
                 if self._relay is not None:
                     await self._relay.flush()
                 tasks.cancel_scope.cancel()
-        except Exception as error:  # this end's own
+        except Exception as error:  # an error of the trainer's half
             self._error = first_error(error)
         except BaseException:
             self._error = self._stopped()
@@ -172,7 +172,7 @@ class OffloadedSave(Job):
                 self._settle(self._error)
 
     async def _save(self) -> None:
-        """Hands the save over; returns when it has ended."""
+        """Hands the save over and waits for its end."""
         self._tasks.start_soon(self._await_deadline)
         if self._relay is not None:
             self._tasks.start_soon(self._relay.run)
@@ -184,7 +184,7 @@ class OffloadedSave(Job):
         await self._ended.wait()
 
     async def _await_deadline(self) -> None:
-        """Ends the save if the process is not there in time; one that is has the deadline, too."""
+        """Ends the save if the process does not begin in time; a running one has the deadline."""
         await anyio.sleep(self._request.left_s + (_OTHERS_GRACE_S if self.rank else _GRACE_S))
         if not self._has_begun_there and self._here is None:
             reason = (
@@ -195,7 +195,7 @@ class OffloadedSave(Job):
             self._uploader.end(self._number, failure)
 
     def _leave_memory(self, *, is_read: bool) -> None:
-        """Gives it back, unless the process goes on to read it: then nobody else may get it."""
+        """Releases staging memory, except blocks that the uploader process is still reading."""
         for memory in self._memory.values():
             if memory is not None and not is_read:
                 memory.release()
@@ -225,7 +225,6 @@ class OffloadedSave(Job):
     # What the uploader calls
 
     def frame(self, values: list[tuple[int, bytes]], after: str) -> Save:
-        """See ``HandedSave``."""
         self._is_wanted = False
         request = self._request
         return Save(
@@ -235,7 +234,7 @@ class OffloadedSave(Job):
             url=printable(request.place.url),
             at=request.place.at.encode("utf-8", "surrogatepass"),
             storage_options=request.place.storage_options,
-            # The trace is written here, and its path may be no UTF-8.
+            # The trainer writes the trace, and its path may not be UTF-8.
             options=msgspec.msgpack.encode(msgspec.structs.replace(request.options, trace=None)),
             left_s=request.left_s,
             budget_bytes=self._host.budget.limit_bytes,
@@ -249,7 +248,7 @@ class OffloadedSave(Job):
         )
 
     def on_sent(self) -> None:
-        """The process gets everything that has come for this rank."""
+        """Relays everything that has arrived for this rank to the process."""
         if self._relay is not None:
             self._relay.attach(self._pass_on_item)
 
@@ -257,24 +256,22 @@ class OffloadedSave(Job):
         self._uploader.send(EndReceived(self._number, to_coordinator, encode_item(item)))
 
     def on_begun(self) -> None:
-        """The process has the save."""
         self._has_begun_there = True
         if self._relay is not None:
             self._relay.forget()
 
     def on_message(self, frame: MessageSent) -> None:
-        """Sends a message of the engine."""
         assert self._relay is not None
         message = decode_item(frame.message)
         assert not isinstance(message, Lost | Broken)
         self._relay.post(frame.to, message)
 
     def on_absence_asked(self) -> None:
-        """Answers when the mailbox was looked at."""
+        """Reports whether a rank is absent, after reading the mailbox."""
         self._tasks.start_soon(self._report_absence)
 
     def on_turn_asked(self) -> None:
-        """Answers when earlier saves have ended, here or in the process."""
+        """Gives the commit turn when earlier saves have ended, in either process."""
         self._tasks.start_soon(self._give_turn)
 
     async def _give_turn(self) -> None:
@@ -288,7 +285,7 @@ class OffloadedSave(Job):
         self._uploader.send(AbsenceReported(self._number, reason))
 
     def on_take_over_prepared(self, error: str) -> None:
-        """The save may be detached, unless there is an error."""
+        """Allows the save to be detached, unless there is an error."""
         assert self._moved is not None
         if error:
             self._may_detach = False
@@ -298,17 +295,16 @@ class OffloadedSave(Job):
         self._moved.set()
 
     def close_mailbox(self) -> None:
-        """See ``HandedSave``."""
         if self._relay is not None:
             self._team.port.close(_CLOSE_S, is_continued=True)
 
     def _on_verdict(self, failure: Failure) -> None:
-        """Rank 0 has aborted the call; an engine that has begun ends it."""
+        """Ends the save after rank 0's abort, unless a saver has begun: that ends it."""
         if not self._has_begun_there and self._here is None:
             self._uploader.end(self._number, failure)
 
     def on_staging_wanted(self, frame: StagingWanted) -> None:
-        """Stages; behind the death of a process, announces what is staged already."""
+        """Starts staging. For a second process, announces the chunks already staged."""
         before, self._wanted = self._wanted, frame
         self._is_wanted = True
         at = frame.at.decode("utf-8", "surrogatepass")
@@ -328,13 +324,13 @@ class OffloadedSave(Job):
                 self._say(StagingWaits(self._number))
 
     def on_released(self, chunks: Sequence[int]) -> None:
-        """The memory is free, or kept for another process."""
+        """Records stored chunks; keeps or releases their memory."""
         self._stored.update(chunks)
         if not self._keeps:
             self.let_go()
 
     def let_go(self) -> None:
-        """Gives back the memory of what is stored; the save can then not begin anew."""
+        """Releases the memory of stored chunks; the save can then not be repeated."""
         self._keeps = False
         for chunk in self._stored:
             memory = self._memory.pop(chunk, None)
@@ -349,7 +345,7 @@ class OffloadedSave(Job):
     def on_recorded(self, frame: Recorded) -> None:
         self._observation.attempt = frame.attempt
         record = msgspec.msgpack.decode(frame.record, type=Record)
-        # When the trainer may go on is known here.
+        # The trainer marks the end of staging itself.
         marks = [mark for mark in record.marks if mark.name != "staged"]
         record = msgspec.structs.replace(record, marks=marks)
         self._observation.adopt(record, frame.retries)
@@ -369,7 +365,7 @@ class OffloadedSave(Job):
             self._tasks.start_soon(self._conclude, self._relay, failure)
 
     async def _conclude(self, relay: Relay, failure: Failure) -> None:
-        """Ends the call of all ranks in place of the process."""
+        """Ends the call of all ranks in place of the dead process."""
         outcome: Failure | None = msgspec.structs.replace(failure, may_be_visible=True)
         with anyio.move_on_after(self._request.left_s + _VERDICT_S):
             outcome = await relay.conclude(failure, self._is_committed)
@@ -387,7 +383,7 @@ class OffloadedSave(Job):
         self._ended.set()
 
     async def _is_committed(self) -> bool | None:
-        """Looks whether the save is committed; None if the storage does not answer."""
+        """Returns whether the save is committed; None if the storage does not answer."""
         if self._wanted is None:
             return False
         found: bool | None = None
@@ -441,7 +437,7 @@ class OffloadedSave(Job):
             job.cancel(self._cancel_reason)
 
     def _relayed_membership(self) -> Membership | None:
-        """The same that the process would have got: the relay receives already."""
+        """Returns the membership for a save in the trainer, over the relay."""
         if self._relay is None:
             return None
         ends = RelayedEnds(self._relay, rank=self.rank)
@@ -457,7 +453,7 @@ class OffloadedSave(Job):
     async def _stage(self, frame: StagingWanted) -> None:
         try:
             await self._stage_all(frame)
-        except Exception as error:  # whatever a device copy raises
+        except Exception as error:  # any error of a device copy
             cause = first_error(error)
             assert isinstance(cause, Exception)
             self._cause = cause
@@ -503,7 +499,7 @@ class OffloadedSave(Job):
             copies=True,
             budget=self._host.budget,
             run_blocking=self._host.run_blocking,
-            # One chunk waits for each thread, so that none idles while the loop hands on the last.
+            # A waiting chunk per thread keeps threads busy while the loop passes on the last one.
             num_copiers=2 * self._host.num_workers,
             board=self.board,
             recorder=self._observation.recorder,
@@ -536,7 +532,7 @@ class OffloadedSave(Job):
             self._say(ChunksStaged(self._number, [(number, offset)]))
 
     async def _make_room(self, full: anyio.Event) -> None:
-        """Where memory makes staging wait, no save keeps any for a process that may die."""
+        """If staging has to wait for memory, releases memory kept for a repeated save."""
         await full.wait()
         if not self._has_copied:
             self._say(StagingWaits(self._number))

@@ -1,7 +1,7 @@
-"""Measures the trainer's steps, and slows uploaders where ``Options.max_slowdown`` asks for it.
+"""Measures training steps, and slows down uploaders for ``Options.max_slowdown``.
 
-``protocol/pacing.py`` decides; here are the clock and the lock. Steps come from the trainer's
-thread, and cost it some microseconds: the runtime's loop is woken only when the pace changes.
+``protocol/pacing.py`` decides; this module has the clock and the lock. Steps are reported by the
+trainer's thread and take some microseconds: the runtime's loop is woken only if the pace changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TICK_S = 0.5
 
 
 class Step:
-    """A training step, while entered. See ``step``."""
+    """A training step, from enter to exit. See ``step``."""
 
     __slots__ = ("_begun_s",)
 
@@ -52,15 +52,15 @@ class Step:
 def step() -> Step:
     """Marks a training step, for ``Options.max_slowdown``: ``with actorsnap.step(): ...``.
 
-    Its time is measured, also across an ``await``; one that raises does not count. Mark all steps,
-    whether a snapshot is on its way or not, and the same work each time; evaluations are better
-    left out. One training loop per process. Costs some microseconds, and never blocks.
+    Measures its time, also across an ``await``; a step that raises does not count. Mark all steps,
+    with and without a running save, and always the same work; leave out evaluations. One training
+    loop per process. Takes some microseconds and never blocks.
     """
     return Step()
 
 
 def watch(save: Job) -> None:
-    """From when ``save`` is staged to its end it is stored as its ``max_slowdown`` has it."""
+    """Applies the save's ``max_slowdown`` from its staging to its end."""
     if save.options.max_slowdown is not None:
         _Pacer.get().watch(save, save.options.max_slowdown)
 
@@ -70,7 +70,7 @@ def _is_staged(save: Job) -> bool:
 
 
 class _Pacer:
-    """The process' own. Used from any thread."""
+    """The pacer of this process. Thread-safe."""
 
     _instance: _Pacer | None = None
 
@@ -92,7 +92,7 @@ class _Pacer:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked child: its saves are not this process', and its lock may be held."""
+        """In a forked child: the saves are the parent's, and the lock may be held."""
         cls._instance = None
 
     def step_ended(self, seconds: float) -> None:
@@ -116,7 +116,7 @@ class _Pacer:
 
         def ended(_: object) -> None:
             self._forget(number)
-            # One that is short may end within a step.
+            # A short save may end within a step.
             if not self._num_steps and not self._has_warned and _is_staged(save):
                 self._has_warned = True
                 logger.warning(
@@ -142,7 +142,7 @@ class _Pacer:
                 last_s = now_s
         finally:
             self._is_ticking = False
-            # Of a runtime that was stopped, saves that hang may never end.
+            # If the runtime was stopped, saves that hang may never end.
             for number in tuple(self._saves):
                 self._forget(number)
 
@@ -162,7 +162,7 @@ class _Pacer:
             for command in self._machine.handle(event):
                 assert self._host is not None
                 logger.debug("uploaders work for %.0f %% of the time", 100 * command.duty)
-                # With the lock: in the order of the commands, whichever thread comes first.
+                # While holding the lock, to keep the order of the commands.
                 self._host.call_soon(partial(self._host.set_duty, command.duty))
 
 

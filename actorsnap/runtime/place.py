@@ -1,4 +1,4 @@
-"""A URL with its options: opened, indexed, and cleared of garbage."""
+"""Opening a URL with its options, reading its index, and collecting its garbage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ logger = Lines(__name__)
 OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
 MAX_SMALL_READS = 16
-"""So many rank manifests, or other small objects, are read or looked for at a time."""
+"""Maximum number of concurrent requests for rank manifests and other small objects."""
 
 
 _COMPLETE = (
@@ -94,20 +94,20 @@ _MAY_RUN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a snapshot lies.
+    """The location of a snapshot.
 
     Attributes:
-        url: As the caller gave it, without secrets: for messages.
-        at: The whole of it, wherever the process' working folder may be by now.
+        url: The caller's URL without secrets, for messages.
+        at: The full URL, independent of the working folder.
     """
 
     url: str
     at: str = field(repr=False)
-    storage_options: dict[str, Any] = field(repr=False)  # there may be secrets in it
+    storage_options: dict[str, Any] = field(repr=False)  # may contain secrets
 
     @property
     def canonical(self) -> str:
-        """The URL by which ranks compare places."""
+        """The URL form in which ranks compare places."""
         return canonical(self.at)
 
 
@@ -120,15 +120,15 @@ async def open_place(
     scratch: str = "",
     on_retry: OnRetry | None = None,
 ) -> Storage:
-    """Opens the storage. No I/O; a backend is loaded on a worker thread.
+    """Opens the storage. No I/O; backends are imported on a worker thread.
 
     Args:
-        run_blocking: Where its blocking calls go; the host's where None.
+        run_blocking: Runs its blocking calls; None: the host's.
         scratch, on_retry: See ``StorageContext``.
 
     Raises:
         UsageError: unknown scheme or storage option.
-        StorageError: what another package's factory raises.
+        StorageError: the factory of another package failed.
     """
     context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch, on_retry)
     if is_ready(place.at):
@@ -138,7 +138,7 @@ async def open_place(
 
 
 def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
-    """``open_place`` where the backend ``is_ready``."""
+    """``open_place`` for a backend that ``is_ready``."""
     context = _context(host, place, fsync, host.run_blocking)
     return translate_opening(place.url, lambda: open_storage(place.at, context))
 
@@ -163,14 +163,14 @@ def _context(
 
 @dataclass(slots=True)
 class _Known:
-    """The index of a snapshot, as it was read last."""
+    """The index of a snapshot as last read."""
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     views: dict[int, Index] = field(default_factory=dict)
 
 
 class Source:
-    """A snapshot that may exist: where, how to read it, and its index once it was read."""
+    """A snapshot that may exist: its place, the options, and the cached index."""
 
     def __init__(self, place: Place, options: Options) -> None:
         self.place = place
@@ -180,7 +180,7 @@ class Source:
         self._deadline_s: float | None = None
 
     def for_one_call(self) -> Source:
-        """Returns the same source for one call, whose operations end by ``timeout_s`` together."""
+        """Returns a copy for one call, whose operations share one ``timeout_s``."""
         if self._is_one_call:
             return self
         source = copy(self)
@@ -188,7 +188,7 @@ class Source:
         return source
 
     def _begin(self) -> float:
-        """Returns the deadline of an operation that begins now."""
+        """Returns the deadline of an operation that starts now."""
         deadline_s = self._deadline_s
         if deadline_s is None:
             deadline_s = anyio.current_time() + self.options.timeout_s
@@ -204,21 +204,21 @@ class Source:
         attempt: str | None = None,
         on_retry: OnRetry | None = None,
     ) -> AsyncIterator[tuple[Storage, SnapshotReader, Errands]]:
-        """The storage, for one operation within ``timeout_s``; those of one call share it.
+        """Opens the storage for one operation within ``timeout_s``; those of one call share it.
 
-        What does not write to the caller's memory runs as an errand: only so does the time
-        bound it, and a cancellation end it, where the storage hangs.
+        Work that does not write to the caller's memory runs as an errand. Only errands can be
+        abandoned at the deadline or on cancellation when the storage hangs.
 
         Args:
-            op: What is done, for messages.
-            attempt: Whose objects are read, if the commit object was read before.
+            op: The operation, for messages.
+            attempt: The attempt to read, if the commit object was read before.
             on_retry: See ``StorageContext``.
 
         Raises:
-            SnapshotReplaced: instead of ``ChecksumMismatch`` where another snapshot was
-                committed meanwhile, or this one deleted.
-            NotASnapshot: instead of the ``StorageError`` where a file lies at the place.
-            StorageError: the time is over; quotes the last error of a storage that was retried.
+            SnapshotReplaced: instead of ``ChecksumMismatch`` if the snapshot was replaced or
+                deleted in the meantime.
+            NotASnapshot: instead of ``StorageError`` if the URL is a file.
+            StorageError: timed out; quotes the last error that was retried.
         """
         host.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.place.url}", on_retry) as errands:
@@ -253,13 +253,13 @@ class Source:
                 key="",
                 backend=self.place.url,
                 detail=f"timeout_s={self.options.timeout_s:g} is over; "
-                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s if "
-                "it is that slow",
+                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
+                "for a slow storage",
                 retryable=True,
             )
 
     async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
-        """The first bytes of the file or object that has the place's own URL, if there is one."""
+        """Returns the first bytes of the file or object with this exact URL; None if none."""
         parts = folder_and_name(self.place.at)
         if parts is None:
             return None
@@ -278,7 +278,7 @@ class Source:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Names the snapshot in errors about the format, which are raised by object or path."""
+        """Adds the URL of the snapshot to format errors, which name an object or path."""
         try:
             yield
         except Exception as error:
@@ -288,7 +288,7 @@ class Source:
             raise
 
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
-        """The commit object, read anew, and all rank manifests, kept until it is another one."""
+        """Reads the commit object; returns it with all rank manifests, which are cached."""
         commit = await reader.commit()
         known = self._known
         if known.index is None or known.index[0] != commit:
@@ -304,7 +304,7 @@ class Source:
         return known.index
 
     def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
-        """What one rank may read; kept as long as the index."""
+        """Returns the index as ``rank`` sees it; cached with the index."""
         views = self._known.views
         found = views.get(rank)
         if found is None:
@@ -325,7 +325,7 @@ class Source:
 
 @asynccontextmanager
 async def _errands(host: Host, label: str, on_retry: OnRetry | None) -> AsyncIterator[Errands]:
-    """Errands in a call of their own, which ends when the last one has returned."""
+    """Provides errands in a separate call, which ends when the last errand has returned."""
     tasks = anyio.create_task_group()
     begun, over = anyio.Event(), anyio.Event()
 
@@ -351,14 +351,14 @@ def _is_damage(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a collection of garbage did.
+    """The result of a garbage collection.
 
     Attributes:
-        keys: The keys deleted.
-        kept: Complete attempts that are garbage elsewhere: there was no commit object, or a damaged
+        keys: The deleted keys.
+        kept: Complete attempts that were kept because the place has no commit object or a damaged
             snapshot.
-        is_damaged: The snapshot there is damaged: its commit object, or the attempt that it names
-            is not complete.
+        is_damaged: The snapshot is damaged: its commit object is, or the committed attempt is
+            incomplete.
     """
 
     keys: Sequence[str] = ()
@@ -376,26 +376,26 @@ async def collect_garbage(
     was_vacant: bool | None = None,
     expendable: Collection[str] = (),
 ) -> Collected:
-    """Deletes what attempts left that can no longer commit.
+    """Deletes the objects of attempts that can no longer commit.
 
-    The order matters: an attempt that was dead before the commit object is read cannot have
-    committed after it, so what is deleted belongs to no snapshot, whoever commits meanwhile.
+    The order matters: an attempt that was dead before the commit object is read cannot commit
+    after it. So no deleted object belongs to a snapshot, even if others commit concurrently.
 
-    At a place without a commit object, a complete attempt may be a snapshot that lost it; where the
-    commit object is damaged, or names an attempt that is not complete, the one that it named. Such
-    an attempt is left alone, unless this process aborted it or deleted its snapshot.
+    A complete attempt is kept if the place has no commit object, because the attempt may be a
+    snapshot that lost it. It is also kept if the commit object is damaged or names an incomplete
+    attempt. It is deleted if this process aborted it or deleted its snapshot.
 
     Args:
-        committed: The attempt that the caller has just committed. Who replaces it has a folder
-            before: while there is no other one, there is nothing to look into.
-        superseded: Attempts that the caller knows to be replaced.
-        force: Delete every other attempt, also one that may be running.
-        was_vacant: Whether the place had no commit object before the caller committed; None: as it
-            is now. A warning names the complete attempts at a place that had none.
-        expendable: Attempts to delete even if they are complete.
+        committed: The attempt that the caller has just committed. An attempt that replaces it has
+            a folder before: without another folder there is nothing to do.
+        superseded: Attempts that are known to be replaced.
+        force: Deletes every other attempt, including those that may be running.
+        was_vacant: Whether there was no commit object before the caller's commit; None: use the
+            current state. Complete attempts at such a place are named in a warning.
+        expendable: Attempts to delete even if complete.
 
     Raises:
-        FormatError: the commit object is of a newer or another format; nothing was deleted.
+        FormatError: the commit object has a newer or another format; nothing was deleted.
         StorageError: listing, reading or deleting failed.
     """
     attempts = await find_attempts(storage)
@@ -416,8 +416,8 @@ async def collect_garbage(
     garbage = unclaimed(garbage, claims.copies)
     if claims.copies.keys().isdisjoint(garbage):
         return await sweep.delete(garbage, claims)
-    # A copy may resume what an interrupted one left. It claims first and looks for collections
-    # then; this the other way round: one of the two sees the other.
+    # A copy may resume an interrupted one. A copy claims first and then looks for collections;
+    # a collection announces itself first and then looks for claims. So one sees the other.
     async with _announced(host, storage):
         claims = await find_claims(storage, await find_attempts(storage))
         return await sweep.delete(unclaimed(garbage, claims.copies), claims)
@@ -425,7 +425,7 @@ async def collect_garbage(
 
 @asynccontextmanager
 async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
-    """Says in the storage that what copies have left is being deleted."""
+    """Announces a collection of copies' leftovers in the storage."""
     collector = host.new_attempt()
     try:
         await storage.put(collection_key(str(collector)), [memoryview(b"{}")])
@@ -436,7 +436,7 @@ async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
 
 
 class _Sweep:
-    """The last step of a collection: reads the commit object, then deletes."""
+    """The last step of a collection: reads the commit object and deletes garbage."""
 
     def __init__(
         self,
@@ -454,22 +454,22 @@ class _Sweep:
         self._expendable = expendable
 
     async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
-        """Deletes the attempts in ``garbage`` but the committed one and those that are kept."""
+        """Deletes the attempts in ``garbage`` except the committed one and the kept ones."""
         commits = await read_commits(self._storage)
         spared, complete, is_damaged = await self._spare(commits)
         for name in complete:
-            spared.update(claims.copies.get(name, ()))  # whoever resumes that copy needs its claim
+            spared.update(claims.copies.get(name, ()))  # a resumed copy needs its claim
         doomed = [name for name in garbage if name not in spared]
         older = commits.older
         if older is not None and isinstance(commits.newer, Commit) and not is_damaged:
-            # Before anything that it names.
+            # Before the objects that it names.
             await self._storage.delete([OLDER_COMMIT_KEY])
             if isinstance(older, Commit) and older.attempt not in {*spared, *claims.copies}:
                 doomed = [name for name in self._attempts if name in {*doomed, older.attempt}]
         keys: list[str] = []
         for name in doomed:
             if commits.newer is commits.older is None:
-                # Interrupted, this leaves nothing that looks complete.
+                # If interrupted, no attempt looks complete.
                 keys += await self._storage.delete_folder(manifest_prefix(name).rstrip("/"))
             keys += await self._storage.delete_folder(name)
             self._host.forget_discarded(self._storage.url, name)
@@ -484,12 +484,12 @@ class _Sweep:
         return Collected(keys=keys, kept=kept, is_damaged=is_damaged)
 
     async def _spare(self, commits: Commits) -> tuple[set[str], list[str], bool]:
-        """Returns the attempts to spare, those of them that are complete and that the commit object
-        does not name, and whether the snapshot is damaged."""
+        """Returns the attempts to keep, the complete ones among them that are not committed, and
+        whether the snapshot is damaged."""
         try:
             commit = commits.counting()
         except ChecksumMismatch:
-            # It names one of those that were complete. Deleting the snapshot deletes that one.
+            # It named one of the complete attempts. Deleting the snapshot also deletes that one.
             complete = await self._complete(self._attempts)
             spared = set(complete)
             if isinstance(commits.older, Commit):
@@ -510,7 +510,7 @@ class _Sweep:
         return spared.union(complete), complete, is_damaged
 
     def _runs(self, name: str) -> bool:
-        """Whether this process is saving the attempt."""
+        """Returns whether this process is saving the attempt."""
         attempt = Attempt.parse(name)
         return attempt is not None and self._host.runs(attempt)
 
@@ -520,17 +520,17 @@ class _Sweep:
 
 
 async def find_attempts(storage: Storage) -> list[str]:
-    """The attempts that have left a folder, also an empty one."""
+    """Returns the attempts with a folder, also an empty one."""
     return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What attempts at a place claim.
+    """The claims at a place.
 
     Attributes:
-        copies: Attempts that are being copied there, or were: who says so, in which object.
-        collections: Attempts that delete what copies have left.
+        copies: Copied attempts, each with the claims on it: the claim object by owner.
+        collections: Attempts that announced a collection of copies' leftovers.
     """
 
     copies: Mapping[str, Mapping[str, ObjectInfo]]
@@ -541,7 +541,7 @@ NO_CLAIMS = Claims(copies={}, collections=())
 
 
 async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
-    """The claims that lie in the attempts' folders."""
+    """Returns the claims in the folders of ``attempts``."""
     copies: dict[str, dict[str, ObjectInfo]] = {}
     collections: list[str] = []
     for owner in attempts:

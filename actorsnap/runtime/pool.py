@@ -1,9 +1,9 @@
-"""Worker threads: run blocking calls, one after the other, first come first served.
+"""Worker threads for blocking calls, first come first served.
 
-There are as many as cores: copies and checksums gain nothing from more. Jobs that wait for a
-network do, so that each of them gets a thread at once. And a call that hangs in a storage must not
-keep all others from theirs: while every thread hangs, more are started.
-See ``docs/decisions/0003-worker-threads.md``. It must not know event loops.
+One thread per core: copies and checksums gain nothing from more. Jobs that wait for a network do,
+so each of them gets a thread at once. If all threads hang in a storage, more are started, so that
+other jobs can run. See ``docs/decisions/0003-worker-threads.md``. This module must not know event
+loops.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from actorsnap.runtime import priority
 __all__ = ["WorkerPool"]
 
 _HANGS_AFTER_S = 0.5
-"""A chunk is copied or hashed in a tenth of this."""
+"""Age at which a job counts as hanging, in seconds. Copying or hashing a chunk takes a tenth."""
 
 _MAX_EXTRA = 32
 _IDLE_S = 5.0
 
 
 class WorkerPool:
-    """Daemon threads that take jobs from one queue.
+    """Daemon threads with one job queue.
 
     Args:
-        num_threads: Made at once and kept. At interpreter exit none can be started any more
-            (Python 3.12), when pending snapshots are finished.
+        num_threads: Threads started at once and kept. At interpreter exit, when pending snapshots
+            are finished, no thread can be started (Python 3.12).
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -58,7 +58,7 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Runs ``fn(*args)``; the thread then calls ``done`` with its result or its error."""
+        """Runs ``fn(*args)`` on a thread, which then calls ``done`` with its result or error."""
         self._jobs.put((fn, args, done))
 
     def submit_waiting(
@@ -67,17 +67,17 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """``submit``, of a job that waits more than it works: on a new thread if none is idle."""
+        """``submit`` for a job that mostly waits: starts a thread if none is idle."""
         num_idle = len(self._threads) - len(self._busy_since) - self._jobs.qsize()
         if num_idle <= 0:
             self._add_extra(1)
         self.submit(fn, args, done)
 
     def relieve(self) -> bool:
-        """Starts threads for the jobs that wait, if all others hang.
+        """Starts threads for waiting jobs if all others hang.
 
         Returns:
-            Whether jobs wait: ask again in a while.
+            Whether jobs wait: if so, call again later.
         """
         num_waiting = self._jobs.qsize()
         busy_since = list(self._busy_since.values())
@@ -87,14 +87,14 @@ class WorkerPool:
         return num_waiting > 0
 
     def lower_priority(self) -> None:
-        """From now on, on all threads, jobs leave CPU and disk to other threads and processes."""
+        """Lowers the CPU and disk priority of all present and future threads."""
         self._is_lowered = True
         for thread in tuple(self._threads):
-            if thread.native_id is not None:  # else it sees it by itself
+            if thread.native_id is not None:  # otherwise the thread lowers itself
                 priority.lower(thread.native_id)
 
     def stop(self, timeout_s: float | None) -> None:
-        """Ends all threads; waits so long for those that are in a job."""
+        """Ends all threads; waits up to ``timeout_s`` for running jobs."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         threads = tuple(self._threads)
         for _ in threads:
@@ -104,7 +104,7 @@ class WorkerPool:
 
     def _add_extra(self, num_wanted: int) -> None:
         room = self.num_threads + _MAX_EXTRA - len(self._threads)
-        with contextlib.suppress(RuntimeError):  # the interpreter exits
+        with contextlib.suppress(RuntimeError):  # at interpreter exit
             for _ in range(min(num_wanted, room)):
                 self._add(idle_s=_IDLE_S)
 

@@ -1,6 +1,6 @@
-"""How little a thread takes of the CPU and the disk while others want them.
+"""Lower CPU and disk priority for a thread.
 
-On Linux only: elsewhere a priority is the whole process'.
+On Linux only: elsewhere a priority applies to the whole process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import sys
 __all__ = ["lower"]
 
 _NICE = 19
-"""A seventieth of the time of a thread that was not lowered, where both want the same core. The
-kernel takes a thread's I/O priority from it, the lowest of the usual class (``ioprio_set(2)``)."""
+"""Nice value of lowered threads. With two threads on a core, the lowered one gets a seventieth of
+the other's time. The kernel derives the I/O priority from it: the lowest of the usual class
+(``ioprio_set(2)``)."""
 
 
 def lower(thread: int) -> None:
-    """Lowers the thread with this native id; it cannot be undone. Nothing where that is refused.
+    """Lowers the thread with this native id, irreversibly. Does nothing if the system refuses.
 
-    Nor does it take a core from who has one (``SCHED_BATCH``).
+    The thread no longer preempts others (``SCHED_BATCH``).
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

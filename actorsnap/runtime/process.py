@@ -1,4 +1,4 @@
-"""Which process this is, and which others live."""
+"""Identity of this process and its host, and checks of other processes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def host_id() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process lives. One that only waits for its parent to look does not."""
+    """Returns whether the process is alive; a zombie is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
-        return True  # not ours to look at
+        return True  # no permission to check it
 
 
 def listens_at(port: int) -> bool:
-    """Whether this process has a server at that TCP port."""
+    """Returns whether this process listens at the TCP port."""
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         for connection in psutil.Process().net_connections(kind="tcp")
     )
 
 
-os.register_at_fork(after_in_child=host_id.cache_clear)  # it may be in another namespace
+os.register_at_fork(after_in_child=host_id.cache_clear)  # the namespace may differ

@@ -1,7 +1,7 @@
-"""This process' place in a group of ranks, kept from save to save.
+"""This process' place in a group of ranks.
 
-Holds what outlives a save: the port to the other ranks' mailboxes, and what the save before
-has left to be remembered. It decides nothing.
+Keeps the state that outlives a save: the port to the other ranks' mailboxes, and the plan of the
+last save. It decides nothing.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _ANSWER = timedelta(seconds=30)
 
 
 class Team:
-    """One process among those that save together.
+    """One process in a group of ranks that save together.
 
     Args:
-        before: The one whose store went away.
+        before: The team whose store is gone and that this one replaces.
 
     Attributes:
-        rank: Of this process, in the group.
-        world_size: Of the group.
-        ranks: All of them in the whole job, in the order of the group.
-        store: A weak reference: the store may host the server, whose end is the job's business.
-        address: Where another process of this rank finds it; None where it cannot.
-        number: Of this object, in this process.
-        memory: What the coordinator knows from the save before. On the loop only.
-        remembered: The rank's plan of the save before, by its digest. On the loop only.
+        rank: This process' rank in the group.
+        world_size: Size of the group.
+        ranks: Global ranks of the group, in group order.
+        store: A weak reference: the store may host the server, and its end belongs to the job.
+        address: Address of the store for another process of this rank; None if it has none.
+        number: Number of this object in this process.
+        memory: The coordinator's memory of the last save. On the loop only.
+        remembered: The rank's plan in the last save, with its digest. On the loop only.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
@@ -71,7 +71,7 @@ class Team:
         self._pid = os.getpid()
         self.memory = Memory()
         self.remembered: tuple[bytes, RankPlan] | None = None
-        # Where the store went away it has most likely not come back, and nobody starts up.
+        # A store that is gone has most likely not come back, and no rank is starting.
         again: dict[str, Any] = {}
         if before is not None:
             again = {"first_number": before.port.next_number, "connect_s": _AGAIN_S}
@@ -88,30 +88,30 @@ class Team:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the store went away, or the runtime was started anew."""
+        """Whether the store is gone or the runtime was restarted."""
         if self._pid != os.getpid():
-            return False  # the mailbox is the parent's, and ``begin`` says so
+            return False  # the mailbox is the parent's, and ``begin`` raises for it
         return self.port.is_broken or self._host is not Host.get()
 
     @functools.cached_property
     def hosts_store(self) -> bool:
-        """Whether the store ends with this process."""
+        """Whether the store's server runs in this process."""
         return self.address is not None and listens_at(self.address.port)
 
     def close(self) -> None:
-        """Gives the place up, in this process and its uploader process. Does not wait."""
+        """Closes the mailbox and removes the team from the uploader process. Does not wait."""
         self.port.close(0.0)
         uploader = self._host.uploader
         if uploader is not None and self._pid == os.getpid():
-            with contextlib.suppress(RuntimeError):  # the runtime is gone, and so is the process
+            with contextlib.suppress(RuntimeError):  # runtime and uploader process have ended
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
-        """A connection to the store for calls that do not wait for other ranks; always the same
-        one. From any thread; blocks.
+        """Returns a connection to the store for calls that do not wait for other ranks, always
+        the same one. Thread-safe; blocks.
 
         Raises:
-            RuntimeError: the store is gone, or does not answer.
+            RuntimeError: the store is gone or does not answer.
         """
         with self._connecting:
             if self._connection is None:
@@ -124,23 +124,23 @@ class Team:
             return self._connection
 
     def warn_once(self, text: str) -> None:
-        """Logs what is said of this team for all saves."""
+        """Logs a warning, once per team."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s", text)
 
     def begin(self, label: Label | None, options: Options) -> Call:
-        """Takes the number of the next call that all ranks make together, and reports which call
-        it is (``protocol.roll``). Close it at the end.
+        """Takes the number of the next common call of all ranks, and reports its label
+        (``protocol.roll``). The result must be closed.
 
-        In the caller's thread: there, calls are made in the same order on all ranks. Whoever
-        has taken a number must say something with it, and be it that the call has failed.
+        Runs in the caller's thread, where calls have the same order on all ranks. A rank that has
+        taken a number must send a message for it, even if only that the call has failed.
 
         Args:
-            label: None if the call's input is bad: it must then fail.
+            label: None for bad input: the call must then fail.
 
         Raises:
-            UsageError: in a process forked from the one that the group was found in.
+            UsageError: in a process forked from the owner of the group.
         """
         tag = b"" if label is None else label.digest
         save = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
@@ -160,7 +160,7 @@ class Team:
         return Call(save, caller, roll)
 
     def join(self, label: Label | None, options: Options) -> Membership:
-        """Takes part in a save: see ``begin``."""
+        """Takes part in a save. See ``begin``."""
         return Membership(self, self.begin(label, options))
 
     def _find_prefix(self) -> str:
@@ -168,21 +168,21 @@ class Team:
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether another process of this rank can open its mailbox when this one ends."""
+        """Whether another process of this rank can open its mailbox after this one has ended."""
         if self.address is None:
             self.warn_once(
                 "saves of these ranks are not detached, their trainers wait for them: the ranks' "
-                "store is no TCPStore, and has no address. Pass store= one"
+                "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )
         return self.address is not None and not self.hosts_store
 
     def as_rank(self) -> TeamRank:
-        """Returns the rank as the uploader process gets to know it."""
+        """Returns the description of the rank for the uploader process."""
         return TeamRank(self.number, self.rank, self.world_size)
 
     async def take_over(self, number: int, call: Call) -> TakeOver:
-        """Returns what another process needs to continue this rank's part of a call, once
-        something has come from rank 0.
+        """Returns the data with which another process continues this rank's part of a call. Only
+        after a message from rank 0.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -204,11 +204,11 @@ class Team:
 
 
 class Call:
-    """A call that all ranks make together, as this process sees it.
+    """This process' view of a common call of all ranks.
 
     Attributes:
         participant: This rank's end.
-        coordinator: On rank 0.
+        coordinator: The coordinator's end, on rank 0.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Call:
 
     @property
     def number(self) -> int:
-        """The same on all ranks."""
+        """The number of the call, equal on all ranks."""
         return self._save.number
 
     @property
@@ -232,12 +232,12 @@ class Call:
         return self._save.scope
 
     def close(self) -> None:
-        """Ends it here. From any thread; again does nothing."""
+        """Ends the call on this rank. Thread-safe and idempotent."""
         self._save.close()
 
 
 class RelayedCall:
-    """A call whose mailbox another process owns; see ``Call``."""
+    """A ``Call`` whose mailbox another process owns."""
 
     def __init__(self, ends: RelayedEnds) -> None:
         self.participant = ends.participant
@@ -246,7 +246,7 @@ class RelayedCall:
 
 
 class RelayedTeam:
-    """A rank among others, where another process owns its mailbox; see ``Team``."""
+    """A ``Team`` whose mailbox another process owns."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -274,8 +274,8 @@ class Membership:
     """A rank's part in one save of its team.
 
     Attributes:
-        call: Whose number all ranks have taken.
-        memory: What this save's coordinator knows from the one before.
+        call: The common call.
+        memory: The coordinator's memory of the last save.
     """
 
     def __init__(self, team: Team | RelayedTeam, call: Call | RelayedCall) -> None:
@@ -290,9 +290,9 @@ _lock = threading.Lock()
 
 
 def find_team(group: Any, store: Any) -> Team | None:
-    """The team of a call; None where there is but one rank.
+    """Returns the team of a call; None for a single rank.
 
-    The same one from call to call; a new one where the store of the last one went away.
+    Calls share one team. A new one replaces it if its store is gone.
 
     Raises:
         UsageError: see ``state.process_group.find_group``.
@@ -308,7 +308,7 @@ def find_team(group: Any, store: Any) -> Team | None:
         if team is None:
             team = _teams[key] = Team(found)
         elif team.is_stale:
-            # The others may not have noticed, and count on.
+            # Other ranks may not have noticed, and continue its numbers.
             team.close()
             team = _teams[key] = Team(found, before=team)
         return team

@@ -1,4 +1,4 @@
-"""The bodies of the calls that read without an app state, as scripts (see ``runtime.taking``)."""
+"""Scripts of the calls that read without an app state (see ``runtime.taking``)."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _MAX_TRIES = 3
-"""Reading begins anew so often where one snapshot after the other is replaced."""
+"""Maximum number of attempts at reading a snapshot that is replaced meanwhile."""
 
 
 def begins_anew(
     script: Callable[Concatenate[Source, P], Script[T]],
 ) -> Callable[Concatenate[Source, P], Script[T]]:
-    """Makes a reading call begin anew where the snapshot is replaced while it reads.
+    """Makes a reading call start again if the snapshot is replaced during the call.
 
-    All its tries end by ``timeout_s``. What it raises about the format names the snapshot.
+    All attempts share one ``timeout_s``. Format errors name the snapshot.
     """
 
     @functools.wraps(script)
@@ -73,7 +73,7 @@ def begins_anew(
 
 @begins_anew
 def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
-    """Reads commit object and rank manifests."""
+    """Reads the commit object and all rank manifests."""
 
     async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
         async with source.opened(host, "read") as (_, reader, errands):
@@ -84,7 +84,7 @@ def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]
 
 
 def load_view(source: Source, rank: int) -> Script[Index]:
-    """Reads what one rank may read; it is merged on a worker thread."""
+    """Reads the index as one rank sees it; merges manifests on a worker thread."""
     _, manifests = yield from load_index(source)
     return (yield from _view(source, manifests, rank))
 
@@ -97,7 +97,7 @@ def _view(source: Source, manifests: dict[int, RankManifest], rank: int) -> Scri
 
 
 def get_manifest(source: Source) -> Script[dict[str, Entry]]:
-    """Every entry of every rank, by ``"<rank>/<path>"``, or ``"<rank>/<path>@<offsets>"``."""
+    """Returns all entries, by ``"<rank>/<path>"`` or ``"<rank>/<path>@<offsets>"``."""
     _, manifests = yield from load_index(source)
     return {
         f"{rank}/{name}": entry
@@ -108,7 +108,7 @@ def get_manifest(source: Source) -> Script[dict[str, Entry]]:
 
 @begins_anew
 def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
-    """One stateful's state dict, built fresh on the CPU."""
+    """Returns the state dict of one stateful, in new CPU memory."""
     index = yield from load_view(source, 0)
     by_key = entries_by_key(index.entries)
     if key not in by_key:
@@ -129,7 +129,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
 def read_object(
     source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
 ) -> Script[Any]:
-    """One leaf or subtree, into ``out`` or fresh."""
+    """Reads one leaf or subtree, into ``out`` or into new memory."""
     if not isinstance(path, str):
         raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
     if memory_budget_bytes is not None and (
@@ -143,7 +143,7 @@ def read_object(
     rank, _, rest = path.partition("/")
     number = 0
     if rank.isascii() and rank.isdecimal() and rest:
-        # A top-level key that reads like a number is escaped, so this is a rank.
+        # Top-level keys that look like a number are escaped, so this is a rank.
         if int(rank) not in manifests:
             raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
         number, path = int(rank), rest
@@ -160,14 +160,13 @@ async def fetch(
     parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
 ) -> None:
-    """Reads what the parts want."""
     mark(parts)
     wanted = [want for part in parts for want in part.reads]
     await fetch_wanted(host, source, index, wanted, memory_budget_bytes)
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
-    """Notes that memory is about to be written. A restore that fails may have written some."""
+    """Marks memory as written: even a failed restore may have written some of it."""
     mark_written(each.target for part in parts for each in part.destinations)
 
 
@@ -179,7 +178,7 @@ async def fetch_wanted(
     memory_budget_bytes: int | None = None,
     observation: Observation | None = None,
 ) -> None:
-    """Reads into marked memory."""
+    """Reads ranges into marked memory."""
     requests = [Request(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:

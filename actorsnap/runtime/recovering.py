@@ -1,8 +1,7 @@
-"""The body of the call that writes a lost commit object again, as a script (see
-``runtime.taking``).
+"""The script that restores a lost commit object (see ``runtime.taking``).
 
-Implements "A lost commit object" of ``docs/format.md``. Every rank manifest and every byte of
-data is checked before anything is written.
+Implements "A lost commit object" of ``docs/format.md``. Checks every rank manifest and every byte
+of data before it writes anything.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ __all__ = ["RecoverCall", "RecoverReport", "recover"]
 logger = Lines(__name__)
 
 _MAX_NOTES = 20
-"""Number of further problems that an error lists."""
+"""Maximum number of further problems in an error's notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +82,14 @@ class RecoverCall:
 
 
 class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recovered.
+    """The result of a recovery.
 
     Attributes:
-        attempt: The attempt that is the snapshot again.
-        world_size: Ranks that saved it.
-        step: As it was given to ``take``.
-        created: When the attempt began; UTC, ISO 8601.
-        num_objects: Data objects.
+        attempt: The recovered attempt.
+        world_size: Number of ranks that saved it.
+        step: The ``step`` of ``take``.
+        created: Start time of the attempt; UTC, ISO 8601.
+        num_objects: Number of data objects.
         nbytes: Bytes compared with checksums.
     """
 
@@ -105,7 +104,7 @@ class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
 def recover(
     source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
 ) -> Script[RecoverReport]:
-    """Writes the commit object again; ``progress`` is that of ``upkeep.verify``."""
+    """Writes the commit object again. ``progress`` is as in ``upkeep.verify``."""
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
         async with source.opened(host, "recover") as (storage, reader, errands):
@@ -114,7 +113,7 @@ def recover(
             if isinstance(found, list):
                 return found
             commit, report = found
-            # What a crash leaves of the write belongs into the attempt's folder.
+            # The attempt's folder takes any unfinished write.
             target = await open_place(
                 host,
                 source.place,
@@ -148,13 +147,13 @@ def _as_one(problems: Sequence[ActorSnapError], url: str) -> ActorSnapError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """An attempt that may be the snapshot.
+    """An attempt that may be the lost snapshot.
 
     Attributes:
-        ranks: Those whose manifests are there, in order.
-        nbytes: Size of everything in its folder.
-        save: What its first manifest records; None for an older release's.
-        problem: Why it cannot be the snapshot.
+        ranks: Ranks with a manifest, sorted.
+        nbytes: Total size of its folder.
+        save: The save record of its first manifest; None for an older release.
+        problem: The reason why it cannot be the snapshot.
     """
 
     attempt: Attempt
@@ -170,8 +169,6 @@ class _Candidate:
 
 
 class _Recovery:
-    """One recovery under way."""
-
     def __init__(
         self,
         host: Host,
@@ -191,12 +188,12 @@ class _Recovery:
     async def find(
         self, progress: Callable[[int, int], None] | None
     ) -> tuple[Commit, RecoverReport] | list[ActorSnapError]:
-        """Returns the commit object to write, or what is damaged.
+        """Returns the commit object to write with a report, or the damage found.
 
         Raises:
-            UsageError: The caller has to choose, or to confirm.
+            UsageError: The caller has to choose or confirm.
             ObjectExists: A snapshot is committed.
-            NotASnapshot: Nothing is there that could be recovered.
+            NotASnapshot: There is nothing to recover.
         """
         try:
             await self._is_damaged()
@@ -206,10 +203,10 @@ class _Recovery:
             if problems:
                 return problems
             commit = _commit_of(chosen.attempt, manifests, records)
-            # What this release would refuse to read is not written.
+            # Refuses a commit object that this release could not read.
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
-            return [error]  # raised in ``opened``, it would look like a deleted snapshot
+            return [error]  # raised inside ``opened``, it would look like a deleted snapshot
         check = DataCheck(
             self._source,
             self._host,
@@ -233,8 +230,8 @@ class _Recovery:
         """Creates the commit object, or replaces the damaged one.
 
         Raises:
-            ObjectExists: Another snapshot was committed meanwhile.
-            ObjectNotFound: The attempt was deleted meanwhile.
+                ObjectExists: Another snapshot was committed in the meantime.
+                ObjectNotFound: The attempt was deleted in the meantime.
         """
         data = encode_commit(commit)
 
@@ -250,22 +247,22 @@ class _Recovery:
             try:
                 await target.put_if_absent(COMMIT_KEY, data)
             except ObjectExists:
-                # A repeated request meets the object that the first one has created.
+                # A repeated request finds the object created by the first one.
                 if await find_commit(target) != commit:
                     raise
-        # A client may have swallowed the cancellation, and written nothing.
+        # A client may have swallowed the cancellation without writing.
         await anyio.lowlevel.checkpoint_if_cancelled()
         if commits.older is not None:
-            # The other name counts now. Left there, a damaged object would come to light again
-            # where only the newer one is lost.
+            # The other name is valid now. A damaged object left here would count again if only the
+            # newer one were lost.
             await target.delete([OLDER_COMMIT_KEY])
 
     async def _is_damaged(self) -> bool:
-        """Whether there is a damaged commit object; it may be replaced.
+        """Returns whether there is a damaged commit object that may be replaced.
 
         Raises:
-            ObjectExists: There is an intact one.
-            ChecksumMismatch: There is a damaged one, and the caller did not ask to replace it.
+            ObjectExists: The commit object is intact.
+            ChecksumMismatch: It is damaged, and the caller did not ask to replace it.
         """
         try:
             commit = await find_commit(self._storage)
@@ -290,7 +287,7 @@ class _Recovery:
     # Choosing
 
     async def _choose(self) -> _Candidate:
-        """Returns the one complete attempt.
+        """Returns the only complete attempt.
 
         Raises:
             UsageError: There are several; or the world size is needed.
@@ -298,8 +295,8 @@ class _Recovery:
         """
         names = await find_attempts(self._storage)
         if not names:
-            await self._reader.commit()  # raises: it knows what is there instead
-            await self._is_damaged()  # raises, too: one was committed just now
+            await self._reader.commit()  # raises, with the reason
+            await self._is_damaged()  # raises, if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:
                 raise UsageError(
@@ -349,7 +346,7 @@ class _Recovery:
         return _Candidate(attempt=attempt, ranks=ranks, nbytes=nbytes, save=save, problem=problem)
 
     def _check_ranks(self, name: str, ranks: Sequence[int], save: SaveRecord | None) -> None:
-        """Raises where the manifests are not those of all ranks."""
+        """Raises if the manifests are not those of all ranks."""
         recorded = None if save is None else save.world_size
         given = self._call.world_size
         if recorded is None and given is None:
@@ -378,7 +375,7 @@ class _Recovery:
             )
 
     async def _refuse_running(self, attempt: Attempt) -> None:
-        """Raises UsageError where the attempt, or a copy of it to here, may yet be committed."""
+        """Raises UsageError if the attempt, or a copy of it to here, may still be committed."""
         if self._call.force:
             return
         name = str(attempt)
@@ -440,7 +437,7 @@ class _Recovery:
 
 
 def _shared(manifest: RankManifest) -> SaveRecord | None:
-    """Returns what all ranks record alike."""
+    """Returns the part of the save record that is equal on all ranks."""
     if isinstance(manifest.save, msgspec.UnsetType):
         return None
     return msgspec.structs.replace(manifest.save, metadata={})

@@ -68,18 +68,21 @@ logger = Lines(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restore left out.
+    """Parts of the app state and the snapshot that a restore left out.
 
     Attributes:
-        missing: Paths of the app state that the snapshot lacks, of modules and of dicts in a
-            ``StateDict``; they keep their values.
-        unexpected: Paths of the snapshot that a module has no place for; not restored.
-        mismatched: A line per leaf of a module or ``StateDict`` whose kind, dtype or shape
-            differs; they keep their values. Or per optimizer that cannot take what was saved, or
-            was saved from another class; it keeps all its values. Or per two leaves of modules that
-            share memory in the app state only: it holds the value that was loaded last.
-        kept: A line per ``RNGState`` whose generators keep their present states, because only
-            other ranks saved theirs: seed them. No reason to refuse the restore.
+        missing: Paths of modules and ``StateDict`` dicts that the snapshot lacks; they keep their
+            values.
+        unexpected: Paths of the snapshot without a place in a module; not restored.
+        mismatched: One line each, for
+
+            - a leaf of a module or ``StateDict`` with another kind, dtype or shape; it keeps its
+              value.
+            - an optimizer that cannot take the saved state, or was saved from another class; it
+              keeps all its values.
+            - two leaves of modules that share memory in the app state only; the last one wins.
+        kept: A line per ``RNGState`` that keeps its generators' states, because only other ranks
+            saved theirs: seed them. Does not fail a strict restore.
         nbytes: Bytes read into place.
     """
 
@@ -91,24 +94,23 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything fitted: nothing is missing, unexpected or mismatched."""
+        """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
 class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restore would do, over all ranks that take part.
+    """A preview of a restore, over all ranks that take part.
 
     Attributes:
-        mode: ``"direct"``, every rank reads what it wants, or ``"shared"``, what several want
-            alike is read once by them together and passed on.
-        reason: Why; how many ranks want how much alike, and who of them shares it.
+        mode: ``"direct"``: every rank reads its own ranges; ``"shared"``: ranks read common ranges
+            once and send them to each other.
+        reason: Why this mode was chosen: how many ranks want how many bytes in common.
         bytes_needed: Bytes to put into the app states.
-        bytes_read: Bytes to read from the storage: checksum blocks are read as a whole, and of what
-            is compressed, frames.
-        num_requests: So many reads of the storage.
-        bytes_read_by_rank: By rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. What not all ranks have alike
-            is preceded by the rank.
+        bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
+        num_requests: Number of read requests to the storage.
+        bytes_read_by_rank: Bytes to read, by rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. Lines that not all ranks have in
+            common begin with the rank.
     """
 
     mode: str
@@ -123,7 +125,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read per byte needed; below 1 where bytes are shared."""
+        """Bytes read per byte needed; below 1 if ranks share bytes."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     @property
@@ -135,9 +137,9 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 def restore(
     source: Source, app_state: AppState, *, strict: bool, group: Any, store: Any
 ) -> Script[RestoreReport]:
-    """Compares everything, then reads everything, then hands over key by key.
+    """Restores on all ranks of a group together, in the rounds of ``protocol.restore``.
 
-    On all ranks of a group together, in the rounds of ``protocol.restore``.
+    Compares everything first, then reads everything, then loads key by key.
     """
     team = find_team(group, store)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
@@ -152,7 +154,7 @@ def restore(
 def _watched(
     rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
 ) -> Script[RestoreReport]:
-    """``restore_by``, with what it does recorded where somebody wants to know."""
+    """``restore_by`` with an observation, for trace files and telemetry."""
     observation = observe("restore", source.options)
     end = functools.partial(
         observation.end,
@@ -183,7 +185,7 @@ def restore_by(
     strict: bool,
     observation: Observation | None = None,
 ) -> Script[RestoreReport]:
-    """One rank's part in a restore."""
+    """Runs this rank's part of a restore."""
     check_flag("strict", strict)
     observation = observation or Observation("restore")
     compared, reading = yield from _compare(rounds, source, app_state, observation)
@@ -214,7 +216,7 @@ def restore_by(
 def plan_restore(
     source: Source, app_state: AppState, *, group: Any, store: Any
 ) -> Script[RestorePlan]:
-    """As ``restore`` up to the first byte."""
+    """Runs ``restore`` without reading data, and reports the plan."""
     team = find_team(group, store)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
@@ -246,7 +248,7 @@ def _compare(
     app_state: AppState,
     observation: Observation,
 ) -> Script[tuple[Compared, Reading]]:
-    """Reads the index; compares when all ranks have read the same."""
+    """Reads the index and, once all ranks have read the same one, compares."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
     observation.attempt = index.attempt
@@ -255,21 +257,21 @@ def _compare(
     yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = state_dicts(app_state, rounds.team)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
-    # By names that can be sent to other ranks.
+    # Escaped names, which can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)
     return compared, Reading(source, index, parts, rounds.team, observation)
 
 
 def _agree(rounds: Rounds, message: Comparison) -> Script[ReadPlan]:
-    """Tells the others what does not fit and what is wanted; returns how all read."""
+    """Sends this rank's mismatches and wants; returns the common read plan."""
     payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
     return msgspec.msgpack.decode(payload, type=ReadPlan)
 
 
 class _Turns:
-    """Calls into statefuls, key by key. They may be collective: so where there are other ranks,
-    one that raises does not keep this rank from those of its other keys."""
+    """Calls into statefuls, key by key. These calls may be collective. So with several ranks, an
+    error in one key does not skip the calls of the other keys."""
 
     def __init__(self, team: Team | None, stage: Stage) -> None:
         self._team = team
@@ -303,10 +305,10 @@ class _Turns:
 
 
 def state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
-    """Calls every ``state_dict()``, in an order that all ranks have.
+    """Calls every ``state_dict()``, in the same order on all ranks.
 
-    Generators come last, as other loads may draw numbers; they are not asked, for one that only
-    this process has is no reason to refuse the others.
+    Generators come last, because other loads may draw numbers. Their ``state_dict()`` is not
+    called: a generator that only this process has must not fail the other ranks.
     """
     turns = _Turns(team, Stage.COMPARE)
     states: dict[str, Any] = {}
@@ -320,16 +322,16 @@ def state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Compared:
-    """An app state beside a snapshot.
+    """The result of comparing an app state with a snapshot.
 
     Attributes:
-        parts: What can be restored, by key, in the order in which it is loaded.
-        adapting: What the module of a key has, where it decides itself what it can take.
+        parts: The restorable part of each key, in load order.
+            adapting: The comparison with each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
-        unplaced: By escaped key, what is unexpected here, but may have its place on another
-            rank: layers of other stages of a pipeline.
-        hints: Keys of the snapshot that missing keys may be misspellings of, a line each.
+        unplaced: Paths without a place here, by escaped key. Other ranks may have a place, as with
+            layers of other pipeline stages.
+        hints: A line per missing key that resembles a key of the snapshot.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -343,7 +345,7 @@ class Compared:
     without_optim: list[str] = field(default_factory=list)
 
     def build(self) -> dict[str, Any]:
-        """Returns the states that were read, by key, for ``load_state_dict``."""
+        """Returns the restored states, by key, for ``load_state_dict``."""
         states = {key: part.build() for key, part in self.parts.items()}
         for key in self.without_optim:
             if key in states:
@@ -351,7 +353,6 @@ class Compared:
         return states
 
     def message(self, wants: Wants) -> Comparison:
-        """What to tell the others."""
         return Comparison(
             wants,
             tuple(self.missing),
@@ -369,17 +370,15 @@ def compare(
     rank: int,
     options: Options,
 ) -> Compared:
-    """Compares everything; reads and changes nothing.
+    """Compares an app state with a snapshot; reads no data and changes nothing.
 
     Args:
-        index: Of the snapshot, as ``rank`` sees it.
-        app_state: Statefuls by key.
-        states: Their states, in the order in which they are loaded.
-        rank: Of this process in its group.
-        options: How to restore.
+        index: The index of the snapshot, as ``rank`` sees it.
+        states: The states of ``app_state``, in load order.
+        rank: This process' rank in its group.
 
     Raises:
-        UsageError, FormatError, MemoryError: As ``prepare``.
+        UsageError, FormatError, MemoryError: See ``prepare``.
     """
     by_key = entries_by_key(index.entries)
     elsewhere: dict[str, list[str]] = {}
@@ -437,16 +436,16 @@ def compare(
         private = [path for path in private if part.has_target(path)]
         found.mismatched += _explain_private(key, private, index, rank)
         if private and matching_of(stateful) in (Matching.GROUPS, Matching.NOTHING):
-            continue  # it would get a state with holes
+            continue  # its state would have holes
         stuck = _stuck_on_meta(key, stateful, part)
         found.mismatched += stuck
         if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.mismatched):
             found.mismatched += part.mismatched
-            continue  # it takes all or nothing
+            continue  # an optimizer loads all of its state or none
         differs = part.missing or part.unexpected or part.unplaced or part.mismatched
         if differs and adapts(stateful):
             found.adapting[key] = part
-            # Fresh: what is adapted may go to another place than the one that has its name.
+            # Into fresh memory: a module that adapts may move a leaf to another name.
             part = open_key(key, is_fresh=True)
         found.missing += part.missing
         found.unexpected += part.unexpected
@@ -469,22 +468,20 @@ def load(
     nbytes: int,
     team: Team | None,
 ) -> RestoreReport:
-    """Hands over what was read, key by key.
+    """Loads the restored states, key by key.
 
     Args:
-        compared: What is to be restored.
-        states: What was read, by key.
+        states: The restored states, by key.
         loaders: ``load_state_dict`` by key.
-        strict: As the app state was compared.
-        nbytes: How many bytes were read into place.
-        team: See ``_Turns``.
+        strict: As in the comparison.
+        nbytes: Bytes read into place.
 
     Raises:
         IncompatibleState: A module that adapts what it loads refuses it.
-        Exception: Whatever a ``load_state_dict`` raises, with a note that names its key.
+        Exception: Any error of a ``load_state_dict``, with a note that names its key.
     """
     missing, unexpected = list(compared.missing), list(compared.unexpected)
-    if not strict:  # else other ranks have a place for them
+    if not strict:  # in a strict restore, other ranks have a place for them
         unexpected += [path for paths in compared.unplaced.values() for path in paths]
     mismatched = list(compared.mismatched)
     turns = _Turns(team, Stage.LOAD)
@@ -518,7 +515,7 @@ def load(
 
 
 def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) -> list[str]:
-    """A line per set of ranks that keep to themselves what the app state wants of a key."""
+    """Returns a line per set of ranks with private leaves that the app state wants."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for path in paths:
         by_ranks.setdefault(index.elsewhere[path], []).append(path)
@@ -532,12 +529,12 @@ def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) ->
 
 
 def _is_each_ranks_own(entries: Iterable[AnyEntry]) -> bool:
-    """Whether ranks saved leaves for themselves, be they equal, or of one rank only."""
+    """Returns whether ranks saved private leaves."""
     return not all([getattr(entry, "replicated", True) for entry in entries])
 
 
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
-    """A line per state of optimizers that was saved from those of other classes, by path."""
+    """Returns, by path, a line per state that was saved from optimizers of another class."""
     return {
         path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
         "Options(allow_optimizer_change=True) restores it nevertheless"
@@ -547,7 +544,7 @@ def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
 
 
 def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
-    """A line if an optimizer of distributed parameters has no state to restore theirs into."""
+    """Returns a line if an optimizer of distributed parameters has no state to restore into."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return []
     held = [p for group in stateful.param_groups for p in group["params"]]
@@ -566,7 +563,7 @@ def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: 
 
 
 def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
-    """A line per leaf on meta in whose place a stateful cannot put what is restored."""
+    """Returns a line per leaf on the meta device that its stateful cannot replace."""
     if can_assign(stateful):
         return []
     if isinstance(stateful, torch.optim.Optimizer):
@@ -587,19 +584,19 @@ def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
 def _settle(
     app_state: AppState, parts: Mapping[str, KeyRestore]
 ) -> tuple[list[str], dict[str, set[str]]]:
-    """Finds memory that leaves share in the app state, but not in the snapshot.
+    """Finds memory that leaves share in the app state but not in the snapshot.
 
-    A module's parameters keep it, as a module computes with the memory that it has; else the
-    first leaf does.
+    A module's parameters keep the memory, because the module computes with it. Among other leaves
+    the first keeps it.
 
     Returns:
-        A line per leaf of a module that had to give way to another module's or its own; and,
-        by key, the paths of all that get memory of their own.
+        A line per conflict with a leaf of a module; and, by key, the paths that get separate
+        memory.
     """
-    # Of two modules' leaves the last one wins, as when load_state_dict copies.
+    # Of two modules' leaves the last wins, as when load_state_dict copies.
     in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
     others = [key for key in parts if key not in in_modules]
-    # load_state_dict copies a module's leaf into the memory it has, wherever it was read to.
+    # load_state_dict copies a module's leaves into the module's own memory.
     fixed = [each for key in in_modules for each in parts[key].destinations]
     destinations = [each for key in others for each in parts[key].destinations]
     lines: dict[str, None] = {}
@@ -619,10 +616,10 @@ def _settle(
 def _load_adapting(
     key: str, load: Callable[[Any], Any], state: Any, compared: KeyRestore, *, strict: bool
 ) -> RestoreReport:
-    """Lets a module decide what it can make of a state; returns what it left out.
+    """Loads a module that adapts the state itself; returns the parts that it left out.
 
     Raises:
-        IncompatibleState: strict, and torch says that something does not fit.
+        IncompatibleState: strict, and torch reports a mismatch.
     """
     try:
         keys = load(state)
@@ -632,7 +629,7 @@ def _load_adapting(
             raise
         if strict:
             raise IncompatibleState(mismatched=complaints, is_untouched=False) from error
-        # torch tells no more than that, but has loaded all that does fit.
+        # torch reports no details, but has loaded all that fits.
         return RestoreReport(
             missing=tuple(compared.missing),
             unexpected=(*compared.unexpected, *compared.unplaced),

@@ -1,7 +1,7 @@
-"""Calls that all ranks make together, as scripts (see ``runtime.taking``).
+"""Common calls of all ranks, as scripts (see ``runtime.taking``).
 
-The body of such a call passes rounds (``protocol.rounds``). An error on one rank ends it on all
-ranks, with the same error.
+The body of such a call passes rounds (``protocol.rounds``). An error on one rank ends the call on
+all ranks with the same error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Rounds(Protocol):
     """A rank's side of a call.
 
     Attributes:
-        team: None where there is but one rank.
-        rank: Of this process in its group.
+        team: None for a single rank.
+        rank: This process' rank in its group.
         scope: See ``transport.store.StoreSave``; valid after the first round.
     """
 
@@ -52,13 +52,13 @@ class Rounds(Protocol):
         """Waits until all ranks have arrived at the next round; returns the decision.
 
         Args:
-            then: The stage of the work that follows; None: as before.
+            then: The stage of the following work; None: unchanged.
         """
         ...
 
     def perform(self, work: Work[T]) -> Script[T]:
-        """Runs work on the runtime's loop; cancels it when another rank has failed. The work may
-        ``arrive`` itself."""
+        """Runs work on the runtime's loop. Cancels it if another rank fails. The work may call
+        its ``arrive`` argument."""
         ...
 
 
@@ -71,9 +71,9 @@ def call_together(
 ) -> Script[T]:
     """Runs ``body`` on all ranks of ``team``; ``label`` is the same on all.
 
-    It ends with the body on all ranks, or with the same error on all: by ``timeout_s``, and
-    soon after one has failed, or was not heard for ``lost_after_s``. On the rank where that
-    began the error has the one raised there as its cause, or is that.
+    The call ends with the body on all ranks, or with the same error on all. It ends after
+    ``timeout_s``, and soon after a rank has failed or was silent for ``lost_after_s``. On the rank
+    that failed, the error is the original one or has it as its cause.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
@@ -88,7 +88,7 @@ def call_together(
 
 
 class Alone:
-    """The rounds of a call with one rank, or of one rank as if there were no others."""
+    """The rounds of a call with one rank, or of one rank without the others."""
 
     team = None
     scope = ""
@@ -120,7 +120,7 @@ class Alone:
 
 
 class Together:
-    """This process' part in a call of its team. Takes the next number of the team."""
+    """This process' part in a call of its team. Takes the team's next call number."""
 
     def __init__(self, team: Team, label: Label, options: Options, decisions: Decisions) -> None:
         self.team = team
@@ -172,10 +172,10 @@ class Together:
         return result
 
     def fail(self, error: Exception) -> Script[None]:
-        """Reports to the others that this rank cannot go on.
+        """Reports this rank's failure to the others.
 
         Raises:
-            ActorSnapError: The one that all ranks raise, unless that is ``error`` itself.
+            ActorSnapError: The common error of all ranks, unless it is ``error`` itself.
         """
         participant = self._participant
         was_over = participant.is_over
@@ -185,11 +185,11 @@ class Together:
         is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
         if verdict is None or (is_same and not was_over):
             return
-        # An error of another rank came here by a round, as a copy without the note on its origin.
+        # Another rank's error arrived in a round, as a copy without the note on its origin.
         raise verdict from verdict.__cause__ if is_same else error
 
     def close(self) -> None:
-        """Takes leave if the outcome is not known: the caller was interrupted."""
+        """Reports a failure if there is no outcome: the caller was interrupted."""
         if not self._participant.is_over:
             failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))

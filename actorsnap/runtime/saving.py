@@ -1,7 +1,7 @@
 """One save in this process, from captured state to outcome.
 
-Puts storage, transport, participant and, on rank 0, the coordinator together on the runtime's
-loop, maps the outcome to one error, and collects garbage behind a commit.
+Connects storage, transport, participant and, on rank 0, the coordinator on the runtime's loop.
+Maps the outcome to one error, and collects garbage after a commit.
 """
 
 from __future__ import annotations
@@ -58,32 +58,32 @@ __all__ = ["SaveJob"]
 logger = Lines(__name__)
 
 _PATIENCE_S = 5.0
-"""So long, and not beyond the deadline, the outcome waits for the garbage to be gone."""
+"""Time for which the outcome waits for garbage collection, up to the deadline, in seconds."""
 
 _MAX_PUT_BYTES = 1 << 30
-"""Object stores take at most 5 GiB in one request."""
+"""Upper limit of a chunk that is stored as its own object. Object stores accept at most 5 GiB per
+request."""
 
 _GRACE_S = 10.0
-"""So much later than the coordinator a rank knows by itself that the time is over."""
+"""Extra time a rank waits beyond the coordinator's deadline, in seconds."""
 
 
 class _CommittedBefore(Exception):
-    """The attempt of the process that has died is the snapshot."""
+    """A dead process' attempt has already committed this save."""
 
 
 _Ends: TypeAlias = tuple[ParticipantEnd, CoordinatorEnd | None]
 
 
 class SaveJob(Job):
-    """A save in flight that is made in this process. See also ``Job``.
+    """A save made in this process. See also ``Job``.
 
     Args:
-        captured: The rank's state, or why there is none.
+        captured: The rank's state, or the reason for its absence.
         copies: The trainer may change the state before the save has ended.
         stager: See ``Saver``.
-        after: An attempt whose process has died in this very save: if it has committed, so has
-            the save.
-        cause: The exception behind ``captured`` where that is a failure.
+        after: An attempt at this save whose process has died: if it has committed, so has the save.
+        cause: The exception for a ``captured`` failure.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class SaveJob(Job):
         self._cause = cause
         self._recorder = self._observation.recorder
         self._resumed: tuple[str, ...] = ()
-        # Of rank 0; the others are told.
+        # On rank 0; the coordinator sends it to the others.
         self._attempt = host.new_attempt() if self.rank == 0 else None
         self._told = "" if self._attempt is None else str(self._attempt)
         if self._attempt is not None:
             self.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
-        self._superseded: Storage | None = None  # closed at the end: it may hang
+        self._superseded: Storage | None = None  # closed at the end, because it may hang
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
         self._saver: Saver | None = None
@@ -133,7 +133,7 @@ class SaveJob(Job):
 
     @property
     def attempt(self) -> str:
-        """Of rank 0; the others are told later."""
+        """The attempt's name on rank 0; empty on other ranks."""
         return str(self._attempt or "")
 
     def _awaited_at_exit(self) -> concurrent.futures.Future[None]:
@@ -141,7 +141,7 @@ class SaveJob(Job):
 
     def _on_cancel(self, reason: str) -> None:
         if not self._has_begun:
-            # Other ranks count on this one: it begins, to end at once.
+            # Other ranks count on this one, so the save begins and fails at once.
             self._captured = Failure(reason=reason, stage=Stage.CANCEL, rank=self.rank)
             self._host.submit(self._begin())
         elif self._is_committed:
@@ -152,7 +152,7 @@ class SaveJob(Job):
             self._scope.cancel()
 
     async def _run(self) -> None:
-        # Told first, ended later: calls of the storage that hang are no reason to keep the outcome.
+        # The outcome is reported first: hanging storage calls must not delay it.
         try:
             async with anyio.create_task_group() as tasks:
                 await self._conclude(
@@ -166,7 +166,7 @@ class SaveJob(Job):
                     )
                 )
         finally:
-            # Now no commit that was not answered can take effect any more.
+            # A commit without an answer can no longer take effect.
             self._end_attempt()
 
     def _end_attempt(self) -> None:
@@ -176,7 +176,7 @@ class SaveJob(Job):
                 self._host.discard_attempt(self._storage.url, str(self._attempt))
 
     async def _conclude(self, errands: Errands) -> None:
-        """Saves, and tells the outcome."""
+        """Saves and reports the outcome."""
         try:
             await self._save(errands)
             await self._end_observation(None)
@@ -187,7 +187,7 @@ class SaveJob(Job):
                 raise
             if isinstance(error, Exception):
                 shown: BaseException = error
-                # At first the caller waits and gets the error; later nobody may ask.
+                # A caller that still waits gets the error. Later, nobody may ask for it.
                 is_expected = not (self._copies and self.eager_staged.done()) or (
                     isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
                 )
@@ -219,7 +219,6 @@ class SaveJob(Job):
         super()._fail(error)
 
     def _say(self, level: int, message: str, *args: object, **fields: object) -> None:
-        """Logs a line, with what all of them have as fields."""
         whose = {"snapshot": self.url, "attempt": self._told, "rank": self.rank}
         logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
 
@@ -265,7 +264,7 @@ class SaveJob(Job):
             committer = await self._attempt_save(errands, deadline, fsync=fsync)
             self._is_committed = True
             self._end_turn()
-            # From now on whoever comes last collects what this attempt leaves.
+            # From here on later saves collect this attempt's garbage.
             self._end_attempt()
             self.board.enter(Phase.COMMITTED)
             self._log_totals()
@@ -277,12 +276,12 @@ class SaveJob(Job):
                     await self._close(storage, errands, deadline)
 
     async def _prepare(self, errands: Errands, deadline: float) -> bool:
-        """Opens the storage and looks what is there; returns whether all must be durable."""
+        """Opens the storage and checks its state; returns whether the save must be durable."""
         fsync = self.options.fsync
         self._storage = storage = await self._open(errands, str(self._attempt), fsync=fsync)
         older = await self._look(storage, errands, deadline)
         if older is not None and older.fsync and not fsync:
-            # Else a power loss could leave neither the older one nor this one.
+            # Otherwise a power loss could destroy both snapshots.
             self._superseded = storage
             self._storage = await self._open(errands, str(self._attempt), fsync=True)
             return True
@@ -303,7 +302,7 @@ class SaveJob(Job):
         )
 
     async def _open_assigned(self, errands: Errands, assignment: Assignment) -> Storage:
-        """The storage that the coordinator says: rank 0's options hold for all."""
+        """Opens the storage that the coordinator assigns; rank 0's options hold for all ranks."""
         self._told = assignment.attempt
         if self._storage is None:
             url = assignment.url.decode("utf-8", "surrogatepass")
@@ -313,7 +312,7 @@ class SaveJob(Job):
         return self._storage
 
     async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
-        """``_older``, within the deadline and until a cancellation."""
+        """Runs ``_older`` with the deadline and with cancellation."""
         reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
@@ -334,20 +333,20 @@ class SaveJob(Job):
         raise self._error(Failure(reason=reason, stage=stage, rank=0, key=key))
 
     async def _older(self, storage: Storage) -> Commit | None:
-        """What a commit will replace; None if nothing, or what cannot be read.
+        """Returns the commit that this save will replace; None if there is none or it is damaged.
 
-        Also finds what there is to resume.
+        Also finds attempts to resume.
 
         Raises:
-            ObjectExists: there is a commit object, and ``overwrite`` is not given.
-            UnsupportedFormat, NotASnapshot: it is not this release's to replace.
+            ObjectExists: there is a commit object, and ``overwrite`` is false.
+            UnsupportedFormat, NotASnapshot: this release cannot replace it.
         """
         what, older = "a snapshot is committed", None
         try:
             if self._request.overwrite:
                 older = await find_commit(storage)
             else:
-                # At once: most often, neither name is there.
+                # Reads both names at once: usually neither exists.
                 older = (await read_commits(storage)).counting()
             is_there = older is not None
             if older is not None and older.attempt == self._after:
@@ -375,10 +374,10 @@ class SaveJob(Job):
     async def _attempt_save(
         self, errands: Errands, deadline: float, *, fsync: bool
     ) -> CommitActor | None:
-        """Runs this rank's actors to the end; returns the committer, if it is here.
+        """Runs this rank's actors to the end; returns the committer on rank 0.
 
         Raises:
-            ActorSnapError: it is not committed.
+            ActorSnapError: the save is not committed.
         """
         options, membership = self.options, self._membership
         captured, self._captured = self._captured, None
@@ -400,7 +399,7 @@ class SaveJob(Job):
                 copies=self._copies,
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
-                pace=self._host.pace if self._copies else None,  # else the trainer waits for it
+                pace=self._host.pace if self._copies else None,  # otherwise the trainer waits
             ),
             budget=self._host.budget,
             errands=errands,
@@ -449,7 +448,7 @@ class SaveJob(Job):
         codec = None if options.compression is None else Codec.parse(options.compression)
         chunk_bytes = options.chunk_bytes
         if codec is not None:
-            # Each chunk is an object of its own, written at once.
+            # Each chunk is an object, written in one request.
             can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
             chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
         save = SaveRecord(
@@ -517,8 +516,8 @@ class SaveJob(Job):
     def _on_failure(self, error: BaseException) -> None:
         if self._cause is None:
             self._cause = error
-        # The traceback stays, but what its frames held goes: it may be the app state.
-        cleared: list[BaseException] = []  # causes can go in a circle
+        # The traceback is kept without its frames' locals: they may hold the app state.
+        cleared: list[BaseException] = []  # causes can form a cycle
         seen: BaseException | None = error
         while seen is not None and not any(seen is other for other in cleared):
             traceback.clear_frames(seen.__traceback__)
@@ -534,7 +533,7 @@ class SaveJob(Job):
         return error
 
     async def _collect(self, errands: Errands, committer: CommitActor, deadline: float) -> None:
-        """Garbage never makes a committed snapshot fail, nor keeps its caller waiting long."""
+        """Collects garbage. Never fails the committed save, nor delays its caller for long."""
 
         async def collect() -> None:
             assert self._storage is not None
@@ -544,7 +543,7 @@ class SaveJob(Job):
                 committed=str(self._attempt),
                 superseded=[committer.replaced] if committer.replaced else [],
                 was_vacant=committer.was_vacant,
-                # What has committed here meanwhile, was replaced.
+                # Attempts that committed here in the meantime were replaced.
                 expendable=self._host.all_ended() - self._ended_before,
             )
 
@@ -559,7 +558,7 @@ class SaveJob(Job):
 
 
 def _where(error: BaseException) -> dict[str, object]:
-    """Where a save failed, as fields of a log line."""
+    """Returns the stage and key of a failure, as fields of a log line."""
     return {name: getattr(error, name, None) for name in ("stage", "key")}
 
 

@@ -1,4 +1,4 @@
-"""A captured app state without its bytes, as the uploader process gets to know it, and back."""
+"""Conversion of a captured app state to its description for the uploader process, and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from actorsnap.state.sources import MemorySource
 __all__ = ["Described", "describe_state", "rebuild_state"]
 
 _ELSEWHERE = MemorySource(0, 0, None)
-"""Of a leaf whose bytes come through the arena."""
+"""Source of a leaf whose bytes come through the arena."""
 
 
 class Described(msgspec.Struct, frozen=True):
-    """A state as it is sent.
+    """The description of a state, without tensor bytes.
 
     Attributes:
-        digest: Of the structure; tells structures apart.
-        values: An entry each, as JSON.
+        digest: Digest of the structure, which identifies it.
+        values: The value entries as JSON.
     """
 
     digest: bytes
@@ -35,7 +35,7 @@ _value = msgspec.json.Decoder(ValueEntry)
 
 
 def describe_state(captured: Captured) -> Described:
-    """Takes a state apart. Blocks; for worker threads."""
+    """Describes a captured state. Blocks; for worker threads."""
     leaves = captured.leaves
     holders: dict[tuple[int, ...], list[int]] = {}
     for number, leaf in enumerate(leaves):
@@ -76,7 +76,7 @@ def describe_state(captured: Captured) -> Described:
 
 
 def rebuild_state(structure: Structure, values: list[bytes]) -> Captured:
-    """What ``describe_state`` was given, but that no leaf has its bytes."""
+    """Returns the described state; its leaves have no bytes."""
     size = len(structure.items) + len(structure.values)
     entries = _entries.decode(structure.entries)
     parts: list[Part | None] = [None] * (size + len(entries))

@@ -1,8 +1,8 @@
-"""The bodies of the calls that save, written once for callers of both kinds.
+"""The bodies of the calls that save, shared by async and sync callers.
 
-Each is a ``Script``: plain code that runs in the caller's thread, where ``state_dict`` belongs,
-and that yields what must run on the runtime's loop. ``snapshot`` drives the scripts with
-``await``, ``sync`` by blocking.
+Each is a ``Script``: plain code that runs in the caller's thread, where ``state_dict`` belongs. It
+yields the steps for the runtime's loop. ``snapshot`` drives the scripts with ``await``, ``sync`` by
+blocking.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ logger = Lines(__name__)
 _STAGES = ("eager", "lazy")
 
 _AUTO_BYTES = 64 << 20
-"""States of this size or more are worth the uploader process. On two cores and a tmpfs a trainer
-lost, until the commit, to a thread and to a process: of 16 MiB, 22 and 27 ms; of 64 MiB, 58 and 47;
-of 256 MiB, 182 and 100. Two trainers on two cores lost no less to processes, and waited ten times
-as long for the commit: those got what the trainers left (0012)."""
+"""Minimum size of a state for the uploader process, in bytes. Measured on two cores and a tmpfs,
+time lost by a trainer until the commit, with a thread and with a process: 16 MiB, 22 and 27 ms;
+64 MiB, 58 and 47 ms; 256 MiB, 182 and 100 ms. With two trainers on two cores, processes saved no
+time and commits took ten times as long, because the uploaders only got idle CPU time (0012)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCall:
-    """The arguments of ``Snapshot.take``, as the caller gave them, and when it did."""
+    """The arguments of ``Snapshot.take``, and the time of the call."""
 
     path: str | os.PathLike[str]
     app_state: AppState
@@ -88,8 +88,8 @@ class TakeCall:
 
 
 def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
-    """Captures in the caller's thread; returns when stored, or, if async, when staged: if that is
-    lazy, when the rest is."""
+    """Captures in the caller's thread. Returns when the snapshot is stored; if async, when it is
+    staged; if async and lazy, when its eager part is staged."""
     team = find_team(call.group, call.store)
     if team is None:
         job = yield from _prepare(call, is_async, ranks=(global_rank(),))
@@ -103,12 +103,12 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
         if job.fence is not None:
             Guard(Host.get(), job.fence, job.fence.lazy.must_wait)
         awaited = job.eager_staged if is_async else job.finished
-        # A failure has to take the way through the loop: what a future raises keeps the caller's
-        # frames, and so the app state.
+        # A failure is raised through the loop: an error raised by the future keeps the caller's
+        # frames and so the app state alive.
         if not awaited.done() or awaited.exception() is not None:
             yield lambda _: _await_or_cancel(job, awaited)
     except BaseException:
-        # Ctrl-C just now may have met nobody who waits for the save.
+        # Ctrl-C may have come while no step waited for the save.
         job.cancel("the caller was interrupted")
         concurrent.futures.wait([job.finished])
         raise
@@ -116,7 +116,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
 
 
 def warm_up(nbytes: int, options: Options | None) -> Script[None]:
-    """Gets ready for asynchronous saves of ``nbytes``: memory, code, and the uploader process."""
+    """Prepares memory, code and the uploader process for asynchronous saves of ``nbytes``."""
     chosen = resolve_options(options)
     if type(nbytes) is not int or nbytes < 0:
         raise UsageError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
@@ -128,7 +128,7 @@ def warm_up(nbytes: int, options: Options | None) -> Script[None]:
         is_wanted = chosen.offload == "process" or chosen.detach
         num_ranks = likely_ranks()
         if is_wanted or (chosen.offload == "auto" and _pays(nbytes, num_ranks)):
-            with suppress(OSError):  # the first save will say it
+            with suppress(OSError):  # the first save will report it
                 find_uploader(host).start()
         await host.run_blocking(find_opener, os.sep)
         chunk_bytes = chunk_within(chosen.chunk_bytes, host.budget.limit_bytes)
@@ -162,7 +162,7 @@ def _prepare(
     metadata = check_metadata(call.metadata)
     host = Host.get()
     observation = observe("save", options)
-    # Refuses bad URLs before state_dict() runs; mostly without a step in between.
+    # Refuses bad URLs before state_dict() runs; usually without a step on the loop.
     if is_ready(place.at):
         open_ready_place(host, place, fsync=options.fsync)
     else:
@@ -216,7 +216,7 @@ def _prepare(
 def _chosen_uploader(
     host: Host, place: Place, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
-    """Returns the uploader process if it is to make this rank's part of the save, and can."""
+    """Returns the uploader process if it should and can make this rank's part of the save."""
     is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
@@ -225,19 +225,19 @@ def _chosen_uploader(
     if uploader is None or not is_auto:
         return uploader
     if not uploader.is_ready:
-        # This save does not wait for it, the next one may find it.
+        # This save does not wait for the process; the next one may use it.
         host.call_soon(uploader.start)
         return None
     return uploader
 
 
 def _pays(nbytes: int, num_ranks: int) -> bool:
-    """Whether an uploader process costs a trainer less than threads do."""
+    """Returns whether an uploader process costs the trainer less than threads."""
     return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
 
 
 def _usable_uploader(host: Host, place: Place, level: int) -> Uploader | None:
-    """The uploader process, if it can save there; else says why not."""
+    """Returns the uploader process if it can save there; otherwise logs the reason."""
     try:
         _check_sendable(place.storage_options)
         uploader = find_uploader(host)
@@ -255,15 +255,15 @@ def _usable_uploader(host: Host, place: Place, level: int) -> Uploader | None:
 
 
 def _check_sendable(storage_options: dict[str, Any]) -> None:
-    """Raises unless the process gets them as they are: there may be anything in them, for a storage
-    of another package."""
+    """Raises if the options would not arrive unchanged. They may hold anything, for a storage of
+    another package."""
     data = msgspec.msgpack.encode(storage_options)
     if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
-        raise ValueError("storage_options would not be the same there: use lists, str and numbers")
+        raise ValueError("storage_options would arrive changed: use lists, str and numbers")
 
 
 def _is_same(there: Any, here: Any) -> bool:
-    """Whether both are equal and of the same types: an enum's value is no enum."""
+    """Returns whether both are equal and of the same types: an enum differs from its value."""
     if type(there) is not type(here) or there != here:
         return False
     if isinstance(there, dict):
@@ -272,7 +272,7 @@ def _is_same(there: Any, here: Any) -> bool:
 
 
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
-    """As ``_prepare``; but what fails here becomes a save that fails on all ranks."""
+    """As ``_prepare``, but an error here becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
     membership = team.join(_label_of(call, is_async), options)
     try:
@@ -289,11 +289,11 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
 
 
 def _label_of(call: TakeCall, is_async: bool) -> Label | None:
-    """What the ranks' calls have in common; None for bad input, which ``_prepare`` refuses."""
+    """Returns the label that all ranks share; None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
         return Label(kind, make_place(call.path, None).canonical, check_step(call.step))
-    except Exception:  # also what the path's own __fspath__ raises
+    except Exception:  # __fspath__ of the path may raise anything
         return None
 
 
@@ -323,7 +323,7 @@ def _failing(
 
 
 async def _await_or_cancel(job: Job, future: concurrent.futures.Future[T]) -> T:
-    """Waits for a step of a save; a caller who goes away takes the save along."""
+    """Waits for a step of a save. Cancellation: cancels the save and waits for its end."""
     try:
         await wait_done(future)
     except BaseException:
@@ -335,7 +335,7 @@ async def _await_or_cancel(job: Job, future: concurrent.futures.Future[T]) -> T:
 
 
 def await_staged(job: Job) -> Script[None]:
-    """Waits until the trainer may overwrite its tensors; what is copied lazily is hurried."""
+    """Waits until the trainer may overwrite its tensors; speeds up lazy copies."""
     job.check_process()
     fence = job.fence
     if fence is not None and not job.staged.done():
@@ -344,13 +344,13 @@ def await_staged(job: Job) -> Script[None]:
 
 
 def guard(job: Job, optimizers: Sequence[Any]) -> Guard:
-    """Makes each optimizer's next step wait for what it would change."""
+    """Makes each optimizer's next step wait for the tensors that it changes."""
     job.check_process()
     return Guard(Host.get(), job.fence, optimizers)
 
 
 def await_pending(job: Job, future: concurrent.futures.Future[T]) -> Script[T]:
-    """Waits for a step of a save; a caller who goes away leaves it running."""
+    """Waits for a step of a save. Cancellation: the save continues."""
     job.check_process()
 
     async def step() -> T:

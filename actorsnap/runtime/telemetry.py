@@ -1,9 +1,9 @@
-"""Saves and restores as spans and metrics of OpenTelemetry.
+"""Saves and restores as OpenTelemetry spans and metrics.
 
-Everything is derived from a recorder at the end of a call: one span for the call, a child of
-the caller's own; one below it per kind of work, from its first byte to its last, and an event
-per mark. Chunks are no spans: a trace file has them. Only the API is used, which an application
-configures. It is imported if a call asks for it, or if the application has imported it.
+Everything is derived from a recorder at the end of a call: a span for the call, as a child of the
+caller's span; in it a span per kind of work, from first to last byte, and an event per mark. Chunks
+have no spans; trace files do. Only the API is used, which the application configures. It is
+imported if a call asks for it or the application has imported it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _APIS = ("opentelemetry.trace", "opentelemetry.metrics")
 
 
 def find(op: str, mode: str) -> Telemetry | None:
-    """Where the telemetry of a call goes; None for nowhere.
+    """Returns the telemetry of a call; None if it is off.
 
     Args:
         op: ``save`` or ``restore``.
         mode: ``Options.otel``.
 
     Raises:
-        UsageError: it is wanted, and OpenTelemetry is not installed.
+        UsageError: ``mode`` is ``"on"``, and OpenTelemetry is not installed.
     """
     if mode == "off":
         return None
@@ -48,19 +48,19 @@ def find(op: str, mode: str) -> Telemetry | None:
 
 
 def _is_configured() -> bool:
-    """Whether the application has set a provider. One that it never imported it cannot have."""
+    """Returns whether the application has imported the API and set a provider."""
     trace, metrics = map(sys.modules.get, _APIS)
     providers = []
     if trace is not None:
         providers.append(trace.get_tracer_provider())
     if metrics is not None:
         providers.append(metrics.get_meter_provider())
-    # The API's own stand for none.
+    # The API's own providers are placeholders.
     return any(not type(provider).__module__.startswith(_APIS) for provider in providers)
 
 
 class Telemetry:
-    """The telemetry of one call; made in the caller's thread, whose span is the parent."""
+    """The telemetry of one call. Created in the caller's thread, whose span is the parent."""
 
     def __init__(self, op: str) -> None:
         from opentelemetry import context
@@ -69,7 +69,7 @@ class Telemetry:
         self._parent = context.get_current()
 
     def export(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """Makes spans and metrics. On any thread."""
+        """Exports spans and metrics. Thread-safe."""
         self._export_spans(recorder, about, epoch_ns)
         self._export_metrics(recorder, about)
 
@@ -128,12 +128,12 @@ class Telemetry:
 
 
 def _attributes(about: About) -> dict[str, Any]:
-    """Those of few values, by which metrics may be grouped."""
+    """Returns the attributes with few values, by which metrics can be grouped."""
     return {f"{_NAME}.op": about.op, f"{_NAME}.outcome": about.outcome}
 
 
 def _by_kind(recorder: Recorder, *, has_waits: bool = False) -> dict[str, Totals]:
-    """The totals of all rows."""
+    """Returns the totals over all rows."""
     found: dict[str, Totals] = {}
     for row in recorder.rows:
         for kind, totals in tuple(row.totals.items()):

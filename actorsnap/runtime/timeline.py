@@ -1,7 +1,6 @@
-"""What a trace says: where the time of a call went, as numbers and as a page.
+"""Summaries of a trace: the time spent in a call, as numbers and as an HTML page.
 
-The page is one file without anything from elsewhere: the events, a style and a script that
-draws them are in it.
+The page is self-contained: it includes the events, a style sheet and the script that draws them.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Stage:
     """One kind of work or wait, over all actors of a call.
 
     Attributes:
-        nbytes: Bytes that went through.
-        spent_s: The sum over all actors: more than ``busy_s`` where several did it at once.
-        busy_s: Seconds in which at least one did it.
-        is_wait: Whether it is waiting for something.
+        nbytes: Bytes processed.
+        spent_s: Sum over all actors, in seconds; exceeds ``busy_s`` if several worked at once.
+        busy_s: Seconds in which at least one actor was in this stage.
+        is_wait: Whether this is a wait.
     """
 
     kind: str
@@ -40,13 +39,13 @@ class Stage:
 
     @property
     def bytes_per_s(self) -> float:
-        """While at least one actor did it; 0 where no bytes are counted."""
+        """Bytes per second of ``busy_s``; 0 if no bytes are counted."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """A long wait of one actor, ``at_s`` after the call began."""
+    """A long wait of one actor. ``at_s`` is the time since the start of the call, in seconds."""
 
     actor: str
     kind: str
@@ -56,12 +55,12 @@ class Longest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Where the time of one call on one rank went.
+    """The time spent in one call on one rank.
 
     Attributes:
-        stages: Work in the order in which it began, then waits by the time spent.
-        moving_s: Seconds in which at least one actor worked on bytes.
-        overlapping_s: Those in which different kinds of such work were done at once.
+        stages: Work in order of its start, then waits by time spent.
+        moving_s: Seconds in which at least one actor processed bytes.
+        overlapping_s: Seconds in which actors processed bytes in different stages at once.
         longest: The longest waits.
     """
 
@@ -73,14 +72,14 @@ class Summary:
 
 
 def summaries(trace: TraceFile) -> list[Summary]:
-    """One per call in the file."""
-    # A file may have been edited.
+    """Returns a summary per call in the file."""
+    # Calls may be missing from an edited file.
     calls = chain(_events_by_call(trace), repeat([]))
     return [_summary(events, about) for about, events in zip(trace.abouts, calls, strict=False)]
 
 
 def _events_by_call(trace: TraceFile) -> list[list[Event]]:
-    """In the order of ``abouts``: calls of one rank may overlap, so times do not tell."""
+    """Returns the events of each of ``abouts``. Order decides: calls of a rank may overlap."""
     calls: list[list[Event]] = []
     for event in trace.trace_events:
         if event.ph == "M" and event.name == "process_name":
@@ -145,7 +144,7 @@ def _is_wait(kind: str) -> bool:
 
 
 def _union(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """The times in which at least one of the events lasts, in order."""
+    """Returns the times in which at least one of the events lasts, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(((e.ts or 0), (e.ts or 0) + (e.dur or 0)) for e in events):
         if found and begin <= found[-1][1]:
@@ -156,7 +155,7 @@ def _union(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def _covered_us(intervals: Iterable[tuple[int, int]], depth: int) -> int:
-    """How long at least ``depth`` of the intervals last at once."""
+    """Returns the time in which at least ``depth`` of the intervals overlap."""
     steps = sorted(step for begin, end in intervals for step in ((begin, 1), (end, -1)))
     total, now, since = 0, 0, 0
     for at, change in steps:
@@ -167,15 +166,15 @@ def _covered_us(intervals: Iterable[tuple[int, int]], depth: int) -> int:
 
 
 def page(trace: TraceFile, tables: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> str:
-    """A page that shows the trace.
+    """Returns an HTML page of the trace.
 
     Args:
-        tables: What to show above it: a title, and rows, of which the first one is the head.
+        tables: Tables above the trace: a title and rows, with the header row first.
     """
     template = files("actorsnap.runtime").joinpath("timeline.html").read_text("utf-8")
-    # "</script" would end the script, whatever it stands in.
+    # "</script" would end the script, even inside a string.
     events = msgspec.json.encode(trace.trace_events).decode().replace("<", "\\u003c")
-    # Tables come last, as the events have no "<" in which they could be put.
+    # Tables are inserted last: the escaped events cannot contain the placeholder.
     filled = template.replace("/*events*/[]", events)
     return filled.replace("<!--tables-->", "".join(_table(*table) for table in tables))
 

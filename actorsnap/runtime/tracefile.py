@@ -1,8 +1,8 @@
-"""A trace on disk: what a recorder holds, as JSON in Chrome's trace event format.
+"""A recording on disk, as JSON in Chrome's trace event format.
 
 ``chrome://tracing``, https://ui.perfetto.dev and ``actorsnap trace`` open it. A process of the
-format is a rank, a thread of it a row. Times are microseconds since the epoch, so that files of
-several ranks can be laid on top of each other: their events are put into one list.
+format is a rank, a thread is a row. Times are microseconds since the epoch, so files of several
+ranks can be merged into one list of events.
 
 Reference: "Trace Event Format", Google.
 """
@@ -26,11 +26,11 @@ __all__ = ["About", "ActorTotals", "Event", "TraceFile", "merge", "read", "trace
 _VERSION = 1
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""Of a file: one that is larger is no number to calculate with."""
+"""An integer in a trace file, limited to 64 bits."""
 
 
 class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an actor did, or waited for, of one kind."""
+    """Totals of one kind of work or wait of one actor."""
 
     actor: str
     kind: str
@@ -40,17 +40,17 @@ class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace is of.
+    """The call that a trace belongs to.
 
     Attributes:
         op: ``save`` or ``restore``.
-        outcome: Of a save ``committed`` or ``aborted``; of a restore ``restored``, ``failed`` or
+        outcome: Save: ``committed`` or ``aborted``. Restore: ``restored``, ``failed`` or
             ``cancelled``.
-        error: Class and text of what was raised.
+        error: Class and text of the error raised.
         begin_us, end_us: Microseconds since the epoch.
-        retries: How often the storage was asked again.
-        dropped: Spans that are counted in ``actors`` only, because there were too many.
-        actors: In the order of the rows.
+        retries: Number of repeated storage requests.
+        dropped: Number of spans beyond the limit, which are counted in ``actors`` only.
+        actors: In row order.
     """
 
     version: Int = _VERSION
@@ -73,7 +73,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the format: a span (``X``), a mark (``i``), a sample (``C``), a name (``M``)."""
+    """An event of the format: a span (``X``), mark (``i``), sample (``C``) or name (``M``)."""
 
     ph: str
     name: str
@@ -87,7 +87,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A file: events, and what they are of. One that was merged is of several."""
+    """A trace file: events and the calls that they belong to. Merged files have several calls."""
 
     trace_events: list[Event]
     display_time_unit: str = "ms"
@@ -99,10 +99,10 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def trace_of(recorder: Recorder, about: About, *, epoch_ns: int) -> TraceFile:
-    """The trace of one call.
+    """Returns the trace of one call.
 
     Args:
-        epoch_ns: What is added to the recorder's clock.
+        epoch_ns: Offset from the recorder's clock to the epoch, in nanoseconds.
     """
     about = msgspec.structs.replace(
         about,
@@ -139,7 +139,7 @@ def _names(recorder: Recorder, about: About) -> Iterator[Event]:
 def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[Event]:
     for number, row in enumerate(recorder.rows, 1):
         for span in tuple(row.spans):
-            # Both ends are rounded alike: spans of a row that touch must not overlap.
+            # Both ends are rounded down, so that adjacent spans of a row never overlap.
             ts = (span.begin_ns + epoch_ns) // 1000
             dur = (span.end_ns + epoch_ns) // 1000 - ts
             args: dict[str, Any] = {}
@@ -161,17 +161,17 @@ def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[Event]:
 
 
 def write(path: str, trace: TraceFile) -> None:
-    """Writes a trace, whole or not at all; makes its folder. Blocks.
+    """Writes a trace atomically; creates its folder. Blocks.
 
     Raises:
-        OSError: that fails.
+        OSError: writing failed, or ``path`` is not a regular file.
     """
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)
     if os.path.exists(path) and not os.path.isfile(path):
-        # A device would be replaced for everybody: /dev/null, by root.
+        # As root this would replace a device such as /dev/null for the whole system.
         raise OSError(errno.EEXIST, "no regular file", path)
-    # A name of its own: calls that end at the same time may write to the same path.
+    # A unique name: concurrent calls may write to the same path.
     unfinished = os.path.join(folder, f".actorsnap-{secrets.token_hex(8)}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -184,10 +184,10 @@ def write(path: str, trace: TraceFile) -> None:
 
 
 def read(path: str) -> TraceFile:
-    """Reads what ``write`` has written. Blocks.
+    """Reads a file of ``write``. Blocks.
 
     Raises:
-        UsageError: it is not there, or no trace of actorsnap.
+        UsageError: the file is missing or is not a trace of actorsnap.
     """
     try:
         with open(path, "rb") as file:
@@ -195,15 +195,14 @@ def read(path: str) -> TraceFile:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is no trace of actorsnap: {error}") from error
+        raise UsageError(f"{path} is not a trace of actorsnap: {error}") from error
     if not trace.abouts:
-        raise UsageError(f"{path} is no trace of actorsnap: it does not say what it is of")
+        raise UsageError(f"{path} is not a trace of actorsnap: it does not describe a call")
     return trace
 
 
 def merge(traces: Sequence[TraceFile]) -> TraceFile:
-    """One trace with the events of all; each call has rows of its own, also if they are of one
-    rank."""
+    """Returns one trace with the events of all. Each call has separate rows, also on one rank."""
     events: list[Event] = []
     num_rows: dict[int, int] = {}
     for trace in traces:

@@ -1,6 +1,4 @@
-"""The bodies of the calls that check, list and delete snapshots, as scripts (see
-``runtime.taking``).
-"""
+"""Scripts that verify, list and delete snapshots and collect garbage (see ``runtime.taking``)."""
 
 from __future__ import annotations
 
@@ -81,12 +79,12 @@ _NUMBER = re.compile("([0-9]+)")
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-        level: ``quick`` (index, existence and sizes) or ``full`` (every byte, and whether each
-            rank could restore what its manifests say).
-        num_objects: Data objects looked at.
+        level: ``quick``: index, existence and sizes; ``full``: every byte, and whether each rank
+            can restore its entries.
+        num_objects: Data objects checked.
         nbytes: Bytes compared with checksums.
         problems: An error per damaged or missing object, and per entry that cannot be restored.
     """
@@ -102,7 +100,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def delete(source: Source) -> Script[None]:
-    """The commit object first: what is left behind by a crash is garbage, not a ruin."""
+    """Deletes the commit object first, so that a crash leaves only garbage."""
 
     async def step(host: Host) -> None:
         async with source.opened(host, "delete") as (storage, reader, errands):
@@ -120,10 +118,10 @@ def delete(source: Source) -> Script[None]:
                 for attempt in superseded:
                     host.discard_attempt(storage.url, attempt)
                 if older is not None:
-                    # First and by itself: a crash must not make it the one that counts.
+                    # First, and in a separate request: a crash must not make it the valid one.
                     await storage.delete([OLDER_COMMIT_KEY])
                 await storage.delete([COMMIT_KEY])
-                # Not what another take is writing: it would commit a ruin.
+                # Attempts of a running take are kept: its commit would be damaged.
                 await collect_garbage(host, storage, superseded=superseded, was_vacant=False)
 
             await errands.run(perform)
@@ -132,13 +130,13 @@ def delete(source: Source) -> Script[None]:
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt at a place that has no commit object.
+    """An attempt at a place without a commit object.
 
     Attributes:
-        attempt: Its name.
-        nbytes: The size of its objects.
-        created_s: When it began, in seconds since 1970.
-        is_complete: It lacks nothing but a commit object.
+        attempt: The name.
+        nbytes: Total size of its objects.
+        created_s: Start time, in seconds since 1970.
+        is_complete: Only the commit object is missing.
         is_garbage: It can no longer commit.
     """
 
@@ -150,7 +148,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_leftovers(source: Source) -> Script[list[Leftover]]:
-    """Returns the attempts at a place that has no commit object, the oldest first; else none."""
+    """Returns the attempts at a place without a commit object, oldest first; otherwise nothing."""
 
     async def step(host: Host) -> list[Leftover]:
         async with source.opened(host, "list") as (storage, _, errands):
@@ -181,15 +179,15 @@ def find_leftovers(source: Source) -> Script[list[Leftover]]:
 
 
 class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection of garbage did.
+    """The result of a garbage collection.
 
     Attributes:
-        deleted: Keys.
-        kept: Complete attempts that were not deleted: there is no commit object, or the snapshot is
+        deleted: The deleted keys.
+        kept: Complete attempts that were kept because there is no commit object or the snapshot is
             damaged.
-        left: Other unfinished attempts that are still there.
-        is_damaged: The snapshot is damaged: its commit object, or the attempt that it names is not
-            complete.
+        left: Other unfinished attempts that still exist.
+        is_damaged: The snapshot is damaged: its commit object is, or the committed attempt is
+            incomplete.
     """
 
     deleted: list[str]
@@ -203,8 +201,8 @@ def collect(
 ) -> Script[CollectReport]:
     """Deletes garbage at the URL; with ``force`` also attempts that may be running.
 
-    Complete attempts at a place without commit object are kept, unless they are ``expendable``; so
-    are those next to a damaged snapshot.
+    Complete attempts are kept if there is no commit object or the snapshot is damaged, except
+    ``expendable`` ones.
     """
 
     async def step(host: Host) -> CollectReport:
@@ -213,7 +211,7 @@ def collect(
             async def perform() -> CollectReport:
                 collected = await collect_garbage(host, storage, force=force, expendable=expendable)
                 left = {*await find_attempts(storage)} - {*collected.kept}
-                with contextlib.suppress(ChecksumMismatch):  # which is its own cannot be told
+                with contextlib.suppress(ChecksumMismatch):  # the committed attempt is unknown
                     commit = await find_commit(storage)
                     if commit is not None:
                         left.discard(commit.attempt)
@@ -231,7 +229,7 @@ def collect(
 
 
 class _NullSink:
-    """Takes bytes and only counts them: for verification."""
+    """A sink that only counts bytes, for verification."""
 
     is_addressable = False
 
@@ -247,10 +245,10 @@ class _NullSink:
 
 
 class _Meter:
-    """Adds up what worker threads have done, and reports it to the caller's ``progress``.
+    """Adds up the work of worker threads and reports it to the caller's ``progress``.
 
     Attributes:
-        done, total: Bytes compared, and to compare.
+        done, total: Bytes compared so far, and to compare in total.
     """
 
     def __init__(self, progress: Callable[[int, int], None] | None) -> None:
@@ -273,7 +271,7 @@ class _Meter:
 def verify(
     source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
 ) -> Script[VerifyReport]:
-    """Checks a snapshot; ``progress`` gets bytes compared, and bytes in all, on any thread."""
+    """Checks a snapshot. ``progress`` gets bytes done and bytes in total, on any thread."""
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
@@ -314,16 +312,16 @@ def verify(
 
 
 class DataCheck:
-    """Compares what is stored with what rank manifests say of it.
+    """Compares stored data with rank manifests.
 
     Args:
-        storage: Open; stays the caller's.
+        storage: Open; the caller closes it.
         level: ``quick`` or ``full``; see ``VerifyReport``.
-        progress: Gets bytes compared, and bytes in all, on any thread.
+        progress: Gets bytes done and bytes in total, on any thread.
 
     Attributes:
-        num_objects: Data objects looked at.
-        nbytes: Bytes of those that are intact; 0 if ``quick``.
+        num_objects: Data objects checked.
+        nbytes: Bytes of intact objects; 0 if ``quick``.
     """
 
     def __init__(
@@ -353,11 +351,11 @@ class DataCheck:
         """Returns an error per damaged or missing object, and per entry that cannot be restored.
 
         Args:
-            manifests: In the order of ranks.
-            is_complete: These are all; else only objects are checked.
+            manifests: In rank order.
+            is_complete: Whether these are all manifests; otherwise only objects are checked.
 
         Raises:
-            UnsupportedFormat: A package is missing that reads the data.
+            UnsupportedFormat: The package that reads the data is not installed.
             StorageError: Reading failed.
         """
         problems: list[ActorSnapError] = []
@@ -380,7 +378,7 @@ class DataCheck:
                 missing.__cause__ = error
                 problems.append(missing)
             except UnsupportedFormat:
-                raise  # whether it is damaged, nobody knows
+                raise  # neither intact nor damaged: the check is impossible
             except FormatError as error:
                 problems.append(error)
             except BaseExceptionGroup as group:
@@ -390,7 +388,7 @@ class DataCheck:
                 problems.append(_leaves(damage)[0])
 
         records = [each.record for each in held]
-        # Of bytes, the pool reads many at a time by itself.
+        # The pool itself limits concurrent reads.
         parallel_objects = self._storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
@@ -418,7 +416,7 @@ class DataCheck:
         return problems
 
     async def _build(self, leaf: Doubtful) -> list[FormatError]:
-        """Returns why the leaf cannot be built, if it cannot."""
+        """Returns the reasons why the leaf cannot be built; empty if it can."""
         try:
             part = await self._run_blocking(leaf.restore)
             await self._pool.fetch(
@@ -434,7 +432,7 @@ class DataCheck:
             found = _leaves(damage)
         else:
             return []
-        # What differs from its checksum was found before, object by object.
+        # Checksum mismatches were reported before, per object.
         return [error for error in found if not isinstance(error, ChecksumMismatch)]
 
     async def _check(self, record: ObjectRecord) -> None:
@@ -449,7 +447,7 @@ class DataCheck:
             self.nbytes += record.size
 
     async def _check_sizes(self, record: ObjectRecord) -> None:
-        if record.chunks:  # of which there are many
+        if record.chunks:  # many keys: one listing
             listed = self._storage.list(f"{record.key}/")
             found = {info.key: info.size async for info in listed}
         else:
@@ -480,11 +478,11 @@ class DataCheck:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What ranks say of one data object.
+    """The records of all ranks about one data object.
 
     Attributes:
-        parts: In which manifests it stands, and as which of their objects.
-        leaves: What lies in it.
+        parts: The manifests that list the object, with its number in each.
+        leaves: The leaves stored in it.
     """
 
     record: ObjectRecord
@@ -493,7 +491,7 @@ class _Held:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Keys and sizes of what is stored of it."""
+        """Keys and sizes of the stored objects."""
         return {
             key: size
             for manifest, number in self.parts
@@ -502,16 +500,15 @@ class _Held:
 
     @property
     def chunks(self) -> list[StoredChunk]:
-        """Those of all ranks."""
         return [
             chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
         ]
 
     def opener(self) -> tuple[RankManifest, int]:
-        """Where the object stands with its header, if it is compressed.
+        """Returns the manifest and number that hold a compressed object's header.
 
         Raises:
-            FormatError: in no chunk.
+            FormatError: no chunk begins at 0.
         """
         for manifest, number in self.parts:
             if manifest.objects[number].chunks[0].start == 0:
@@ -520,7 +517,7 @@ class _Held:
 
 
 def _stored_in(manifests: Sequence[RankManifest]) -> tuple[dict[str, _Held], list[FormatError]]:
-    """The data objects by key, and where ranks disagree."""
+    """Returns the data objects by key, and an error per disagreement between ranks."""
     held: dict[str, _Held] = {}
     contradictions: list[FormatError] = []
     for manifest in manifests:
@@ -539,7 +536,7 @@ def _stored_in(manifests: Sequence[RankManifest]) -> tuple[dict[str, _Held], lis
 
 
 def _gaps(held: Iterable[_Held]) -> Iterator[FormatError]:
-    """An error per compressed object that the chunks of all ranks do not make."""
+    """Yields an error per compressed object whose chunks do not cover it."""
     for each in held:
         if each.record.chunks:
             try:
@@ -559,11 +556,11 @@ def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
 
 
 def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | None]]:
-    """The snapshots one level below the URL, by name.
+    """Finds the snapshots one level below the URL.
 
     Returns:
-        The commit object; what is wrong with it; or None where there are unfinished attempts
-        only.
+        By name: the commit object; the error if it is damaged; None if there are only unfinished
+        attempts.
     """
 
     async def step(host: Host) -> dict[str, Commit | FormatError | None]:
@@ -590,7 +587,7 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
 
 def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Sorts names as people do: the numbers in them by value."""
-    # Every second part is a number. The longer one is the greater, without leading zeros.
+    """Returns a sort key that orders the numbers in names by value."""
+    # Every second part is a number. Without leading zeros, the longer number is the greater.
     parts = [part.lstrip("0") if n % 2 else part for n, part in enumerate(_NUMBER.split(name))]
     return [(len(part) if n % 2 else 0, part) for n, part in enumerate(parts)], name

@@ -1,8 +1,8 @@
-"""A save of the trainer, in its uploader process: the other half of an ``OffloadedSave``.
+"""A trainer's save in its uploader process: the other half of an ``OffloadedSave``.
 
-A ``SaveJob`` makes it, as it makes any save. Two things are the trainer's: the copies of the state,
-which come through the arena, and the rank's mailbox, whose messages are relayed. When the trainer
-ends and the save goes on, this process opens the mailbox itself.
+A ``SaveJob`` makes it, like any save. Two parts stay in the trainer: copies of the state, which
+arrive through the arena, and the rank's mailbox, whose messages are relayed. If the trainer ends
+and the save continues, this process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ Delivered: TypeAlias = (
 
 
 class Trainer(Protocol):
-    """What a save needs of the trainer. Called on the runtime's loop.
+    """The trainer, as a save sees it. Methods are called on the runtime's loop.
 
     Attributes:
-        is_in_a_hurry: It waits for memory, and is told at once what is free.
+        is_in_a_hurry: The trainer waits for memory: released chunks are reported at once.
     """
 
     is_in_a_hurry: bool
 
     def send(self, frame: FromProcess) -> None:
-        """Tells it something."""
+        """Sends a frame."""
         ...
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -91,16 +91,16 @@ class Trainer(Protocol):
         ...
 
     def ended(self, frame: Finished) -> None:
-        """Tells it an outcome."""
+        """Reports an outcome."""
         ...
 
 
 class UploadedSave:
-    """Lives on the loop of the process' runtime; begins at once.
+    """A save that starts at once, on the loop of the uploader process.
 
     Args:
-        structure, values: What ``Remember`` said.
-        team: Where this is not the only rank.
+        structure, values: See ``Remember``.
+        team: None for a single rank.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class UploadedSave:
         self._host = host
         self._trainer = trainer
         self._number = frame.number
-        # At most two per chunk, all of them small.
+        # Unbounded: at most two small frames per chunk.
         self._in, self._out = anyio.create_memory_object_stream[
             ChunksStaged | StagingWaits | StagingEnded | StagingFailed
         ](math.inf)
@@ -168,7 +168,7 @@ class UploadedSave:
 
     @property
     def is_detached(self) -> bool:
-        """Whether it needs no trainer any more."""
+        """Whether the save no longer needs the trainer."""
         can_move = self._ends is None or self._take_over is not None
         return self._job.options.detach and self._is_staged and can_move
 
@@ -176,7 +176,7 @@ class UploadedSave:
         self._job.cancel(reason)
 
     def leave_trainer(self) -> None:
-        """The trainer has ended. Call it for the saves in the order of their numbers."""
+        """Handles the trainer's end. Call in the order of the saves' numbers."""
         if self._turn is not None:
             self._turn.leave_trainer(self._host.commit_order.join(self._job.place.canonical))
 
@@ -184,12 +184,11 @@ class UploadedSave:
         self._trainer.send(TurnAsked(self._number))
 
     def end(self, reason: str) -> None:
-        """See ``EndSave``. Also for the end of a trainer that the save depends on."""
+        """See ``EndSave``. Also called if the trainer ends and the save depends on it."""
         if self._ends is not None:
             self._ends.break_off(reason)
 
     def deliver(self, frame: Delivered) -> None:
-        """Takes a frame about the save."""
         match frame:
             case EndReceived():
                 assert self._ends is not None
@@ -206,7 +205,7 @@ class UploadedSave:
                 self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
                 self._in.send_nowait(frame)
 
-    # The mailbox, which is the trainer's
+    # The mailbox, which the trainer owns
 
     def post(self, to: int | None, message: Message) -> None:
         """See ``Wire``."""
@@ -220,7 +219,7 @@ class UploadedSave:
         return self._absences.pop().reason
 
     async def _prepare_take_over(self, frame: TakeOver) -> None:
-        """Connects to the store of the ranks; that imports torch."""
+        """Connects to the ranks' store. Imports torch."""
         error = ""
         try:
             store = await self._host.run_blocking(
@@ -233,14 +232,14 @@ class UploadedSave:
 
     @property
     def call_number(self) -> int:
-        """The number of the call that was prepared to be taken over; -1 if there is none."""
+        """The number of the call prepared for take-over; -1 without one."""
         return -1 if self._take_over is None else self._take_over[0].call
 
     async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
-        """Opens the rank's mailbox, as the trainer has ended; returns when the save has ended.
+        """Opens the rank's mailbox after the trainer's end; waits for the end of the save.
 
         Args:
-            ports: By name; for the saves of one team, in the order of their calls.
+            ports: Open ports by name. Call for the saves of a team in the order of their calls.
         """
         if self._ends is None:
             return
@@ -267,13 +266,13 @@ class UploadedSave:
                 tasks.cancel_scope.cancel()
 
     def tell_released(self) -> None:
-        """Tells which chunks are not needed any more since that was told last."""
+        """Reports the chunks released since the last report."""
         if self._released:
             self._trainer.send(ChunksReleased(self._number, self._released))
             self._released = []
 
     def tell_progress(self) -> None:
-        """Tells what is done since that was told last. Each frame wakes a thread of the trainer."""
+        """Reports the progress since the last report. Each frame wakes a thread of the trainer."""
         self.tell_released()
         now = self._job.board.latest
         hashed, stored = now.hashed_bytes - self._hashed, now.stored_bytes - self._stored
@@ -282,7 +281,7 @@ class UploadedSave:
             self._hashed, self._stored = now.hashed_bytes, now.stored_bytes
 
     def _send_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """On a worker thread, and before the save is finished."""
+        """Sends the recording. On a worker thread, before the save is finished."""
         record = msgspec.msgpack.encode(recorder.record())
         frame = Recorded(self._number, about.attempt, about.retries, record)
         self._host.call_soon(lambda: self._trainer.send(frame))
@@ -296,7 +295,7 @@ class UploadedSave:
         self._trainer.ended(Finished(self._number, encoded, self._job.is_unanswered))
 
     def prepare(self, assignment: Assignment) -> None:
-        """Lets the trainer begin, while this process packs."""
+        """Lets the trainer start staging while this process packs."""
         assert assignment.plan is not None
         self._trainer.send(
             StagingWanted(
@@ -319,14 +318,14 @@ class UploadedSave:
 
 
 def _connect(address: StoreAddress) -> StoreAt:
-    """Checks that the store can be connected to. Blocks."""
+    """Returns a store after a test connection. Blocks."""
     store = StoreAt(address)
     store.clone()
     return store
 
 
 class _LinkedTurn:
-    """A ``CommitTurn`` that the trainer gives; once that has ended, one in this process."""
+    """A ``CommitTurn`` given by the trainer or, after its end, by this process."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
@@ -335,12 +334,11 @@ class _LinkedTurn:
         self._own: Turn | None = None
 
     def give(self, *, is_unanswered: bool) -> None:
-        """The trainer has answered."""
         self._is_unanswered = is_unanswered
         self._given.set()
 
     def leave_trainer(self, own: Turn) -> None:
-        """The trainer has ended."""
+        """Continues with a turn of this process after the trainer's end."""
         self._own = own
         self._given.set()
 
@@ -355,7 +353,7 @@ class _LinkedTurn:
 
 
 class _ArenaStaging:
-    """Staging that the trainer does: here the chunks only pass."""
+    """Receives chunks that the trainer has staged."""
 
     def __init__(
         self,
@@ -374,10 +372,10 @@ class _ArenaStaging:
         self._board = board
 
     async def run(self) -> None:
-        """Passes chunks on.
+        """Passes chunks on to the uploaders.
 
         Raises:
-            Exception: what has failed in the trainer.
+            Exception: the error of the trainer's staging.
         """
         async with self._order.out:
             async for frame in self._said:
@@ -406,7 +404,7 @@ class _ArenaStaging:
 
 
 class _ArenaMemory:
-    """A chunk's memory, lent by the trainer."""
+    """Memory of a chunk, lent by the trainer."""
 
     def __init__(self, view: memoryview, number: int, release: Callable[[int], None]) -> None:
         self.view = view
@@ -414,7 +412,7 @@ class _ArenaMemory:
         self._release: Callable[[int], None] | None = release
 
     def release(self) -> None:
-        """Tells the trainer, once."""
+        """Reports the release to the trainer, once."""
         release, self._release = self._release, None
         if release is not None:
             self.view = memoryview(b"")

@@ -1,10 +1,10 @@
-"""The uploader process: what runs in it.
+"""The main program of the uploader process.
 
-It serves the trainer at the other end of the link, with an ``UploadedSave`` for each save. It has a
-process group of its own, so that a terminal's Ctrl-C does not reach it, and its workers leave the
-CPU to the trainer. When that is gone it finishes what is detached and staged, and aborts the rest.
+It serves the trainer over the link, with an ``UploadedSave`` per save. It has its own process
+group, so that a terminal's Ctrl-C does not reach it, and its workers have a lower priority than the
+trainer. After the trainer's end it finishes detached, staged saves and aborts the others.
 
-It imports no torch, unless a detached save of several ranks needs the job's store.
+It imports torch only if a detached save of several ranks needs the job's store.
 """
 
 from __future__ import annotations
@@ -57,44 +57,44 @@ from actorsnap.transport.store import StorePort
 __all__ = ["main"]
 
 _TICK_S = 0.5
-"""So often progress is told."""
+"""Interval between progress reports, in seconds."""
 
 _ALIVE_S = 5.0
-"""So often at least something is said."""
+"""Maximum time between two frames to the trainer, in seconds."""
 
 Fields: TypeAlias = dict[str, str | int | float | None]
 
 _USUAL = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
-"""What every line has; the rest are its fields."""
+"""Attributes of every log record; others are its fields."""
 
 _GRACE_S = 20.0
-"""Behind the trainer's end the process takes no longer."""
+"""Time limit of the process after the trainer's end without detached saves, in seconds."""
 
 
 def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
-    """Serves the trainer until it closes its end; then the process ends.
+    """Serves the trainer until it closes its end of the link.
 
     Args:
-        connection: Descriptor of this process' end of the link.
+        connection: Descriptor of this end of the link.
         arena: Descriptor of the trainer's arena.
-        log_level: From which on lines go to the trainer's log.
-        trainer: Its process id.
+        log_level: Minimum level of lines for the trainer's log.
+        trainer: Process id of the trainer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # That a job's store is gone is no news at the job's end; else it is said by errors.
+    # A missing store is normal at the end of a job. Otherwise errors report it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
     host = Host.get()
-    # Not the loop, nor what is short: a trainer may be waiting for the answer.
+    # Only bulk work: the trainer may wait for the loop or for a short job.
     host.lower_bulk()
-    find_opener(os.sep)  # or the first save would wait for the import
+    find_opener(os.sep)  # otherwise the first save would wait for this import
     service = _Service(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         host.call_soon(service.terminate)
 
     signal.signal(signal.SIGTERM, terminate)
-    # A trainer that waits for its signals in a thread blocks them, and this has inherited that.
+    # Inherited from a trainer that blocks its signals to wait for them in a thread.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     logging.getLogger().addHandler(service.forwarder)
     service.forwarder.follow(log_level)
@@ -103,7 +103,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
 
 
 class _Service:
-    """Lives on the loop of the process' runtime. See ``Trainer``."""
+    """Serves the trainer, on the loop of the uploader process. See ``Trainer``."""
 
     def __init__(self, host: Host, connection: int, arena: ArenaView, trainer: int) -> None:
         self._host = host
@@ -112,7 +112,7 @@ class _Service:
         self._link: Link[ToProcess, FromProcess]
         self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
         self._saves: dict[int, UploadedSave] = {}
-        # By number: what is remembered from save to save.
+        # By number; kept for later saves.
         self._teams: dict[int, RelayedTeam] = {}
         self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
@@ -120,11 +120,11 @@ class _Service:
         self.is_in_a_hurry = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
-        # It may have died before this could look who started it.
+        # The trainer may have died before ``getppid`` ran.
         self._is_orphan = self._parent != trainer and not is_running(trainer)
 
     async def run(self) -> None:
-        """Serves until the link ends, then waits for what is left."""
+        """Serves until the link ends, then waits for the remaining saves."""
         self._link = Link(socket.socket(fileno=self._connection), ToProcess)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.flush_forever)
@@ -150,33 +150,30 @@ class _Service:
             if save.is_detached:
                 tasks.start_soon(save.continue_alone, self._ports)
         if self._saves:
-            # Detached saves have deadlines of their own.
+            # Detached saves have their own deadlines.
             with anyio.move_on_after(_GRACE_S if len(left) == len(self._saves) else None):
                 await self._idle.wait()
 
     def terminate(self) -> None:
-        """What SIGTERM asks for: aborts what is under way, tells that, and leaves."""
+        """Handles SIGTERM: aborts running saves, reports that, and ends."""
         if not self._is_terminated:
             self._is_terminated = True
             self._cancel_all("the uploader process was asked to end (SIGTERM)")
 
     def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
-        """Passes a line on, from any thread."""
+        """Forwards a log line, from any thread."""
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return
         self._host.call_soon(lambda: self._link.send(Logged(level, logger, text, fields)))
 
     def send(self, frame: FromProcess) -> None:
-        """See ``Trainer``."""
         self._link.send(frame)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """See ``Trainer``."""
         return self._arena.view(offset, nbytes)
 
     def ended(self, frame: Finished) -> None:
-        """See ``Trainer``."""
         del self._saves[frame.number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
         self._link.send(frame)
@@ -189,7 +186,7 @@ class _Service:
                 self._known.pop(frame.forgotten, None)
                 self._known[frame.digest] = (frame.structure, frame.values)
             case Save() if self._is_terminated:
-                pass  # the next process gets it
+                pass  # the next process will get it
             case Save():
                 team = None if frame.team is None else self._find_team(frame.team)
                 structure, values = self._known[frame.structure]
@@ -219,7 +216,7 @@ class _Service:
             case Alive():
                 pass
             case _:
-                # Of a save that has ended here, the trainer may not know that yet.
+                # The trainer may not know yet that the save has ended.
                 if frame.number in self._saves:
                     if isinstance(frame, StagingWaits):
                         self._hurry()
@@ -231,7 +228,7 @@ class _Service:
         return self._teams[rank.team]
 
     def _hurry(self) -> None:
-        """The trainer is told at once what is free, until all saves end."""
+        """Reports released chunks at once, until all saves have ended."""
         self.is_in_a_hurry = True
         for save in self._saves.values():
             save.tell_released()
@@ -254,20 +251,20 @@ class _Service:
                 said_s, said_frames = now, self._link.statistics.sent_frames
             is_orphan = self._is_orphan or os.getppid() != self._parent
             if is_orphan or (self._is_terminated and not self._saves):
-                # A forked child of the trainer may hold its end of the link open.
+                # A forked child of the trainer may hold the trainer's end open.
                 await self._link.flush()
                 self._link.shut()
 
 
 class _Forwarder(logging.Handler):
-    """Passes lines on to the trainer's log."""
+    """Forwards log lines to the trainer's log."""
 
     def __init__(self, service: _Service) -> None:
         super().__init__()
         self._service = service
 
     def follow(self, level: int) -> None:
-        """Passes on what is of this level and above."""
+        """Forwards lines of this level and above."""
         self.setLevel(level)
         logging.getLogger("actorsnap").setLevel(level)
 
