@@ -99,7 +99,6 @@ _MAX_VALUE = 60
 
 
 def main() -> None:
-    """Runs ``actorsnap`` and ``python -m actorsnap``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Paths and values may have characters that the terminal's encoding lacks.

@@ -137,10 +137,7 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
 def combine(first: int, second: int, second_len: int) -> int:
     """Returns the CRC32C of two concatenated byte strings, from their checksums.
 
-    Args:
-        first: CRC32C of the first bytes.
-        second: CRC32C of the second bytes.
-        second_len: Number of the second bytes.
+    ``second_len`` is the number of bytes of the second one.
 
     Raises:
         ValueError: ``second_len`` is negative.
@@ -177,8 +174,7 @@ def append_blocks(value: int, view: memoryview, checksums: Sequence[int], block_
     Args:
         value: CRC32C of the first bytes.
         view: One-dimensional, of unsigned bytes.
-        checksums: Checksums of its blocks.
-        block_bytes: Block size in bytes.
+        checksums, block_bytes: Of its blocks.
     """
     num_full = len(view) // block_bytes
     for checksum in checksums[:num_full]:

@@ -126,7 +126,6 @@ def check_readable(key: str) -> None:
 
 
 def count_frames(nbytes: int) -> int:
-    """Returns the number of frames of a chunk of ``nbytes`` bytes."""
     return -(-nbytes // FRAME_BYTES)
 
 

@@ -18,12 +18,7 @@ __all__ = ["Box", "contiguous_runs", "covers_exactly", "flat_range_boxes"]
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
-    """Offsets and sizes in global index space, in elements. Zero dimensions hold one element.
-
-    Attributes:
-        offsets: First index along each dim.
-        sizes: Number of indices along each dim.
-    """
+    """Offsets and sizes in global index space, in elements. Zero dims hold one element."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,7 +37,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
         return len(self.sizes)
 
     @property
@@ -52,7 +46,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements."""
         return 0 in self.sizes
 
     @property
@@ -115,13 +108,11 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
     """Whether ``parts`` hold each element of ``whole`` once, and no others.
 
-    Empty parts are ignored, wherever they are.
-
-    Disjoint parts inside ``whole`` cover it if their volumes add up to its volume. To find
-    overlaps, a sweep along a dim separates parts into groups that share no index of that dim;
-    groups are swept along the next dim. Meshes and flat ranges, the practical cases, separate
-    fully: O(n log n). Parts that no dim separates (a pinwheel) are compared in pairs where the
-    sweep line touches both.
+    Disjoint parts inside ``whole`` cover it if their volumes add up to its volume; empty parts are
+    ignored. To find overlaps, a sweep along a dim separates parts into groups that share no index
+    of that dim; groups are swept along the next dim. Meshes and flat ranges, the practical cases,
+    separate fully: O(n log n). Parts that no dim separates (a pinwheel) are compared in pairs where
+    the sweep line touches both.
 
     Raises:
         ValueError: A part has another number of dims.

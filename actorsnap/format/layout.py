@@ -222,7 +222,6 @@ def data_key(
 
 
 def is_compressed_key(key: str) -> bool:
-    """Whether ``key`` names a compressed data object."""
     return key.endswith(_CHUNKS)
 
 
@@ -232,12 +231,10 @@ def chunk_key(key: str, start: int) -> str:
 
 
 def manifest_key(attempt: str, rank: int) -> str:
-    """Returns the key of a rank manifest."""
     return f"{manifest_prefix(attempt)}{rank}.json"
 
 
 def manifest_prefix(attempt: str) -> str:
-    """Returns the prefix of the keys of an attempt's rank manifests."""
     return f"{attempt}/manifest/"
 
 

@@ -156,7 +156,6 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     def commit(
         self, *, attempt: str, created: str, manifests: tuple[ManifestRecord, ...]
     ) -> Commit:
-        """Returns the commit object of this save."""
         return Commit(
             version=FORMAT_VERSION,
             features=self.features,
@@ -470,7 +469,6 @@ def _is_intact(data: bytes) -> bool:
 
 
 def _check_version(version: object, key: str) -> None:
-    """Raises UnsupportedFormat for a newer version."""
     if type(version) is int and version > FORMAT_VERSION:
         raise UnsupportedFormat(
             key=key,

@@ -64,7 +64,6 @@ class Backlog:
 
     @property
     def has_eager_left(self) -> bool:
-        """Whether an eager chunk is not copied yet."""
         return bool(self._eager_left)
 
     @property
@@ -77,7 +76,6 @@ class Backlog:
         return self._queue.pop() if self._queue else None
 
     def finish(self, chunk: int) -> None:
-        """Notes that the chunk is copied."""
         self._left.remove(chunk)
         self._eager_left.discard(chunk)
 

@@ -1,9 +1,8 @@
 """Plans the copy of a snapshot: its objects, their order and writes, and the bytes to reuse.
 
-A copy has the same objects under the same keys, byte for byte: data objects first, then the rank
-manifests, then the commit object, as ``docs/format.md`` ("Write order") demands. Every byte belongs
-to a span whose checksum is in the source's manifests, and writes are cut between spans. Must not
-know storages.
+A copy has the same objects under the same keys, byte for byte, in the order of ``docs/format.md``
+("Write order"): data objects, rank manifests, commit object. Writes are cut between spans whose
+checksums are in the source's manifests. Must not know storages.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        key: Storage key.
         size: In bytes.
         head: The header of a data object; all of a chunk or a rank manifest.
         data: The leaves' bytes after the head, rising and without gaps.

@@ -1,9 +1,9 @@
 """Plans the reads of ranks that want the same bytes: every rank reads all, or each reads a part.
 
-*Direct*: every rank reads all the bytes that it wants. *Shared*: the ranks of a set read common
-bytes once, in pieces that they take in turn, and send the pieces to each other. A set is all ranks
-of the group, or the holders of the same shards: the copies of a mesh. A round is one piece per
-rank. A piece fits a buffer, so memory does not grow with the ranks.
+*Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set read common bytes
+once, in pieces, and send the pieces to each other. A set is all ranks of the group, or the holders
+of the same shards: the copies of a mesh. A round is one piece per rank. A piece fits a buffer, so
+memory does not grow with the ranks.
 
 An *exchange* is the sharing within one set. A rank's exchanges run in consecutive *turns*; sets
 without a common rank share a turn and its rounds.
@@ -64,9 +64,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     """The bytes of one top-level key that a rank wants in common with other ranks.
 
     Attributes:
-        key: The top-level key.
-        ranks: The ranks that are likely to want the same bytes, including this one; None: every
-            rank of the group.
+        ranks: The ranks likely to want the same bytes, including this one; None: every rank of the
+            group.
         digest: Digest of the ranges; equal if the ranges are.
         nbytes: Bytes of the ranges.
     """
@@ -81,7 +80,7 @@ class Wants(msgspec.Struct, frozen=True, array_like=True):
     """The common bytes that a rank wants, and its ability to pass bytes on.
 
     Attributes:
-        alike: Bytes that other ranks may want too; at most one per key and ranks.
+        alike: At most one per key and ranks.
         piece_bytes: Largest piece that fits its memory; at least two of the largest checksum
             blocks.
         obstacle: The reason why it cannot pass bytes on; empty if it can.
@@ -98,7 +97,6 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         ranks: Ranks of the first set; None: every rank of the group.
         keys: The keys whose bytes are shared, rising.
-        num_sets: Number of sets.
         step: Distance between the ranks of a set and those of the next one.
     """
 
@@ -122,7 +120,7 @@ class ReadPlan(msgspec.Struct, frozen=True, array_like=True):
         mode: ``DIRECT``, or ``SHARED`` if any bytes are shared.
         reason: Explanation for people.
         piece_bytes: Largest piece.
-        turns: The exchanges; empty if direct.
+        turns: Empty if direct.
     """
 
     mode: ReadMode
@@ -132,7 +130,6 @@ class ReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds of all turns."""
         return sum(turn.num_rounds for turn in self.turns)
 
 
@@ -187,10 +184,8 @@ class _Set(msgspec.Struct, frozen=True):
 def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
     """Returns the plan for these wants, given in rank order.
 
-    Args:
-        wants: Per rank.
-        mode: The mode that the coordinator's caller asks for. ``SHARED`` shares only bytes that
-            several ranks want and can pass on.
+    ``mode`` comes from the coordinator's caller. ``SHARED`` shares only bytes that several ranks
+    want and can pass on.
     """
     num_ranks = len(wants)
     if mode is ReadMode.DIRECT:

@@ -1,14 +1,14 @@
 """One rank's view of a snapshot, merged from the manifests of all ranks that saved.
 
-Decides which entries a rank may read, in which order, and which leaves only other ranks have.
+Selects and orders the entries that a rank may read, and lists leaves that only other ranks have.
 Implements the rules for shards and ``replicated`` of ``docs/format.md`` ("Entries"). Must not know
 restore targets or how bytes are read.
 
 Theory of operation. All ranks may read shards, ``replicated`` entries and everything in a snapshot
-of one rank. Shards of a path are joined, whichever ranks wrote them. The remaining leaves are
-private: rank k gets those that rank k saved. A rank outside the saved world gets only the private
-leaves that all ranks saved with equal content, so that no step counter is lost when the world
-grows; it takes them and the containers from rank 0.
+of one rank. Shards of a path are joined, whichever ranks wrote them. Other leaves are private: rank
+k gets those that rank k saved. A rank outside the saved world gets only the private leaves that all
+ranks saved with equal content, from rank 0, so that no step counter is lost when the world grows.
+It also takes rank 0's containers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """The entries of a snapshot that one rank may read.
 
     Attributes:
-        attempt: The attempt that stored the objects.
         world_size: Number of ranks that saved.
         objects: The list that ``Stored.object`` indexes.
         entries: In traversal order.
@@ -200,8 +199,6 @@ def _is_shard(entry: Entry) -> bool:
 
 
 class _Merger:
-    """Merges manifests for one rank."""
-
     def __init__(self, manifests: Mapping[int, RankManifest], rank: int) -> None:
         self._manifests = manifests
         self._own = manifests.get(rank)
@@ -270,8 +267,8 @@ class _Merger:
         """Joins the shards of a path into one entry; the rank's own shards come first.
 
         A box that ranks stored with different values is disputed: tensors of several meshes have
-        this path. If meshes cut the path differently and the checksums cannot prove that it is one
-        tensor, all boxes are disputed. A rank still gets its own disputed boxes back.
+        this path. All boxes are disputed if meshes cut the path differently and the checksums
+        cannot prove that it is one tensor. A rank still gets its own disputed boxes back.
         """
         _, first = found[0]
         boxes: dict[Box, tuple[RankManifest, TensorEntry]] = {}
@@ -394,9 +391,9 @@ class _Merger:
     def _order(self, taken: Mapping[str, AnyEntry]) -> list[str]:
         """Returns the paths in an order that agrees with every rank's as far as possible.
 
-        Ranks that divide a state store rising parts of it. So a rank's paths go after those of the
-        ranks before it, but before any path that follows them on both. The rank's own paths keep
-        their own order.
+        Ranks that divide a state store rising parts of it. So a rank's paths follow those of the
+        ranks before it, but precede paths that follow them on both. The rank's own paths keep their
+        order.
         """
         following: dict[str | None, str | None] = {None: None}
         before: dict[str | None, str | None] = {None: None}

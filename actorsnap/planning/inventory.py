@@ -1,7 +1,7 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. An inventory names it by its digest, which has
-a fixed size; the list itself is sent once. Private items are not named.
+A *scope* is a list of items that several ranks hold. An inventory names it by a digest of fixed
+size; the list itself is sent once. Private items are not named.
 
 Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are never
 compared: tensors of one name on several meshes are private (``docs/decisions``, 0007).
@@ -108,7 +108,6 @@ def item_digest(items: Sequence[Item]) -> bytes:
 
 
 def inventory_digest(inventory: Inventory) -> bytes:
-    """Returns a 12-byte digest of an inventory."""
     return digest_of(inventory)
 
 

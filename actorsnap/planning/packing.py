@@ -1,12 +1,12 @@
 """Packs leaves into data objects and cuts a rank's writes into chunks.
 
-Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a handful of balanced objects
-that finish together: each costs one inode lock or one multipart upload. A large leaf stays in one
-object. Small leaves are packed together in traversal order, so that a reader needs few requests.
-Must not know where bytes come from or go to.
+Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a few balanced objects that
+finish together: each costs one inode lock or one multipart upload. A large leaf stays in one
+object; small leaves are packed in traversal order, so that a reader needs few requests. Must not
+know where bytes come from or go to.
 
-Each holder packs shared items on its own. Equal input gives an equal layout on every rank, so only
-byte ranges are sent (``RankPlan``), and several ranks can write one object.
+Each holder packs shared items on its own. Equal input gives an equal layout on every rank, so
+several ranks can write one object and exchange only byte ranges (``RankPlan``).
 """
 
 from __future__ import annotations
@@ -60,13 +60,11 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         path: Escaped; unique within the rank.
         dtype: torch dtype name; ``uint8`` for raw bytes.
-        shape: Shape of these bytes, in elements (for a shard, the shard's shape).
-        nbytes: Size in bytes.
-        itemsize: Bytes per element.
+        shape: In elements; for a shard, the shard's shape.
+        nbytes, itemsize: Bytes of the item and of one element.
         replicated: Every rank holds the same value.
         offsets, global_shape: Shards only: origin in the tensor, and the tensor's shape.
-        is_whole: One rank must write all of it, because other entries refer to it or it has no
-            elements.
+        is_whole: One rank writes all of it: other entries refer to it, or it is empty.
     """
 
     path: str
@@ -86,7 +84,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ItemBox(msgspec.Struct, frozen=True, gc=False):
-    """A box of an item, contiguous in the item's bytes. The manifest lists it as its own shard.
+    """A box of an item, contiguous in the item's bytes. A separate shard in the manifest.
 
     Attributes:
         start: Offset of its first byte in the item.
@@ -112,7 +110,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan.
 
-    They count from the start of the item, or of its box where ``ObjectPlan.boxes`` gives one.
+    Counted from the start of the item, or of its box in ``ObjectPlan.boxes``.
     """
 
     item: int
@@ -127,17 +125,15 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     checksum blocks. ``items``, ``starts``, ``ends`` and ``boxes`` are parallel, in stored order.
 
     Attributes:
-        key: Storage key.
         header: The safetensors header of the whole object; its first bytes.
         items: Per leaf, the index of its item among the rank's items.
-        starts: Absolute offset of each leaf's first byte.
-        ends: Absolute offset after each leaf's last byte.
+        starts, ends: Per leaf, its absolute byte range.
         boxes: Per leaf, its box of the item; None for the whole item.
         size: Bytes of the whole object.
         opens: This rank creates the object, writes the header and completes the object.
         is_shared: Other ranks write to it too.
-        chunks: Cover the one range that the rank writes. The opener's first chunk includes the
-            header. Cuts inside a leaf fall on multiples of the largest checksum block, counted from
+        chunks: Cover the one range that the rank writes, including the header if it opens the
+            object. Cuts inside a leaf fall on multiples of the largest checksum block, counted from
             the leaf's start.
     """
 
@@ -207,8 +203,8 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 def least_write_bytes(size: int, *, min_write_bytes: int, max_writes: int | None) -> int:
     """Returns the smallest write to an object of ``size`` bytes, except for its last write.
 
-    With writes of at least this size there are at most ``max_writes``, and no two begin in the same
-    ``offset // least``: that quotient can number them.
+    With writes of this size there are at most ``max_writes``, each with its own ``offset //
+    least``, which can number it.
     """
     return max(min_write_bytes, 1 if max_writes is None else -(-size // max_writes))
 
@@ -219,8 +215,7 @@ class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         number: Number of the object, as ``arrange`` counts.
         start, stop: Byte range, counted from the end of the object's header.
-        opens: This rank creates the object, writes the header and completes the object. It also
-            writes the first byte.
+        opens: This rank creates and completes the object, and writes the header and the first byte.
         is_shared: Other ranks write to it too.
     """
 
@@ -239,8 +234,8 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
         items: The group's items in the scope's list, as rising runs ``(start, stop)``, packed in
             ``canonical`` order. None: all items, in list order.
         rank: The lowest holder; the objects' keys carry its number.
-        first: Number of the group's first object among all objects under that rank's number.
-        num_holders: Number of ranks that hold the items; more holders get more objects.
+        first: Number of the group's first object among those of ``rank``.
+        num_holders: More holders get more objects.
         parts: By rising object number. Together they are one range of the group's bytes.
     """
 
@@ -253,10 +248,10 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The part of shared items that a rank writes.
+    """A rank's share of common items.
 
     Attributes:
-        shares: In the order of the objects that they produce.
+        shares: In the order of their objects.
         first: Number of the rank's first private object.
     """
 
@@ -289,7 +284,7 @@ def pack(
         items: All items of the rank, in traversal order.
         attempt: The attempt's folder.
         rank: This rank.
-        rules: Sizes; the same on all ranks.
+        rules: The same on all ranks.
         scopes: Per scope of the rank's inventory, the indices of its items, in list order.
         plan: This rank's plan from ``plan_save``.
     """
@@ -330,8 +325,7 @@ def pack(
 def write_order(objects: Sequence[ObjectPlan]) -> list[Chunk]:
     """Returns all chunks, interleaved so that all objects advance at the same rate.
 
-    Neighbours belong to different objects where possible: two threads that write to one file are no
-    faster than one, because of the inode lock.
+    Two threads that write to one file are no faster than one, because of the inode lock.
     """
     chunks = [chunk for plan in objects for chunk in plan.chunks]
     chunks.sort(key=lambda c: ((c.index + 0.5) / len(objects[c.object].chunks), c.object))
@@ -355,11 +349,7 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
 def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) -> list[Arranged]:
     """Distributes items over objects and orders them; each item goes into one object.
 
-    Args:
-        items: The items.
-        rules: Sizes.
-        num_writers: Number of ranks that write; there are at least this many objects if they are
-            large enough.
+    A key may have up to ``num_writers`` objects even if ``rules.max_objects`` is smaller.
     """
     by_key: dict[str, list[int]] = {}
     totals: dict[str, int] = {}

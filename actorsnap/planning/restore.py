@@ -1,9 +1,9 @@
 """Plans the reads of a restore: which bytes of which boxes, merged and cut.
 
-``plan_boxes`` selects the bytes of stored boxes that fill other boxes. Verified reads take whole
-checksum blocks, so a box that begins or ends inside a block costs that block. ``plan_reads`` turns
-byte ranges into reads. Each byte is read once per request; neighbouring requests share a read if
-the gap between them is at most ``max_gap_bytes``; large requests are cut between checksum blocks.
+``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks, as
+verification needs. ``plan_reads`` turns byte ranges into reads. Neighbouring requests share a read
+if the gap between them is at most ``max_gap_bytes``; large requests are cut between checksum
+blocks.
 
 Must not know tensors or the ranks that want them.
 """
@@ -59,7 +59,7 @@ def plan_boxes(
     read.
 
     Args:
-        path: The tensor's path, for errors.
+        path: For errors.
         stored: Boxes in the tensor's index space, each with its own bytes in C order. Disjoint,
             except for boxes that equal a wanted one.
         wanted: Boxes in the same space.
@@ -152,7 +152,6 @@ def _reads_of(
     itemsize: int,
     block_bytes: int,
 ) -> list[BoxRead]:
-    """Returns the reads of one stored box."""
     nbytes = box.volume * itemsize
     reads: list[BoxRead] = []
     # Blocks that do not go to one place as a whole.

@@ -1,16 +1,15 @@
 """Assigns writes to ranks, from the ranks' inventories.
 
-Ranks that hold the same items write them once, together: each writes one range of the bytes, sized
-so that the ranks end up with equal loads. Private items do not appear here. The planner reads each
-distinct list of items once, for any number of ranks, and the plan of a rank does not grow with the
-number of ranks or items.
+The holders of common items write them together, once: each writes one range of the bytes, sized for
+equal total loads. Private items do not appear here. The planner reads each distinct list of items
+once, and the plan of a rank does not grow with the number of ranks or items.
 
 Theory of operation. Ranks that list the same items of a scope are a *group*. Groups with the fewest
 holders come first, because they have the least choice; each fills up its holders' loads like water
 (``_fill``). ``packing.arrange`` orders the bytes of a group, which are cut into one range per
 writer, in rank order (``_Line``). A cut falls on an object's or an item's edge if one is near, else
-between rows. Moved cuts make loads uneven; the larger groups that follow compensate. If several
-scopes of some ranks list a box under one path, it is not divided: each holder writes all of it.
+between rows. Later, larger groups compensate for moved cuts. If several scopes of some ranks list a
+box under one path, it is not divided: each holder writes all of it.
 
 Must not know how bytes or messages travel.
 """
@@ -61,8 +60,8 @@ class SavePlan(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         ranks: Per rank, its plan.
         digests: Per rank, the digest of its plan.
-        joiners: Per rank, for each shared object that it opens, in the order of ``pack``: the other
-            ranks that write to it, rising.
+        joiners: Per rank and shared object that it opens, in the order of ``pack``: the other ranks
+            that write to it, rising.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -86,9 +85,9 @@ def plan_save(
     Args:
         inventories: Per rank.
         lists: The items of every scope, by digest. A list has each path and offsets once.
-        rules: Sizes; every rank must pack with the same rules.
-        several: Paths that exist on several meshes; items that only some ranks share under such a
-            path are not divided.
+        rules: The same on all ranks.
+        several: Paths that exist on several meshes; their items are divided only if all ranks share
+            them.
 
     Raises:
         UsageError: Ranks disagree about the dtype, shape or holders of shared items. Names all such
@@ -158,7 +157,6 @@ def _groups(
     lists: Mapping[bytes, Sequence[Item]],
     several: Set[str],
 ) -> list[_Group]:
-    """Returns the groups of all scopes."""
     # By scope and digest: the ranks that list it, each with the scope's index in its inventory.
     scopes: dict[tuple[int, ...] | None, dict[bytes, dict[int, int]]] = {}
     for rank, inventory in enumerate(inventories):
@@ -203,7 +201,7 @@ def _repeated(
     """Returns the items that appear in several scopes of some ranks.
 
     Their values may differ: copies of a norm are equal, but parameters that an optimizer numbers
-    are not equal on the meshes of several pipeline stages.
+    differ between the meshes of pipeline stages.
     """
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
@@ -259,9 +257,9 @@ def _resolve(
 ) -> list[_Group]:
     """Groups the items of a scope whose ranks list different items, by their holders.
 
-    Items in ``apart`` are not divided: the cuts of several scopes would cross, and a rank could not
-    find its own pieces. Each of their holders is a group and stores all of the item. An item with
-    differing dtypes or shapes is added to ``complaints``.
+    Items in ``apart`` are not divided: cuts of several scopes would cross, and a rank could not
+    find its own pieces. Each of their holders stores all of the item. Items with differing dtypes
+    or shapes are added to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
     # By path and offsets, then by the values that must agree: list number and index in the list.
@@ -334,8 +332,8 @@ def _fill(
     """Distributes ``nbytes`` over the holders, the lightest ones first.
 
     Returns:
-        Per writer, in rank order, its bytes. All writers end up with equal loads. Each gets at
-        least ``least_bytes``, unless there is only one writer.
+        Bytes per writer, in rank order, so that all writers have equal loads. Each gets at least
+        ``least_bytes``, unless there is only one.
     """
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
@@ -352,16 +350,7 @@ def _fill(
 
 
 class _Line:
-    """The bytes of a group's items, concatenated.
-
-    Args:
-        items: The group's items.
-        objects: The result of ``arrange`` for these items.
-        rules: Sizes.
-
-    Attributes:
-        nbytes: Number of bytes.
-    """
+    """The concatenated bytes of a group's items, as ``arrange`` orders them in ``objects``."""
 
     def __init__(
         self, items: Sequence[Item], objects: Sequence[Arranged], rules: PackingRules
@@ -377,7 +366,7 @@ class _Line:
         """Cuts the line into ranges of about these sizes, which add up to ``nbytes``.
 
         Returns:
-            Per range, its parts of the objects. A range that becomes empty has no parts.
+            Per range, its parts of the objects; empty for an empty range.
         """
         cuts = [0]
         target = 0
@@ -417,8 +406,7 @@ class _Line:
         return low + (target - low + row // 2) // row * row
 
     def _with_room(self, previous: int, cut: int) -> int:
-        """Returns ``cut``, or the edge or cut before it if the space between is less than a
-        write."""
+        """Returns ``cut``, or the edge or cut before it if less than a write is between them."""
         index = bisect_right(self._object_edges, cut) - 1
         begin = max(previous, self._object_edges[index])
         if begin == cut:

@@ -104,12 +104,10 @@ def views_of(data: bytes | bytearray, size: int) -> list[memoryview]:
 
 
 async def listed(storage: Storage, prefix: str = "") -> list[ObjectInfo]:
-    """Returns all items of ``list``."""
     return [info async for info in storage.list(prefix)]
 
 
 async def keys_in(storage: Storage, prefix: str = "") -> list[str]:
-    """Returns the keys of all items of ``list``."""
     return [info.key for info in await listed(storage, prefix)]
 
 

@@ -177,7 +177,6 @@ class FaultyStorage(Wrapper):
 
     @property
     def num_operations(self) -> int:
-        """Number of operations begun, of all verbs."""
         with self._lock:
             return self.counts.total()
 
