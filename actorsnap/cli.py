@@ -88,7 +88,7 @@ StorageOption = Annotated[
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="For the storage's backend; may be repeated. What reads as JSON is taken as such.",
+        help="Option for the storage's backend; may be repeated. JSON values are parsed.",
     ),
 ]
 
@@ -250,7 +250,7 @@ def verify(
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
-    b: Annotated[str, typer.Argument(help="Another one's.")],
+    b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
     option: StorageOption = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
@@ -288,7 +288,7 @@ def _difference(path: str, left: dict[str, _Leaf], right: dict[str, _Leaf]) -> l
 def cat(
     path: PathArgument,
     object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
-    raw: Annotated[bool, typer.Option("--raw", help="The bytes themselves, all.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print all bytes, unchanged.")] = False,
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
@@ -307,7 +307,7 @@ def cat(
 @app.command()
 def cp(
     source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="Where to, in any storage.", metavar="DST")],
+    to: Annotated[str, typer.Argument(help="The destination, in any storage.", metavar="DST")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another snapshot that is there.")
     ] = False,
@@ -324,7 +324,7 @@ def cp(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="For both, where not said otherwise."),
+        typer.Option("--option", metavar="KEY=VALUE", help="For both, unless overridden."),
     ] = None,
 ) -> None:
     """Copy a snapshot; an interrupted copy continues."""
@@ -363,8 +363,8 @@ def rm(
         bool,
         typer.Option(
             "--garbage",
-            help="Only what unfinished attempts left. Without a commit object, complete attempts "
-            "are deleted after a question only, or with --yes.",
+            help="Only leftovers of unfinished attempts. Without a commit object, complete "
+            "attempts are deleted only after a question, or with --yes.",
         ),
     ] = False,
     force: Annotated[
@@ -381,7 +381,7 @@ def rm(
             _collect(source, path, force=force, yes=yes)
             return
         if force:
-            raise UsageError("--force goes with --garbage; to skip the question use --yes")
+            raise UsageError("--force needs --garbage; to skip the question use --yes")
         what = _what_to_delete(source, path)
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
@@ -470,7 +470,7 @@ def recover(
 
 @app.command()
 def trace(
-    file: Annotated[list[str], typer.Argument(help="What Options.trace has written.")],
+    file: Annotated[list[str], typer.Argument(help="Files written by Options.trace.")],
     html: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write a page with the timeline.")
     ] = None,
@@ -571,9 +571,9 @@ def _storage_options(given: list[str] | None) -> dict[str, Any]:
     for text in given or ():
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise UsageError("an option of the storage is written key=value")
+            raise UsageError("a storage option must be key=value")
         if key in found:
-            raise UsageError(f"the option {key!r} of the storage stands there twice")
+            raise UsageError(f"the storage option {key!r} is given twice")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -887,7 +887,7 @@ def _text_of(value: Any) -> str:
     try:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print
-        raise UsageError(f"it cannot be printed, use --raw: {error}") from error
+        raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
 
 
 def _raw_bytes(value: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Every error that actorsnap raises, in one tree.
 
-Fields carry the facts, the message adds what to do next. Errors are picklable and compare
+Fields carry the facts; the message adds advice. Errors are picklable and compare
 by type and fields when they travel between ranks. This module imports nothing of the
 package, so that every layer can raise from it.
 
@@ -80,7 +80,7 @@ def did_you_mean(
         prefix: Put before each name in the question.
 
     Returns:
-        ``"did you mean 'compression'?"``; empty if no name is similar.
+        For example ``"did you mean 'compression'?"``; empty if no name is similar.
     """
     near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
     return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""

@@ -199,8 +199,7 @@ class Options(_Checked, frozen=True, kw_only=True):
         except (ValueError, LookupError, AttributeError) as error:
             fields = ", ".join(f"{{{name}}}" for name in _TRACE_FIELDS)
             raise UsageError(
-                f"Options.trace={self.trace!r}: of what is in braces, only {fields} are filled in; "
-                "write a brace twice that is one"
+                f"Options.trace={self.trace!r}: only {fields} are filled in; double a literal brace"
             ) from error
 
     def _check_seconds(self, name: str, above: float) -> None:

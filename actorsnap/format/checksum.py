@@ -42,7 +42,7 @@ MAX_BLOCK_BYTES = 1 << 20
 """Largest checksum block, in bytes; a multiple of the blocks of every leaf."""
 
 _NUM_BLOCKS = 16
-"""Smallest number of full blocks of a leaf whose blocks can be small enough."""
+"""Fewest full blocks of a leaf, unless its blocks would be smaller than ``MIN_BLOCK_BYTES``."""
 
 # Regaining the GIL from a thread that computes in Python takes up to 5 ms. Small blocks are hashed
 # in 3 to 50 us each and keep the GIL; otherwise it is released where that pays.
@@ -71,9 +71,7 @@ def crc32c_of(views: Iterable[Buffer]) -> int:
 def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
     """Returns the block size for writing a leaf of ``nbytes`` bytes.
 
-    Args:
-        nbytes: Size of the leaf.
-        is_shard: The leaf is a part of a tensor, so that other shards may want parts of it.
+    Shards have smaller blocks, because other shards may want parts of them.
     """
     if not is_shard:
         return MAX_BLOCK_BYTES
@@ -84,12 +82,8 @@ def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
 def block_bytes_of(nbytes: int, num_blocks: int) -> int:
     """Returns the block size of stored bytes, from the number of their checksums.
 
-    Args:
-        nbytes: Size of a leaf, or of a run of its blocks.
-        num_blocks: Number of checksums; ``is_block_count`` must hold.
-
-    Returns:
-        A power of two. For a single block, a size of at least ``nbytes``.
+    The bytes are a leaf, or a run of its blocks; ``is_block_count`` must hold. The result is a
+    power of two. For a single block it is at least ``nbytes``.
     """
     share = -(-nbytes // max(num_blocks, 1))
     return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
@@ -109,9 +103,6 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
     Args:
         view: C-contiguous, any format; its raw bytes count.
         block_bytes: Size of a block. The last one may be shorter.
-
-    Returns:
-        One value per block; empty for an empty view.
 
     Raises:
         ValueError: ``block_bytes`` is not positive.

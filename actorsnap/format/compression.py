@@ -107,10 +107,7 @@ def check_available() -> None:
 
 
 def check_readable(key: str) -> None:
-    """Checks that compressed data can be read.
-
-    Args:
-        key: The compressed object's key, for the error.
+    """Checks that compressed data can be read; the error names ``key``.
 
     Raises:
         UnsupportedFormat: No Zstandard library is installed.

@@ -116,12 +116,7 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
 def recognize_file(head: bytes, url: str) -> tuple[str, str]:
     """Recognizes a file that was given instead of a snapshot's folder.
 
-    Args:
-        head: Its first ``HEAD_BYTES``, or all of it.
-        url: Its URL, without secrets.
-
-    Returns:
-        As ``recognize``.
+    ``head`` is its first ``HEAD_BYTES``, or all of it. Returns the same as ``recognize``.
     """
     inside = _snapshot_around(url)
     if inside:

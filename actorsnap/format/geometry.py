@@ -28,7 +28,9 @@ class Box(msgspec.Struct, frozen=True, gc=False):
             raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
         # min() is much faster than any() over a generator, and there are 100,000s of boxes.
         if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
-            raise ValueError(f"a box is never negative: {self.offsets}, {self.sizes}")
+            raise ValueError(
+                f"offsets and sizes must not be negative: {self.offsets}, {self.sizes}"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:

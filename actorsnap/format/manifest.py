@@ -2,7 +2,7 @@
 
 Implements ``docs/format.md`` ("Commit object", "Rank manifest", "Entries"); no other module encodes
 or decodes these documents. Decides which documents are valid. Must not know where they are stored
-or who reads them. Encoding is deterministic: equal values give equal bytes.
+or who reads them. Equal values are encoded to equal bytes.
 """
 
 from __future__ import annotations
@@ -420,11 +420,7 @@ def _sealed(encoded: bytes) -> bytes:
 
 
 def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -> Commit:
-    """Decodes and checks a commit object.
-
-    Args:
-        data: The whole object.
-        key: The object's key, named in errors.
+    """Decodes and checks a whole commit object; errors name ``key``.
 
     Raises:
         ChecksumMismatch: It is damaged, or never was a commit object: no other program uses the
@@ -544,12 +540,9 @@ def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:
 def decode_rank_manifest(
     data: bytes | bytearray | memoryview, record: ManifestRecord, key: str
 ) -> RankManifest:
-    """Decodes and checks a rank manifest.
+    """Decodes and checks a whole rank manifest; errors name ``key``.
 
-    Args:
-        data: The whole object.
-        record: Its record in the commit object.
-        key: The object's key, named in errors.
+    ``record`` is its record in the commit object.
 
     Raises:
         ChecksumMismatch: Size or checksum differ from the commit object's.

@@ -76,7 +76,7 @@ def check_commit(commit: Commit, key: str) -> None:
     """Raises FormatError if a well-typed commit object contradicts itself."""
     attempt = commit.attempt
     if "/" in attempt or not is_well_formed_key(attempt):
-        _fail(key, f"{attempt!r:.200} is no attempt folder")
+        _fail(key, f"{attempt!r:.200} is not an attempt folder")
     if commit.world_size < 1 or commit.world_size != len(commit.manifests):
         _fail(key, f"{len(commit.manifests)} manifests for a world size of {commit.world_size}")
     _check_keys([record.key for record in commit.manifests], attempt, key)
@@ -89,7 +89,7 @@ def check_place(manifest: RankManifest, key: str) -> None:
     """Raises FormatError if a rank manifest is stored under another rank's or attempt's key."""
     attempt = manifest.attempt
     if "/" in attempt or not is_well_formed_key(attempt):
-        _fail(key, f"{attempt!r:.200} is no attempt folder")
+        _fail(key, f"{attempt!r:.200} is not an attempt folder")
     if key != manifest_key(attempt, manifest.rank):
         _fail(key, f"it is the manifest of rank {manifest.rank} of attempt {attempt!r:.200}")
 
@@ -117,9 +117,12 @@ def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
     at = record.chunks[0].start
     for chunk in record.chunks:
         if chunk.start != at or not at < chunk.stop <= record.size:
-            _fail(key, f"{record.key!r}: a chunk [{chunk.start}, {chunk.stop}), not from {at}")
+            _fail(
+                key,
+                f"{record.key!r}: invalid chunk [{chunk.start}, {chunk.stop}), expected from {at}",
+            )
         if not is_frame_count(chunk.stop - at, chunk.frames):
-            _fail(key, f"{record.key!r}: no frames of the chunk from {at}: {chunk.frames!r}")
+            _fail(key, f"{record.key!r}: invalid frames of the chunk from {at}: {chunk.frames!r}")
         at = chunk.stop
     return max(record.header_bytes, record.chunks[0].start), at
 
@@ -167,7 +170,7 @@ def check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
         itemsize = dtype_itemsize(entry.dtype)
         volume = _volume(shape)
         if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
-            _fail(key, f"{entry.path!r} of {num_bytes} bytes is no {entry.dtype:.80} {shape}")
+            _fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
         if entry.offsets is not None or entry.global_shape is not None:
             _check_shard(entry, key)
         if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
@@ -196,7 +199,7 @@ def check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], ke
             _fail(key, f"{view.path!r} views {view.of!r}, which is no tensor entry")
         shape = view.shape
         if len(shape) != len(view.strides) or _volume(shape) > MAX_BYTES:
-            _fail(key, f"{view.path!r}: no strides {view.strides} for shape {shape}")
+            _fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {shape}")
         # An unknown dtype has at least one byte: enough to keep offsets in the base.
         itemsize = dtype_itemsize(view.dtype) or 1
         end = view.offset
@@ -215,7 +218,7 @@ def check_composites(entries: Sequence[CompositeEntry], dense: Collection[str], 
     """
     for entry in entries:
         if entry.parts != COMPOSITE_PARTS[entry.layout]:
-            _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are no parts of {entry.layout}")
+            _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are not the parts of {entry.layout}")
         for part in entry.parts:
             if not entry.replicated and f"{entry.path}@{part}" not in dense:
                 _fail(key, f"{entry.path!r} has no part {part!r}")

@@ -42,11 +42,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkMap:
-    """The chunks of one compressed object.
-
-    Args:
-        records: The object's records, from any ranks that wrote to it.
-    """
+    """The chunks of one compressed object, from the records of any ranks that wrote to it."""
 
     def __init__(self, records: Iterable[ObjectRecord]) -> None:
         chunks: dict[int, StoredChunk] = {}

@@ -196,8 +196,8 @@ def check_sharded(
             )
     refuse(
         complaints,
-        "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "
-        "key of its own in the app state (pipeline stages: one key per stage):",
+        "the ranks disagree about sharded tensors. Different tensors need separate keys in the "
+        "app state (pipeline stages: one key per stage):",
     )
 
 

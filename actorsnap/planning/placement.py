@@ -1,8 +1,7 @@
 """Computes the boxes of a distributed tensor that one rank of a mesh holds.
 
-Input: the shape, the coordinate on the mesh and how each axis cuts the tensor. Output: the boxes in
-global index space and in the rank's local tensor. Reproduces the index arithmetic of
-``torch.chunk`` as DTensor applies it. Must not know tensors or other ranks.
+Input: the shape, the coordinate on the mesh and how each axis cuts the tensor. Reproduces the index
+arithmetic of ``torch.chunk`` as DTensor applies it. Must not know tensors or other ranks.
 """
 
 from __future__ import annotations
@@ -100,11 +99,9 @@ def _all_runs(shape: Sequence[int], cuts: Sequence[Cut]) -> list[list[Run]]:
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor.
+    """Returns the shape of a rank's local tensor, for a tensor of ``shape``.
 
-    Args:
-        shape: Shape of the whole tensor.
-        cuts: In the order in which they are applied.
+    Cuts are applied in the given order.
 
     Raises:
         ValueError: A cut does not fit the shape.
@@ -116,11 +113,8 @@ def place(shape: Sequence[int], cuts: Sequence[Cut]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
     One box, or several if a dim is cut in groups; empty if the rank holds nothing. For a tensor
-    without elements every rank returns the whole (empty) box, so that a manifest names it.
-
-    Args:
-        shape: Shape of the whole tensor.
-        cuts: In the order in which they are applied.
+    without elements every rank returns the whole (empty) box, so that a manifest names it. Cuts are
+    applied in the given order.
 
     Raises:
         ValueError: A cut does not fit the shape.

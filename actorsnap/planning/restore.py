@@ -93,8 +93,9 @@ def plan_boxes(
                 "shards overlap"
                 if hole is None
                 else f"no shard has the elements from {hole.offsets} up to {hole.stops}, or "
-                "several ranks stored different ones under this name. Then each of them gets back "
-                "its own, with the ranks of the save; give them keys of their own at the next take"
+                "several ranks stored different ones under this path. Each of those ranks can "
+                "restore its own, with the world size of the save; use separate keys at the next "
+                "take"
             )
             raise FormatError(key=path, detail=what)
     reads: list[BoxRead] = []

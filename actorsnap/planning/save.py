@@ -184,8 +184,8 @@ def _groups(
             groups.append(_Group(tuple(places), lists[digest], places))
     refuse(
         complaints,
-        "the ranks disagree about what they share. Pass the same app state and the same "
-        "replicated= on all of them; what differs from rank to rank must not be called replicated:",
+        "the ranks disagree about shared leaves. Pass the same app state and the same replicated= "
+        "on all of them; replicated= must not match leaves that differ between ranks:",
     )
     return groups
 
