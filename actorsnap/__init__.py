@@ -1,9 +1,9 @@
 """actorsnap: an asyncio-native, actor-based checkpoint runtime for PyTorch.
 
-Public names only. The same calls for ordinary scripts are in ``actorsnap.sync``.
+Public names only. ``actorsnap.sync`` has the same calls for ordinary scripts.
 
-They are imported when they are asked for: the uploader process, and a storage of another package
-in it, import from here without torch.
+Names are imported on first use: the uploader process, and other packages' storages in it, import
+this module without torch.
 """
 
 from importlib import import_module

@@ -1,15 +1,13 @@
-"""The command line: looks at snapshots, checks, compares, prints, copies, recovers and deletes
-them.
+"""The command line: inspects, checks, compares, prints, copies, recovers and deletes snapshots.
 
-Output goes to stdout, progress and errors to stderr. On a terminal, columns are aligned;
-in a pipe they are separated by tabs. Characters that would steer a terminal are written as
-escapes. Exit codes, for scripts:
+Output goes to stdout, progress and errors to stderr. On a terminal columns are aligned; in a pipe
+they are separated by tabs. Terminal control characters are escaped. Exit codes, for scripts:
 
-    0    done; verify: whole; diff: equal
+    0    done; verify: intact; diff: equal
     1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept
     2    bad usage, or no such object in the snapshot
-    3    no committed snapshot there; rm --garbage: and no garbage
-    4    the storage failed, or refused; or the snapshot is damaged (but see verify), or takes a
+    3    no committed snapshot; rm --garbage: and no garbage
+    4    the storage failed or refused; or the snapshot is damaged (except for verify), or needs a
          newer release or a package that is not installed
     130  interrupted
 """
@@ -90,21 +88,20 @@ StorageOption = Annotated[
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="For the storage's backend; may be repeated. What reads as JSON is taken as such.",
+        help="Option for the storage's backend; may be repeated. JSON values are parsed.",
     ),
 ]
 
 _MAX_ALIGNED = 60
-"""A longer cell does not push the column behind it further to the right."""
+"""Widest cell that moves the next column, in characters."""
 
 _MAX_VALUE = 60
 
 
 def main() -> None:
-    """The entry point of ``actorsnap`` and ``python -m actorsnap``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Paths and values may have what the terminal's encoding lacks.
+            # Paths and values may have characters that the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
     app()
 
@@ -127,7 +124,7 @@ def _common(
 
 @app.command()
 def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = None) -> None:
-    """List a snapshot's objects; or, for a folder of snapshots, the snapshots in it."""
+    """List a snapshot's objects or, for a folder of snapshots, its snapshots."""
     with _errors():
         source = _source(path, option)
         try:
@@ -184,7 +181,7 @@ def inspect(
     ] = None,
     option: StorageOption = None,
 ) -> None:
-    """Show what a snapshot holds: a tree with shapes, dtypes and sizes."""
+    """Show the contents of a snapshot: a tree with shapes, dtypes and sizes."""
     with _errors():
         commit, manifests = _run(reading.load_index(_source(path, option)))
         if as_json:
@@ -199,7 +196,7 @@ def inspect(
 
 
 def _objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
-    """The data objects, each once, however many ranks wrote it."""
+    """Returns the data objects, each once, even if several ranks wrote it."""
     found: dict[str, ObjectRecord] = {}
     for manifest in manifests.values():
         for record in manifest.objects:
@@ -233,7 +230,7 @@ def verify(
     ] = False,
     option: StorageOption = None,
 ) -> None:
-    """Check that a snapshot is whole. Exit code 1 if it is damaged."""
+    """Check that a snapshot is intact. Exit code 1 if it is damaged."""
     with _errors(damaged=1):
         source = _source(path, option)
         report: VerifyReport
@@ -253,7 +250,7 @@ def verify(
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
-    b: Annotated[str, typer.Argument(help="Another one's.")],
+    b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
     option: StorageOption = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
@@ -281,7 +278,7 @@ def _difference(path: str, left: dict[str, _Leaf], right: dict[str, _Leaf]) -> l
     if descriptions[0] != descriptions[1]:
         return [f"! {path}", " -> ".join(descriptions)]
     if not was.has_values_of(now):
-        # Checksums tell of the memory that views share, not of each view.
+        # Checksums cover the memory that views share, not each view.
         is_view = isinstance(was.entry, ViewEntry)
         return [f"~ {path}", *_describe(was), f"other values{' in that memory' * is_view}"]
     return None
@@ -291,10 +288,10 @@ def _difference(path: str, left: dict[str, _Leaf], right: dict[str, _Leaf]) -> l
 def cat(
     path: PathArgument,
     object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
-    raw: Annotated[bool, typer.Option("--raw", help="The bytes themselves, all.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print all bytes, unchanged.")] = False,
     option: StorageOption = None,
 ) -> None:
-    """Print one object of a snapshot; of long bytes the beginning, unless --raw."""
+    """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
     with _errors():
         snapshot = Snapshot(path, storage_options=_storage_options(option), options=_options())
         value = snapshot.read_object(object)
@@ -310,7 +307,7 @@ def cat(
 @app.command()
 def cp(
     source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="Where to, in any storage.", metavar="DST")],
+    to: Annotated[str, typer.Argument(help="The destination, in any storage.", metavar="DST")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another snapshot that is there.")
     ] = False,
@@ -327,10 +324,10 @@ def cp(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="For both, where not said otherwise."),
+        typer.Option("--option", metavar="KEY=VALUE", help="For both, unless overridden."),
     ] = None,
 ) -> None:
-    """Copy a snapshot; one that was interrupted goes on where it was."""
+    """Copy a snapshot; an interrupted copy continues."""
     with _errors():
         both = _storage_options(option)
         src_options = both | _storage_options(src_option)
@@ -366,8 +363,8 @@ def rm(
         bool,
         typer.Option(
             "--garbage",
-            help="Only what unfinished attempts left. Without a commit object, complete attempts "
-            "are deleted after a question only, or with --yes.",
+            help="Only leftovers of unfinished attempts. Without a commit object, complete "
+            "attempts are deleted only after a question, or with --yes.",
         ),
     ] = False,
     force: Annotated[
@@ -377,14 +374,14 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     option: StorageOption = None,
 ) -> None:
-    """Delete a snapshot, or only the garbage beside it."""
+    """Delete a snapshot, or only the garbage at its path."""
     with _errors():
         source = _source(path, option)
         if garbage:
             _collect(source, path, force=force, yes=yes)
             return
         if force:
-            raise UsageError("--force goes with --garbage; to skip the question use --yes")
+            raise UsageError("--force needs --garbage; to skip the question use --yes")
         what = _what_to_delete(source, path)
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
@@ -408,7 +405,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     expendable = complete if is_confirmed else []
     report = _run(upkeep.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
-        _run(reading.load_index(source))  # says so if there is nothing at all
+        _run(reading.load_index(source))  # raises if there is nothing at all
     objects = _count(len(report.deleted), "object", "objects")
     _write([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
@@ -473,7 +470,7 @@ def recover(
 
 @app.command()
 def trace(
-    file: Annotated[list[str], typer.Argument(help="What Options.trace has written.")],
+    file: Annotated[list[str], typer.Argument(help="Files written by Options.trace.")],
     html: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write a page with the timeline.")
     ] = None,
@@ -481,7 +478,7 @@ def trace(
         str | None, typer.Option(metavar="OUT", help="Write one trace with all events.")
     ] = None,
 ) -> None:
-    """Show where the time of a save or restore went; of several ranks: one file each."""
+    """Show how the time of a save or restore was spent; of several ranks: one file each."""
     with _errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
         tables = []
@@ -540,7 +537,8 @@ def _write_file(path: str, data: bytes) -> None:
 
 
 def _what_to_delete(source: Source, path: str) -> str:
-    """The snapshot in words; a damaged one can be deleted, and what is none cannot."""
+    """Describes the snapshot for a question. Damaged snapshots can be deleted, other folders
+    cannot."""
     try:
         commit, manifests = _run(reading.load_index(source))
     except ChecksumMismatch:
@@ -553,7 +551,7 @@ def _what_to_delete(source: Source, path: str) -> str:
 
 
 def _options() -> Options:
-    # Copying or verifying a large snapshot takes hours; and Ctrl-C ends it.
+    # Copying or verifying a large snapshot takes hours, and Ctrl-C ends it.
     return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
 
 
@@ -563,18 +561,19 @@ def _source(path: str, option: list[str] | None) -> Source:
 
 
 def _storage_options(given: list[str] | None) -> dict[str, Any]:
-    """``storage_options`` from what stands on the command line.
+    """Returns ``storage_options`` from the command line.
 
     Raises:
-        UsageError: it is no ``key=value``. Does not repeat it: it may be a secret.
+        UsageError: An option is not ``key=value``. The message does not repeat it: it may be a
+            secret.
     """
     found: dict[str, Any] = {}
     for text in given or ():
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise UsageError("an option of the storage is written key=value")
+            raise UsageError("a storage option must be key=value")
         if key in found:
-            raise UsageError(f"the option {key!r} of the storage stands there twice")
+            raise UsageError(f"the storage option {key!r} is given twice")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -601,7 +600,7 @@ def _errors(damaged: int = 4) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # `actorsnap ls X | head`: nobody reads on, also not what is still in the buffer.
+        # `actorsnap ls X | head`: nobody reads the rest, including buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
 
@@ -621,7 +620,8 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal. What is yielded may be called from any thread."""
+    """Shows a bar on stderr if that is a terminal. The yielded function may be called from any
+    thread."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -639,7 +639,7 @@ _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 
 def _visible(text: str) -> str:
-    """``text`` with the characters escaped that steer terminals; line ends stay."""
+    """Returns ``text`` with terminal control characters escaped; line ends stay."""
     return _STEERING.sub(lambda m: m[0] if m[0] == "\n" else ascii(m[0])[1:-1], text)
 
 
@@ -648,7 +648,7 @@ def _one_line(text: str) -> str:
 
 
 def _write(lines: Iterable[str]) -> None:
-    """Prints lines, many at once: a manifest may have a million of them."""
+    """Prints lines in batches: a manifest may have a million of them."""
     lines = iter(lines)
     while batch := list(islice(lines, 10_000)):
         sys.stdout.write("".join([f"{_one_line(line)}\n" for line in batch]))
@@ -657,7 +657,7 @@ def _write(lines: Iterable[str]) -> None:
 def _print_columns(rows: Iterable[Sequence[str]]) -> None:
     """Prints cells aligned on a terminal, with tabs between them in a pipe.
 
-    Not by ``rich.table``, which cuts paths at the terminal's width: see decision 0001.
+    Does not use ``rich.table``, which cuts paths at the terminal's width: see decision 0001.
     """
     if not sys.stdout.isatty():
         sys.stdout.writelines("\t".join(map(_one_line, row)) + "\n" for row in rows)
@@ -675,12 +675,12 @@ def _print_columns(rows: Iterable[Sequence[str]]) -> None:
 
 @dataclass(slots=True)
 class _Leaf:
-    """An entry that has a path of its own, and what is stored beside it to make it whole."""
+    """An entry with its own path, and the entries that complete it."""
 
     entry: Entry
     parts: list[Entry] = field(default_factory=list)
     base: Entry | None = None
-    """What a view is a view of."""
+    """The entry that a view refers to."""
 
     @property
     def counts(self) -> bool:
@@ -689,7 +689,7 @@ class _Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored for it."""
+        """Number of stored bytes."""
         return sum(
             entry.data.stop - entry.data.start
             for entry in (self.entry, *self.parts)
@@ -727,7 +727,8 @@ def _is_same(ours: Entry, theirs: Entry) -> bool:
 
 
 def _leaves(manifests: dict[int, RankManifest]) -> dict[str, _Leaf]:
-    """Containers and leaves by ``<rank>/<path>``, in order; parts belong to their leaves."""
+    """Returns containers and leaves by ``<rank>/<path>``, in order; parts belong to their
+    leaves."""
     leaves: dict[str, _Leaf] = {}
     for rank, manifest in manifests.items():
         by_name = named_entries(manifest)
@@ -767,7 +768,7 @@ def _describe(leaf: _Leaf) -> list[str]:
 
 
 def _value_text(entry: ValueEntry) -> str:
-    if isinstance(entry.value, dict | list):  # what JSON cannot say by itself
+    if isinstance(entry.value, dict | list):  # JSON cannot represent it
         return repr(decode_inline(entry.value, entry.path))
     return json.dumps(entry.value, ensure_ascii=False)
 
@@ -778,7 +779,7 @@ def _cut(text: str) -> str:
 
 @dataclass(slots=True)
 class _Node:
-    """A path component: what stands there, and what is below it."""
+    """A path component: the leaf at it, and the components below."""
 
     leaf: _Leaf | None = None
     children: dict[str, _Node] = field(default_factory=dict)
@@ -803,7 +804,7 @@ def _tree_of(leaves: Mapping[str, _Leaf]) -> _Node:
 
 
 def _draw(root: _Node, max_depth: int) -> Iterator[str]:
-    # An explicit stack: a state may nest as deep as Python's own allows.
+    # An explicit stack: states may nest as deeply as Python's own limit.
     levels = [iter(root.children.items())]
     left = [len(root.children)]
     while levels:
@@ -886,7 +887,7 @@ def _text_of(value: Any) -> str:
     try:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print
-        raise UsageError(f"it cannot be printed, use --raw: {error}") from error
+        raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
 
 
 def _raw_bytes(value: Any) -> bytes:

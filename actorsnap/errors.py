@@ -1,6 +1,6 @@
 """Every error that actorsnap raises, in one tree.
 
-Fields carry the facts, the message adds what to do next. Errors are picklable and compare
+Fields carry the facts; the message adds advice. Errors are picklable and compare
 by type and fields when they travel between ranks. This module imports nothing of the
 package, so that every layer can raise from it.
 
@@ -62,14 +62,15 @@ def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> Acto
 
 
 def printable(text: str) -> str:
-    """``text`` as UTF-8 can say it: a path may hold bytes, and a key surrogates, that it cannot."""
+    """Returns ``text`` in a form that UTF-8 can encode: paths may hold bytes, and keys
+    surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def did_you_mean(
     name: object, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6, prefix: str = ""
 ) -> str:
-    """Returns a question with the names in ``known`` that ``name`` may be a misspelling of.
+    """Returns a question with names in ``known`` that are similar to ``name``.
 
     Args:
         name: The unknown name.
@@ -79,22 +80,22 @@ def did_you_mean(
         prefix: Put before each name in the question.
 
     Returns:
-        ``"did you mean 'compression'?"``; empty if no name is similar.
+        For example ``"did you mean 'compression'?"``; empty if no name is similar.
     """
     near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
     return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""
 
 
 def text_of(error: BaseException) -> str:
-    """Returns ``str(error)``, or a substitute where the ``__str__`` of another package raises."""
+    """Returns ``str(error)``, or a substitute if a foreign ``__str__`` raises."""
     try:
         return str(error)
-    except BaseException as failure:  # an error that cannot be told would be waited for
+    except BaseException as failure:  # an unreportable error would hang its waiters
         return f"<its __str__ raises {type(failure).__name__}>"
 
 
 def attribute_of(error: BaseException, name: str) -> Any:
-    """Returns an attribute of an exception; None where there is none, or reading it raises."""
+    """Returns an attribute of an exception; None if it is missing or reading it raises."""
     try:
         return getattr(error, name, None)
     except BaseException:  # see ``text_of``
@@ -126,7 +127,7 @@ class ActorSnapError(Exception):
 
 
 class UsageError(ActorSnapError, ValueError):
-    """The call cannot work as written. Raised before any I/O, the same on every rank."""
+    """The call cannot work as written. Raised before any I/O, identically on every rank."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, message=message)
@@ -140,11 +141,11 @@ class StorageError(ActorSnapError):
 
     Attributes:
         op: The storage verb (``put``, ``write_at``, ``read_into``, ...).
-        key: The object key, relative to the snapshot; empty where the whole place is meant.
+        key: The object key, relative to the snapshot; empty for the whole storage.
         backend: URL of the storage, without credentials.
-        detail: What the backend said, and what to do.
+        detail: The backend's message, and advice.
         retryable: Whether the same call may succeed later.
-        retry_after_s: How long the storage asked to wait before that; None if it did not say.
+        retry_after_s: Wait that the storage asked for, in seconds; None if it gave none.
     """
 
     default_retryable = False
@@ -196,7 +197,7 @@ class AccessDenied(StorageError, PermissionError):
 
 
 class StorageFull(StorageError):
-    """No space, or no quota, is left in the storage."""
+    """The storage has no space or quota left."""
 
 
 class Throttled(StorageError):
@@ -206,12 +207,12 @@ class Throttled(StorageError):
 
 
 class FormatError(ActorSnapError):
-    """What lies in storage is not what the format document allows.
+    """Stored data violates the format document.
 
     Attributes:
-        key: The object that is wrong, or the path of the leaf.
-        detail: What is wrong with it.
-        url: The snapshot, without secrets; empty where it is not known.
+        key: The invalid object, or the path of the leaf.
+        detail: Description of the violation.
+        url: The snapshot, without secrets; empty if unknown.
     """
 
     def __init__(self, *, key: str, detail: str, url: str = "") -> None:
@@ -221,7 +222,7 @@ class FormatError(ActorSnapError):
         super().__init__(self._text(), key=key, detail=detail, url=url)
 
     def name_snapshot(self, url: str) -> None:
-        """Adds the snapshot's URL to the fields and the message; the first one given stays."""
+        """Adds the snapshot's URL to the fields and the message; the first URL is kept."""
         if not self.url:
             self.url = self.fields["url"] = url
             self.message = self._text()
@@ -232,11 +233,11 @@ class FormatError(ActorSnapError):
 
 
 class UnsupportedFormat(FormatError):
-    """The object is of a newer format, or needs a feature this release lacks."""
+    """The object has a newer format, or needs a feature that this release lacks."""
 
 
 class ChecksumMismatch(FormatError):
-    """Bytes differ from what was written, or are missing."""
+    """Bytes are missing or differ from those written."""
 
     def _text(self) -> str:
         text = f"{self.key}: {self.detail}"
@@ -244,7 +245,7 @@ class ChecksumMismatch(FormatError):
             return text
         url = quote(self.url)
         remedy = f"verify {url} --full` shows all damage"
-        if "/" not in self.key:  # the commit object: all others lie in an attempt's folder
+        if "/" not in self.key:  # the commit object: all other keys are in an attempt's folder
             remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
             f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "
@@ -257,9 +258,9 @@ class NotASnapshot(FormatError):
 
     Attributes:
         key: The URL.
-        found: ``"absent"`` (nothing is there), ``"unfinished"`` (only attempts that never
-            committed), ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a
-            folder or file of a snapshot, not all of it) or ``"unknown"``.
+        found: ``"absent"`` (nothing), ``"unfinished"`` (only attempts that never committed),
+            ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a folder or file of a
+            snapshot, not all of it) or ``"unknown"``.
     """
 
     def __init__(self, *, key: str, detail: str, found: str, url: str = "") -> None:
@@ -281,15 +282,15 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
 
 
 class IncompatibleState(ActorSnapError):
-    """The app state and the snapshot do not fit.
+    """The app state and the snapshot do not match.
 
     Attributes:
         missing: Paths that the app state has and the snapshot lacks.
         unexpected: Paths that the snapshot has and the app state cannot take.
-        mismatched: One line per leaf whose kind, dtype or shape differs; or what a module's
-            own loading says.
-        is_untouched: Nothing was changed. False if a module adapts what it loads, so that
-            only its ``load_state_dict`` could tell.
+        mismatched: One line per leaf whose kind, dtype or shape differs, or the message of a
+            module's own loading.
+        is_untouched: Nothing was changed. False if a module adapts its input, so that only its
+            ``load_state_dict`` could detect the mismatch.
     """
 
     def __init__(
@@ -325,9 +326,9 @@ class SnapshotReplaced(ActorSnapError):
     """The snapshot was replaced or deleted while it was read. Nothing is damaged.
 
     Attributes:
-        url: Where it lay.
-        is_deleted: Nothing is committed there now. Else there is another one, and reading
-            again may succeed: the call has begun anew several times.
+        url: URL of the snapshot.
+        is_deleted: Nothing is committed there now. False: another snapshot is, and reading again
+            may succeed; the call has already retried several times.
     """
 
     def __init__(self, *, url: str, is_deleted: bool) -> None:
@@ -342,7 +343,7 @@ class SnapshotReplaced(ActorSnapError):
 
 
 def _located(reason: str, rank: int | None, stage: str, key: str | None) -> str:
-    """Returns the reason, then what is known of the place."""
+    """Returns the reason, followed by the known parts of the location."""
     known = [
         f"rank {rank}" if rank is not None else "",
         f"stage {stage!r}" if stage else "",
@@ -356,12 +357,12 @@ class SnapshotAborted(ActorSnapError):
     """The attempt ended without commit. Older snapshots are untouched.
 
     Attributes:
-        reason: What ended it.
+        reason: Cause of the end.
         rank: The rank where it began, or None.
         stage: ``capture``, ``join``, ``stage``, ``store``, ``commit`` or ``cancel``.
         key: The object key concerned, or None.
-        may_be_committed: The commit itself failed or was not answered: the snapshot may be
-            there, or may yet appear.
+        may_be_committed: The commit itself failed or was not answered: the snapshot may exist, or
+            may still appear.
     """
 
     def __init__(
@@ -394,10 +395,10 @@ class SnapshotAborted(ActorSnapError):
 
 
 class StateChanged(SnapshotAborted):
-    """A tensor was changed while an ``async_take(stage="lazy")`` had yet to copy it.
+    """A tensor was changed before an ``async_take(stage="lazy")`` had copied it.
 
     Attributes:
-        path: Of the leaf in the app state of ``rank``.
+        path: Path of the leaf in the app state of ``rank``.
     """
 
     def __init__(self, *, path: str, rank: int | None = None) -> None:
@@ -416,10 +417,10 @@ class StateChanged(SnapshotAborted):
 class RestoreAborted(ActorSnapError):
     """A restore by several ranks failed on one of them, and so ends on all.
 
-    Tensors may have been overwritten in part if the stage is ``read`` or ``load``.
+    Tensors may be partly overwritten if the stage is ``read`` or ``load``.
 
     Attributes:
-        reason: What ended it.
+        reason: Cause of the end.
         rank: The rank where it began, or None.
         stage: ``join``, ``compare``, ``read``, ``load`` or ``cancel``.
         key: The top-level key concerned, or None.

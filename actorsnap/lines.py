@@ -1,8 +1,7 @@
-"""Log lines with fields, whatever the application has made of its logging.
+"""Log lines with fields, robust against any logging setup of the application.
 
-A save must not fail, nor wait for ever, because of a line: records of the application may have
-fields of these names already (``logging.setLogRecordFactory``), and its factories, filters and
-handlers may raise.
+A log line must not make a save fail or hang. The application's records may already have fields of
+these names (``logging.setLogRecordFactory``), and its factories, filters and handlers may raise.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ _Failure = (
 
 
 class Lines(logging.LoggerAdapter[logging.Logger]):
-    """The logger of a module, of the module's name. What it logs never raises: what a handler does
-    is shown as ``logging`` shows its own failures.
+    """The logger of a module. Its methods never raise.
+
+    Failures of handlers are reported as ``logging`` reports its own.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name))
 
-    def log(  # where all other methods of an adapter end
+    def log(  # all other methods of an adapter call it
         self,
         level: int,
         msg: object,
@@ -45,8 +45,9 @@ class Lines(logging.LoggerAdapter[logging.Logger]):
         extra: Mapping[str, object] | None = None,
         **_: object,
     ) -> None:
-        """Logs a line with the fields ``extra``; those that all records of the application have
-        stay its own.
+        """Logs a line with the fields ``extra``.
+
+        They do not replace fields that the application adds to all records.
         """
         if not self.isEnabledFor(level):
             return
@@ -66,6 +67,6 @@ class Lines(logging.LoggerAdapter[logging.Logger]):
             for field, value in (extra or {}).items():
                 vars(record).setdefault(field, value)
             self.logger.handle(record)
-        except (Exception, SystemExit):  # a handler's exit would end the runtime's loop only
-            with contextlib.suppress(Exception):  # the exception of ``exc_info`` cannot be shown
+        except (Exception, SystemExit):  # a handler's SystemExit would end only the runtime's loop
+            with contextlib.suppress(Exception):  # formatting ``exc_info`` may raise
                 logging.Handler().handleError(record)

@@ -1,6 +1,6 @@
 """Options of all calls, frozen and checked on construction, and the environment.
 
-Defaults are here only, and no other module reads an ``ACTORSNAP_*`` variable.
+Defines all defaults. No other module reads an ``ACTORSNAP_*`` variable.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ __all__ = [
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
-"""Two checksum blocks."""
+"""Smallest chunk, in bytes: two checksum blocks."""
 
 MIN_LOST_AFTER_S = 0.5
-"""Less than a busy machine may keep a thread waiting."""
+"""Exclusive lower bound of ``lost_after_s``, in seconds. A busy machine may delay a thread
+longer."""
 
 _MAX_TIMEOUT_S = 24 * 3600
 
 
 _TRACE_FIELDS = {"rank": 0, "op": "save", "name": "step-1"}
-"""What ``Options.trace`` may have in braces, for example."""
+"""Example values for the fields that ``Options.trace`` may have in braces."""
 
 _OTEL_MODES = ("auto", "on", "off")
 
@@ -44,11 +45,11 @@ _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
 _READ_MODES = ("auto", "direct", "shared")
-"""``planning.exchange.ReadMode``, which is above this module."""
+"""Values of ``planning.exchange.ReadMode``, which this module must not import."""
 
 
 class _CheckedMeta(msgspec.StructMeta):
-    """Refuses unknown keywords of a call, with a hint."""
+    """Rejects unknown keywords of a call, with a hint."""
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 
@@ -62,68 +63,70 @@ class _CheckedMeta(msgspec.StructMeta):
 
 
 class _Checked(msgspec.Struct, frozen=True, metaclass=_CheckedMeta):
-    """Base of what callers construct by keywords."""
+    """Base of types that callers construct by keywords."""
 
 
 class Options(_Checked, frozen=True, kw_only=True):
-    """How snapshots are taken and restored. All sizes are bytes, all times seconds.
+    """How snapshots are taken and restored. Sizes are in bytes, times in seconds.
 
     Attributes:
-        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch
-            tiers; the snapshot says so for ever. What replaces a snapshot taken with True
-            waits for the disk all the same.
+        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch tiers; the
+            snapshot records it permanently. A save that replaces a snapshot taken with True waits
+            for the disk anyway.
         verify: Compare every byte that is read with its checksum.
-        allow_pickle: Store and load objects outside the safe set with pickle. Loading a
-            pickle runs code of whoever wrote it.
+        allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
+            code chosen by its writer.
         allow_optimizer_change: Restore an optimizer that was saved from another class. It gets the
             saved hyperparameters and state, and its next step may fail if it cannot use them.
-        timeout_s: A take that has not committed by then is aborted, on all ranks, and so is a
-            restore by several; reading or deleting fails with ``StorageError``. At most a day.
-        lost_after_s: A rank that was heard in a save or restore, and then not for so long, is
-            lost: that ends on all other ranks.
-        memory_budget_bytes: Memory for staging copies. There is one budget per process,
-            shared by all snapshots: a value given here applies to all from now on. At least
-            2 MiB. None leaves it as it is; at first it is 60 % of the memory that is free when
-            the runtime starts, counting the cgroups' limits, and at most 64 GiB.
-        chunk_bytes: The unit of staging and I/O; at least 2 MiB. Smaller where the budget is.
-        num_uploaders: Chunks hashed and written, or fetched, at once.
-        max_objects: Data objects written in parallel, per top-level key.
+        timeout_s: Deadline of a call. A take that has not committed by then is aborted on all
+            ranks, and so is a restore by several ranks; reading or deleting fails with
+            ``StorageError``. At most a day.
+        lost_after_s: Silence after which a rank that took part in a save or restore counts as lost,
+            which ends the call on all other ranks.
+        memory_budget_bytes: Memory for staging copies. There is one budget per process, shared by
+            all snapshots: a value given here applies to all from now on. At least 2 MiB. None keeps
+            the current budget; the initial one is 60 % of the memory that is free when the runtime
+            starts, within the cgroups' limits, and at most 64 GiB.
+        chunk_bytes: The unit of staging and I/O; at least 2 MiB. A small budget makes chunks
+            smaller.
+        num_uploaders: Number of chunks hashed and written, or fetched, at once.
+        max_objects: Number of data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
-        read_mode: How ranks restore what several of them want alike, all or those with the
-            same shards: ``"direct"``, each reads it; ``"shared"``, they read each byte once and
-            pass it on among them, over gloo; ``"auto"``, shared by 8 ranks or more. Rank 0's
-            holds for all.
-        offload: Where ``async_take`` stores what it has copied: in a ``"thread"`` of this process,
-            or in a ``"process"`` of its own, which leaves the GIL to the trainer; ``"auto"``: a
-            process for states of 64 MiB or more, once the first such save or ``warm_up`` has
-            started it, where each rank of the machine has two cores. There is none for storages
-            that only this process can open. Several ranks have a process each, or none: all of them
-            must say the same, and with ``"auto"`` the others follow rank 0, whose own part counts.
-        detach: A snapshot of ``async_take`` does not depend on this process any more once it is
-            staged: it is finished and committed also if this process is killed, and an exit does
-            not wait for it. Takes the uploader process whatever the size; where there is none to be
-            had, exits wait. All of several ranks must say the same; their processes finish it
-            among themselves, while the job's store lives: an exit of the process that hosts that
-            waits.
-        at_exit: What an interpreter that exits does with a pending snapshot: ``"wait"`` until it is
-            finished, or ``"abort"`` it. What was staged of a detached one goes on in any case.
-        max_slowdown: By which share training steps may take longer while a snapshot of
-            ``async_take`` is stored: 0.02 is two percent. Uploaders are slowed until that holds, on
-            this rank, but not to less than a fiftieth, nor where half of ``timeout_s`` would not
-            do. Takes steps that are marked, with ``actorsnap.step()``. None slows nothing.
-        compression: ``"zstd:1"`` to ``"zstd:19"`` compresses what is stored, chunk by chunk, on the
-            threads that store it, or in the uploader process; ``"zstd"`` is ``"zstd:1"``.
-            None compresses nothing. Rank 0's holds for all. The data objects are no safetensors
-            files then. Needs the extra ``actorsnap[zstd]``, also to read.
-        max_gap_bytes: Two wanted ranges with at most so many unwanted bytes between them
-            are read by one request.
+        read_mode: How ranks restore data that several of them want (all ranks, or those with the
+            same shards). ``"direct"``: each rank reads it. ``"shared"``: they read each byte once
+            and pass it on among them, over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's
+            value applies to all.
+        offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
+            separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
+            for states of 64 MiB or more, once the first such save or ``warm_up`` has started it, if
+            each rank of the machine has two cores. Storages that only this process can open are
+            never offloaded. Of several ranks, all use a process or none: all must pass the same
+            value, and with ``"auto"`` they follow rank 0, whose own part of the state counts.
+        detach: A snapshot of ``async_take`` no longer depends on this process once it is staged: it
+            is finished and committed even if this process is killed, and an exit does not wait for
+            it. Uses the uploader process for any size; if no such process is available, exits wait.
+            All ranks must pass the same value. Their uploader processes finish the snapshot while
+            the job's store is alive: an exit of the process that hosts the store waits.
+        at_exit: Treatment of pending snapshots when the interpreter exits: ``"wait"`` until they
+            are finished, or ``"abort"`` them. The staged part of a detached snapshot continues in
+            any case.
+        max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
+            stored, as a fraction: 0.02 is two percent. Uploaders on this rank are slowed until it
+            holds, but not below a fiftieth of their speed, nor so far that half of ``timeout_s``
+            would not suffice. Needs steps marked with ``actorsnap.step()``. None slows nothing.
+        compression: ``"zstd:1"`` to ``"zstd:19"`` compresses the data, chunk by chunk, on the
+            threads that store it or in the uploader process; ``"zstd"`` is ``"zstd:1"``. None
+            compresses nothing. Rank 0's value applies to all. Compressed data objects are not
+            safetensors files. Needs the extra ``actorsnap[zstd]``, also to read.
+        max_gap_bytes: Two wanted ranges with at most this many unwanted bytes between them are read
+            by one request.
         trace: A file for a timeline of each save and restore, in Chrome's trace format, written
-            at its end, also of one that fails. ``{rank}``, ``{op}`` (save or restore) and
-            ``{name}`` (the last part of the snapshot's path) are filled in; many ranks write a
-            file each, so the rank is added to the name where it is not in it. What lies there is
+            when the call ends, also after a failure. ``{rank}``, ``{op}`` (save or restore) and
+            ``{name}`` (the last part of the snapshot's path) are filled in. With many ranks each
+            writes its own file; the rank is added to a name without ``{rank}``. An existing file is
             replaced.
         otel: Whether saves and restores become spans and metrics of OpenTelemetry: ``"on"``,
-            ``"off"``, or ``"auto"``: where the application has configured a provider.
+            ``"off"``, or ``"auto"``: on if the application has configured a provider.
     """
 
     fsync: bool = True
@@ -196,8 +199,7 @@ class Options(_Checked, frozen=True, kw_only=True):
         except (ValueError, LookupError, AttributeError) as error:
             fields = ", ".join(f"{{{name}}}" for name in _TRACE_FIELDS)
             raise UsageError(
-                f"Options.trace={self.trace!r}: of what is in braces, only {fields} are filled in; "
-                "write a brace twice that is one"
+                f"Options.trace={self.trace!r}: only {fields} are filled in; double a literal brace"
             ) from error
 
     def _check_seconds(self, name: str, above: float) -> None:
@@ -213,19 +215,19 @@ class Options(_Checked, frozen=True, kw_only=True):
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
-    """The size of chunks that fit into the budget, with the memory that is mapped for them."""
+    """Returns the chunk size that fits into the budget, with the memory mapped for the chunks."""
     if chunk_bytes <= budget_bytes:
         return chunk_bytes
-    # Staging memory comes in powers of two.
+    # Staging memory is allocated in powers of two.
     return max(MIN_CHUNK_BYTES, 1 << (budget_bytes.bit_length() - 1))
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
-    """Options from ``ACTORSNAP_<NAME>`` variables.
+    """Returns options from ``ACTORSNAP_<NAME>`` variables.
 
     Raises:
-        UsageError: a variable cannot be read as its option, or is a misspelt one. Others that
-            begin alike are somebody else's.
+        UsageError: A variable's value is invalid for its option, or its name is a misspelt option.
+            Other variables with this prefix are ignored.
     """
     source = os.environ if environ is None else environ
     types = {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
@@ -244,10 +246,10 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
 
 
 def may_block_running_loop(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` lets blocking calls run in a running loop.
+    """Returns whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` allows blocking calls in a running loop.
 
     Raises:
-        UsageError: its value is neither true nor false.
+        UsageError: Its value is neither true nor false.
     """
     variable = _PREFIX + _MAY_BLOCK
     text = (os.environ if environ is None else environ).get(variable, "false")

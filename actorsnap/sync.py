@@ -1,8 +1,8 @@
-"""The public calls for ordinary scripts: they block, and are else the same as the async ones.
+"""The public calls for ordinary scripts: blocking, otherwise the same as the async ones.
 
-Holds no logic. Ctrl-C in a call aborts it like a cancellation and is raised when that is
-done. In a thread whose event loop runs, every call raises ``UsageError``, except in notebooks (the
-kernels of IPython) and after ``allow_in_running_loop()``.
+Holds no logic. Ctrl-C in a call aborts it like a cancellation and is raised after the abort. In a
+thread with a running event loop every call raises ``UsageError``, except in notebooks (IPython
+kernels) and after ``allow_in_running_loop()``.
 """
 
 from __future__ import annotations
@@ -179,13 +179,13 @@ class Snapshot:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was given to ``take`` as ``metadata``. Reads the commit object once."""
+        """The ``metadata`` passed to ``take``. Reads the commit object once."""
         commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.metadata")
         return commit.metadata
 
     @property
     def step(self) -> int | None:
-        """Returns the ``step`` given to ``take``, or None. Reads the commit object once."""
+        """The ``step`` passed to ``take``, or None. Reads the commit object once."""
         commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.step")
         return commit.step
 
@@ -257,12 +257,12 @@ class PendingSnapshot:
         return taking.guard(self._job, optimizers)
 
     def done(self) -> bool:
-        """Whether the outcome is known; ``wait`` then returns at once."""
+        """Returns whether the outcome is known; ``wait`` then returns at once."""
         return self._job.is_done()
 
     def wait(self) -> Snapshot:
-        """Blocks until the outcome; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C leaves the
-        save running."""
+        """Blocks until the outcome is known; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C
+        leaves the save running."""
         run_sync(taking.await_pending(self._job, self._job.finished), name="PendingSnapshot.wait")
         return Snapshot._of(self._job)
 

@@ -1,5 +1,4 @@
-"""What lies in storage: geometry, layout, schema and checksums. Pure data.
+"""The stored data: geometry, layout, schema and checksums. Pure data.
 
-Nothing in this package does I/O, waits, knows the time, or knows torch. It implements
-``docs/format.md``.
+No I/O, no waiting, no clock, no torch. Implements ``docs/format.md``.
 """

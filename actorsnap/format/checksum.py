@@ -1,19 +1,18 @@
-"""Computes CRC32C: of bytes, of blocks, and of concatenations that are never joined.
+"""Computes CRC32C of bytes, of blocks, and of concatenations from their parts.
 
-This file decides how a leaf's bytes are cut into blocks of checksums (``docs/format.md``,
-"Blocks"). It must not know what the bytes mean or where they lie.
+Decides how a leaf's bytes are cut into checksum blocks (``docs/format.md``, "Blocks"). Must not
+know the meaning or place of the bytes.
 
-A writer chooses the size of the blocks by that of the leaf; a reader sees it in the number of
-checksums. ``n`` blocks are enough for a leaf and ``n - 1`` are not, so with ``n > 1`` the size
-of a block is in ``[nbytes / n, nbytes / (n - 1))``, and there is one power of two in that at
-most. The same holds for every run of the leaf's blocks.
+A writer chooses the block size from the leaf's size; a reader derives it from the number of
+checksums. With ``n > 1`` blocks the block size is in ``[nbytes / n, nbytes / (n - 1))``, because
+``n`` blocks are enough and ``n - 1`` are not. That interval has at most one power of two. The same
+holds for every run of the leaf's blocks.
 
-Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). To
-append ``n`` bytes is to multiply the message by ``x**(8n)``, so the CRC of a concatenation
-is ``first * x**(8n) mod P``, xor ``second``. The initial and final inversions of CRC32C
-cancel in that sum. ``x**(8n) mod P`` takes one multiplication per set bit of ``n``. A product
-with a constant is linear in the other factor, so that for the few lengths that come often it is
-looked up, byte by byte: 0.3 us instead of 6.
+Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). Appending
+``n`` bytes multiplies the message by ``x**(8n)``, so the CRC of a concatenation is ``first *
+x**(8n) mod P``, xor ``second``. The initial and final inversions of CRC32C cancel in that sum.
+``x**(8n) mod P`` takes one multiplication per set bit of ``n``. A product with a constant is linear
+in the other factor, so frequent lengths use a table lookup per byte: 0.3 us instead of 6.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ __all__ = [
 
 MIN_BLOCK_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 20
-"""A multiple of the blocks of every leaf."""
+"""Largest checksum block, in bytes; a multiple of the blocks of every leaf."""
 
 _NUM_BLOCKS = 16
-"""So many full blocks a leaf has at least, if they need not be smaller than allowed."""
+"""Fewest full blocks of a leaf, unless its blocks would be smaller than ``MIN_BLOCK_BYTES``."""
 
-# To get the GIL back from a thread that computes in Python takes up to 5 ms, and small blocks are
-# hashed in 3 to 50 us each: they keep it. Else it is given away where that is worth it.
+# Regaining the GIL from a thread that computes in Python takes up to 5 ms. Small blocks are hashed
+# in 3 to 50 us each and keep the GIL; otherwise it is released where that pays.
 _KEEP_GIL = 0
 _CHOOSE = -1
 
@@ -62,7 +61,7 @@ def crc32c(data: Buffer, value: int = 0) -> int:
 
 
 def crc32c_of(views: Iterable[Buffer]) -> int:
-    """Returns the CRC32C of ``views``, back to back. C-contiguous buffers only."""
+    """Returns the CRC32C of the concatenated ``views``. C-contiguous buffers only."""
     value = 0
     for view in views:
         value = _crc32c.crc32c(view, value)
@@ -70,10 +69,9 @@ def crc32c_of(views: Iterable[Buffer]) -> int:
 
 
 def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
-    """Returns the size of the blocks in which a leaf of ``nbytes`` bytes is written.
+    """Returns the block size for writing a leaf of ``nbytes`` bytes.
 
-    Args:
-        is_shard: The leaf is a part of a tensor, so that other shards may want parts of it.
+    Shards have smaller blocks, because other shards may want parts of them.
     """
     if not is_shard:
         return MAX_BLOCK_BYTES
@@ -82,22 +80,18 @@ def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
 
 
 def block_bytes_of(nbytes: int, num_blocks: int) -> int:
-    """Returns the size of the blocks of stored bytes, from the number of their checksums.
+    """Returns the block size of stored bytes, from the number of their checksums.
 
-    Args:
-        nbytes: Of a leaf, or of a run of its blocks.
-        num_blocks: ``is_block_count`` is true of it.
-
-    Returns:
-        A power of two. Of a single block that is no more than it has, one that is large enough.
+    The bytes are a leaf, or a run of its blocks; ``is_block_count`` must hold. The result is a
+    power of two. For a single block it is at least ``nbytes``.
     """
     share = -(-nbytes // max(num_blocks, 1))
     return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
 
 
 def is_block_count(nbytes: int, num_blocks: int) -> bool:
-    """Whether a leaf of ``nbytes`` bytes can have so many checksums."""
-    if num_blocks == 1:  # nearly every leaf of those states that have many
+    """Whether a leaf of ``nbytes`` bytes can have this number of checksums."""
+    if num_blocks == 1:  # nearly every leaf of states with many leaves
         return 0 < nbytes <= MAX_BLOCK_BYTES
     block_bytes = block_bytes_of(nbytes, num_blocks)
     return block_bytes <= MAX_BLOCK_BYTES and -(-nbytes // block_bytes) == num_blocks
@@ -109,9 +103,6 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
     Args:
         view: C-contiguous, any format; its raw bytes count.
         block_bytes: Size of a block. The last one may be shorter.
-
-    Returns:
-        One value per block; empty for an empty view.
 
     Raises:
         ValueError: ``block_bytes`` is not positive.
@@ -135,12 +126,9 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
 
 
 def combine(first: int, second: int, second_len: int) -> int:
-    """Returns the CRC32C of two byte strings joined, from theirs alone.
+    """Returns the CRC32C of two concatenated byte strings, from their checksums.
 
-    Args:
-        first: CRC32C of the bytes that come first.
-        second: CRC32C of the bytes that follow.
-        second_len: How many bytes follow.
+    ``second_len`` is the number of bytes of the second one.
 
     Raises:
         ValueError: ``second_len`` is negative.
@@ -160,7 +148,7 @@ def combine(first: int, second: int, second_len: int) -> int:
 
 
 def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
-    """Returns the CRC32C of ``nbytes`` stored bytes, from those of their blocks."""
+    """Returns the CRC32C of ``nbytes`` stored bytes, from their blocks' checksums."""
     block_bytes = block_bytes_of(nbytes, len(checksums))
     whole, left = 0, nbytes
     for checksum in checksums:
@@ -170,15 +158,14 @@ def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
 
 
 def append_blocks(value: int, view: memoryview, checksums: Sequence[int], block_bytes: int) -> int:
-    """Returns the CRC32C of some bytes and ``view`` behind them.
+    """Returns the CRC32C of some bytes followed by ``view``.
 
-    What is left after the last full block is hashed again, which costs less than combining.
+    Bytes after the last full block are hashed again, which is cheaper than combining.
 
     Args:
-        value: CRC32C of the bytes that come first.
+        value: CRC32C of the first bytes.
         view: One-dimensional, of unsigned bytes.
-        checksums: Of its blocks.
-        block_bytes: Their size.
+        checksums, block_bytes: Of its blocks.
     """
     num_full = len(view) // block_bytes
     for checksum in checksums[:num_full]:
@@ -207,7 +194,8 @@ def _squared_operator(power: int) -> int:
     return _multiply(half, half)
 
 
-# Blocks of one leaf share one length, and their last ones seldom repeat: few are worth keeping.
+# Blocks of one leaf share one length, and the lengths of last blocks rarely repeat: a small cache
+# is enough.
 @lru_cache(maxsize=1024)
 def _append_operator(num_bytes: int) -> int:
     """Returns ``x**(8 * num_bytes) mod P``."""

@@ -1,8 +1,8 @@
-"""Names and writes claims: what keeps copies and collectors of garbage out of each other's way.
+"""Names and encodes claims, which keep copies and garbage collectors apart.
 
-A copy writes under the name of the attempt that it copies, whose process is long gone, or is
-elsewhere: by its name alone that attempt would be garbage. So the copy makes an attempt of its own
-at the destination, in whose folder it claims the other one. Implements "Claims" of
+A copy writes under the name of the attempt that it copies. By that name alone the attempt would be
+garbage, because its process has ended or runs elsewhere. So the copy makes its own attempt at the
+destination, and claims the copied one in that attempt's folder. Implements "Claims" of
 ``docs/format.md``.
 """
 
@@ -30,22 +30,23 @@ class _CopyClaim(msgspec.Struct):
 
 
 def claim_prefix(owner: str) -> str:
-    """Returns what the keys of an attempt's claims begin with."""
+    """Returns the prefix of the keys of an attempt's claims."""
     return f"{owner}/claim/"
 
 
 def copy_claim_key(owner: str, attempt: str) -> str:
-    """Returns the key by which a copy, the attempt ``owner``, claims the attempt it copies."""
+    """Returns the key with which a copy, the attempt ``owner``, claims the attempt that it
+    copies."""
     return f"{claim_prefix(owner)}{_COPY}{attempt}"
 
 
 def collection_key(owner: str) -> str:
-    """Returns the key by which ``owner`` says that it deletes what copies have left."""
+    """Returns the key with which ``owner`` announces that it deletes leftovers of copies."""
     return f"{claim_prefix(owner)}{_COLLECT}"
 
 
 def parse_claim(owner: str, key: str) -> str | None:
-    """Returns the attempt that a claim names; ``""`` for a collection, None for no claim."""
+    """Returns the attempt that a claim names; ``""`` for a collection, None for other keys."""
     rest = key.removeprefix(claim_prefix(owner))
     if rest == _COLLECT:
         return ""
@@ -64,7 +65,7 @@ def encode_copy_claim(stored: Iterable[str]) -> bytes:
 
 
 def decode_copy_claim(data: bytes) -> list[str]:
-    """Returns the keys of complete objects; none where the claim is unreadable."""
+    """Returns the keys of complete objects; empty if the claim is unreadable."""
     try:
         return msgspec.json.decode(data, type=_CopyClaim).stored
     except (msgspec.MsgspecError, UnicodeDecodeError):

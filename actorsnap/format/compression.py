@@ -1,14 +1,14 @@
 """Names codecs, and encodes and decodes the frames of compressed chunks.
 
-Implements ``docs/format.md`` ("Compressed data object"): sizes of frames, the shuffle, and the
-checks of a reader. It must not know which chunks there are, nor where they are stored.
+Implements ``docs/format.md`` ("Compressed data object"): frame sizes, the shuffle, and a reader's
+checks. Must not know which chunks exist or where they are stored.
 
 Shuffling gathers the first bytes of all items, then the second ones, and so on: exponents of
-neighbouring weights are alike, their mantissas are noise. Shifts of whole items are two to eight
-times as fast as a transposed copy, and like zstd they run without the GIL.
+neighbouring weights are similar, their mantissas are noise. Shifts of whole items are two to eight
+times as fast as a transposed copy and, like zstd, run without the GIL.
 
-Zstandard is Python's own (``compression.zstd``), before 3.14 its backport, imported with the first
-use: the package works without it.
+Zstandard is Python's own (``compression.zstd``), or its backport before 3.14. It is imported at the
+first use: the package works without it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ __all__ = [
 ]
 
 FRAME_BYTES = 1 << 20
-"""Of the object; the last one of a chunk may be shorter."""
+"""Uncompressed bytes per frame; the last frame of a chunk may be shorter."""
 
 FRAME_HEAD_BYTES = 5
-"""In front of each frame: width and checksum."""
+"""Bytes before each frame: shuffle width and checksum."""
 
 _MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _INSTALL = "pip install 'actorsnap[zstd]'"
 _WINDOW_LOG = FRAME_BYTES.bit_length() - 1
 _NAMED = re.compile("zstd(?::([1-9]|1[0-9]))?")
 _ZSTD_LEVEL = 1
-"""Slower levels gain nothing on shuffled weights: ``docs/decisions/0015-compression.md``."""
+"""Default level. Slower levels gain nothing on shuffled weights:
+``docs/decisions/0015-compression.md``."""
 
 _UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
 
@@ -60,10 +61,10 @@ _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """How the chunks of a save are compressed. Readers need none: format 1 has one codec.
+    """Compression of a save's chunks. Readers do not need it: format 1 has one codec.
 
     Attributes:
-        level: zstd's, 1 to 19; higher ones are slower.
+        level: zstd's level, 1 to 19; higher ones are slower.
     """
 
     name: Literal["zstd"]
@@ -74,7 +75,7 @@ class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
         """Returns the codec that ``Options.compression`` names.
 
         Raises:
-            UsageError: It names none.
+            UsageError: The name is not a codec.
         """
         match = _NAMED.fullmatch(compression) if isinstance(compression, str) else None
         if match is None:
@@ -91,10 +92,10 @@ def _zstd() -> Any:
 
 
 def check_available() -> None:
-    """Sees that there is a Zstandard library.
+    """Checks that a Zstandard library is installed.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No library is installed.
     """
     try:
         _zstd()
@@ -106,13 +107,10 @@ def check_available() -> None:
 
 
 def check_readable(key: str) -> None:
-    """Sees that what is compressed can be read.
-
-    Args:
-        key: Of it, for the error.
+    """Checks that compressed data can be read; the error names ``key``.
 
     Raises:
-        UnsupportedFormat: There is no Zstandard library.
+        UnsupportedFormat: No Zstandard library is installed.
     """
     try:
         _zstd()
@@ -125,12 +123,12 @@ def check_readable(key: str) -> None:
 
 
 def count_frames(nbytes: int) -> int:
-    """Returns the number of frames of a chunk of ``nbytes`` bytes."""
     return -(-nbytes // FRAME_BYTES)
 
 
 def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
-    """Whether a chunk of ``nbytes`` bytes can be stored in frames of these sizes, or as it is."""
+    """Whether a chunk of ``nbytes`` bytes can be stored in frames of these sizes, or
+    uncompressed."""
     if not frames:
         return True
     return len(frames) == count_frames(nbytes) and (
@@ -139,7 +137,7 @@ def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
 
 
 def width_for(itemsize: int) -> int:
-    """Returns by how many bytes items of ``itemsize`` bytes are shuffled."""
+    """Returns the shuffle width, in bytes, for items of ``itemsize`` bytes."""
     return itemsize if itemsize in (2, 4, 8, 16) else 1
 
 
@@ -147,7 +145,7 @@ def width_for(itemsize: int) -> int:
 
 
 def shuffle(source: memoryview, width: int, out: memoryview) -> None:
-    """Writes the bytes of ``source``, shuffled by ``width``, to ``out``, which has as many."""
+    """Writes ``source``, shuffled by ``width``, to ``out``, which has the same size."""
     whole = len(source) - len(source) % width
     into = np.frombuffer(out, np.uint8)
     items = np.frombuffer(source, np.uint8)
@@ -185,11 +183,12 @@ def unshuffle(source: memoryview, width: int, out: memoryview) -> None:
 
 
 def pack_frame(source: memoryview, *, width: int, codec: Codec) -> tuple[bytes, bytes | memoryview]:
-    """Returns the frame of ``source``: its head, and what stands behind that.
+    """Returns the frame of ``source``: its head and its body.
 
     Args:
         source: At most ``FRAME_BYTES``, not empty.
-        width: Of the shuffle.
+        width: Shuffle width in bytes.
+        codec: The codec.
     """
     shuffled = source
     if width > 1:
@@ -206,10 +205,10 @@ class Unpacker:
     """Decodes frames.
 
     Args:
-        key: Of the chunk, for errors.
+        key: The chunk's key, for errors.
 
     Raises:
-        UnsupportedFormat: There is no Zstandard library.
+        UnsupportedFormat: No Zstandard library is installed.
     """
 
     def __init__(self, key: str) -> None:
@@ -218,12 +217,12 @@ class Unpacker:
         self._zstd = _zstd()
 
     def unpack(self, frame: memoryview, out: memoryview) -> None:
-        """Writes the bytes of the object that ``frame`` has to ``out``: just so many.
+        """Writes the decoded bytes of ``frame`` to ``out``, which must have exactly their size.
 
-        Whatever a frame claims, it takes no more memory than twice ``FRAME_BYTES``.
+        Uses at most twice ``FRAME_BYTES`` of memory, whatever size a frame claims.
 
         Raises:
-            ChecksumMismatch: It is damaged, or has not so many bytes.
+            ChecksumMismatch: The frame is damaged, or does not have the size of ``out``.
         """
         width = frame[0]
         body = frame[FRAME_HEAD_BYTES:]

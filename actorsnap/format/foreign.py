@@ -1,4 +1,4 @@
-"""Tells what lies at a URL that has no commit object: from the keys, the URL, or a file's head."""
+"""Recognizes the data at a URL without a commit object: from the keys, the URL or a file's head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
 __all__ = ["HEAD_BYTES", "attempts_in", "recognize", "recognize_file"]
 
 HEAD_BYTES = 512
-"""Bytes of a file that ``recognize_file`` looks at."""
+"""Number of bytes of a file that ``recognize_file`` reads."""
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
     (
@@ -37,7 +37,7 @@ _READERS: Mapping[str, str] = {
     ".safetensors": "safetensors.torch.load_file",
     ".distcp": "torch.distributed.checkpoint.load",
 }
-"""Suffix of another program's file -> what reads it."""
+"""Suffix of another program's file -> its reader."""
 
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _OWN = re.compile(
@@ -48,7 +48,7 @@ _OWN = re.compile(
 _MAX_NAMED = 5
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of what ``torch.save`` wrote before it wrote zip archives."""
+"""First bytes of a file by ``torch.save`` from before zip archives."""
 
 
 def attempts_in(keys: Iterable[str]) -> dict[str, int]:
@@ -62,15 +62,15 @@ def attempts_in(keys: Iterable[str]) -> dict[str, int]:
 
 
 def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) -> tuple[str, str]:
-    """Returns what is there.
+    """Returns the kind of data, and advice.
 
     Args:
         keys: Some or all object keys under the URL.
         url: Named in the advice.
-        complete: The attempts among them that lack nothing but a commit object.
+        complete: The attempts among the keys that lack only a commit object.
 
     Returns:
-        ``NotASnapshot.found``, and a sentence for people with what to do next.
+        ``NotASnapshot.found``, and a sentence for people with the next step.
     """
     inside = _snapshot_around(url)
     if inside:
@@ -114,14 +114,9 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
 
 
 def recognize_file(head: bytes, url: str) -> tuple[str, str]:
-    """Says what a file is that was given instead of a snapshot's folder.
+    """Recognizes a file that was given instead of a snapshot's folder.
 
-    Args:
-        head: Its first ``HEAD_BYTES``, or all of it.
-        url: Its URL, without secrets.
-
-    Returns:
-        As ``recognize``.
+    ``head`` is its first ``HEAD_BYTES``, or all of it. Returns the same as ``recognize``.
     """
     inside = _snapshot_around(url)
     if inside:
@@ -141,7 +136,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
 
 
 def _snapshot_around(path: str) -> str:
-    """Returns what stands before the first attempt's name in ``path``; empty if there is none."""
+    """Returns the part of ``path`` before the first attempt's name; empty if it has no attempt."""
     parts = path.split("/")
     for index, part in enumerate(parts):
         if Attempt.parse(part) is not None:

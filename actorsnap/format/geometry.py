@@ -1,9 +1,9 @@
 """Boxes in index space, and their flat ranges. The only index arithmetic of the package.
 
-A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space.
-This file decides what boxes share, whether they tile a whole, and which flat, C-order
-element ranges they are. It must not know dtypes, bytes, ranks or storage. The document is
-``docs/format.md`` ("Entries": ``shape``, ``global_shape``, ``offsets``).
+A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space. Computes
+intersections, checks whether boxes tile a whole, and converts boxes to flat, C-order element
+ranges. Must not know dtypes, bytes, ranks or storage. Implements ``docs/format.md`` ("Entries":
+``shape``, ``global_shape``, ``offsets``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ __all__ = ["Box", "contiguous_runs", "covers_exactly", "flat_range_boxes"]
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
-    """Offsets and sizes in global index space, in elements. Zero dimensions hold one element.
-
-    Attributes:
-        offsets: First index along each dim.
-        sizes: Number of indices along each dim.
-    """
+    """Offsets and sizes in global index space, in elements. Zero dims hold one element."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,9 +26,11 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
-        # min() beats any() over a generator by far, and boxes are made by the 100,000.
+        # min() is much faster than any() over a generator, and there are 100,000s of boxes.
         if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
-            raise ValueError(f"a box is never negative: {self.offsets}, {self.sizes}")
+            raise ValueError(
+                f"offsets and sizes must not be negative: {self.offsets}, {self.sizes}"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -42,7 +39,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
         return len(self.sizes)
 
     @property
@@ -52,7 +48,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element."""
         return 0 in self.sizes
 
     @property
@@ -61,7 +56,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return tuple([o + s for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of the shared elements, or None where there are none."""
+        """Returns the box of the shared elements; None if they share none."""
         self._check_ndim(other)
         offsets: list[int] = []
         sizes: list[int] = []
@@ -75,7 +70,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether ``other`` lies within this box. An empty box must lie within its bounds too."""
+        """Whether this box contains ``other``. An empty box must be within its bounds too."""
         self._check_ndim(other)
         return all(
             a <= b and b + m <= a + n
@@ -113,15 +108,13 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
 
 def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
-    """Whether ``parts`` hold each element of ``whole`` once, and nothing else.
+    """Whether ``parts`` hold each element of ``whole`` once, and no others.
 
-    Empty parts hold nothing and do not matter, wherever they are.
-
-    Parts that lie in ``whole``, do not overlap, and have its volume, cover it. Overlap is
-    looked for where it can be: a sweep along a dim separates parts into groups that share no
-    index of that dim, and groups are swept along the next dim. Meshes and flat ranges, the
-    cases there are in practice, fall apart fully: O(n log n). What no dim separates (a
-    pinwheel) is compared in pairs among the parts that the sweep line touches.
+    Disjoint parts inside ``whole`` cover it if their volumes add up to its volume; empty parts are
+    ignored. To find overlaps, a sweep along a dim separates parts into groups that share no index
+    of that dim; groups are swept along the next dim. Meshes and flat ranges, the practical cases,
+    separate fully: O(n log n). Parts that no dim separates (a pinwheel) are compared in pairs where
+    the sweep line touches both.
 
     Raises:
         ValueError: A part has another number of dims.
@@ -159,8 +152,8 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 
 def _any_overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two of several non-empty boxes share an element. Sweeps the dim with most starts."""
-    # Boxes of no dims never come here: two of them have more volume than any whole.
+    """Whether any two of the non-empty boxes overlap. Sweeps the dim with the most starts."""
+    # Boxes without dims never get here: two of them have more volume than any whole.
     dim = max(range(boxes[0].ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -183,12 +176,12 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes.
 
-    They stand in C order, each is a contiguous flat range itself, and there are at most
-    ``2 * ndim - 1`` of them (one for zero dims): rows to finish what ``start`` cut, whole
+    The boxes are in C order, and each is itself a contiguous flat range. There are at most ``2 *
+    ndim - 1`` of them (one for zero dims): rows that complete the slab cut by ``start``, whole
     slabs, and rows again down to ``stop``.
 
     Raises:
-        ValueError: The range does not lie within ``shape``.
+        ValueError: The range is not within ``shape``.
     """
     total = prod(shape)
     if not 0 <= start <= stop <= total:
@@ -223,17 +216,17 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
     """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array.
 
-    Ascending, and merged as far as possible: no range begins where another one ends.
+    Ascending and fully merged: no range begins where another one ends.
 
     Raises:
-        ValueError: The box does not lie within ``shape``. Raised on the call.
+        ValueError: The box is not within ``shape``. Raised on the call.
     """
     if not Box.whole(shape).contains(box):
         raise ValueError(f"{box} does not lie within shape {tuple(shape)}")
     if box.is_empty:
         return iter(())
     strides = _strides(shape)
-    # Dims inside of `dim` are full, so one run spans them and all indices of `dim`.
+    # Dims inside `dim` are full, so one run spans them and all indices of `dim`.
     dim = len(shape) - 1
     while dim > 0 and box.sizes[dim] == shape[dim]:
         dim -= 1

@@ -1,9 +1,8 @@
-"""Names objects, and lays leaves out in data objects that safetensors can open.
+"""Names objects, and lays out leaves in data objects that safetensors can open.
 
-This file decides object keys, attempt names, the names and order of bytes within a data
-object, and its header. It must not know tensors, files, the time, or which leaves go into
-which object (``planning/packing.py`` decides that). It implements ``docs/format.md``
-("Objects", "Data object").
+Decides object keys, attempt names, the names and order of bytes in a data object, and its header.
+Must not know tensors, files, the time, or the distribution of leaves over objects
+(``planning/packing.py``). Implements ``docs/format.md`` ("Objects", "Data object").
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ __all__ = [
 ]
 
 DATA_ALIGNMENT = 4096
-"""The data section of a data object begins at a multiple of this many bytes."""
+"""Alignment of the data section in a data object, in bytes."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""Of a header's JSON without padding. safetensors itself refuses 100 MB and more."""
+"""Largest JSON of a header without padding, in bytes. safetensors itself refuses 100 MB and
+more."""
 
 MAX_BYTES = (1 << 63) - 1
 
@@ -72,8 +72,8 @@ SAFETENSORS_DTYPES: Mapping[str, str] = MappingProxyType(
         "complex64": "C64",
     }
 )
-"""torch dtype -> safetensors dtype, for those that ``safetensors.torch.load_file`` returns as
-what they were (tried with safetensors 0.8). All others are stored as ``U8``, one dimension."""
+"""torch dtype -> safetensors dtype, if ``safetensors.torch.load_file`` returns the original
+dtype (tested with safetensors 0.8). Other dtypes are stored as one-dimensional ``U8``."""
 
 _TORCH_ITEMSIZES = {
     **dict.fromkeys(
@@ -94,9 +94,9 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?([?biufcSVUmM])([0-9]{1,9})(?:\[[^\]]*\])?")
 
 @lru_cache(maxsize=256)
 def dtype_itemsize(name: str) -> int | None:
-    """Returns the bytes of one element of a torch or numpy dtype, or None if unknown.
+    """Returns the bytes per element of a torch or numpy dtype, or None if unknown.
 
-    A torch dtype is named (``float32``); a numpy dtype is a type string (``<f8``).
+    A torch dtype is given by name (``float32``), a numpy dtype by type string (``<f8``).
     """
     itemsize = _TORCH_ITEMSIZES.get(name)
     if itemsize is None and (match := _NUMPY_DTYPE.fullmatch(name)):
@@ -114,10 +114,10 @@ _MAX_CREATED_S = 253402300799  # the last second of the year 9999
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """Who made an attempt folder, and when. Its ``str`` is the folder's name.
+    """Creator and start time of an attempt folder. Its ``str`` is the folder's name.
 
     Attributes:
-        created_s: When the attempt began, in seconds since 1970, UTC.
+        created_s: Start of the attempt, in seconds since 1970, UTC.
         host: 8 hex digits for the host and its process namespace.
         pid: The process.
         nonce: 8 random hex digits.
@@ -139,7 +139,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Attempt | None:
-        """Returns the attempt that ``text`` names, or None if it is no attempt's name."""
+        """Returns the attempt that ``text`` names, or None if it is not an attempt's name."""
         match = _ATTEMPT.fullmatch(text)
         if match is None:
             return None
@@ -165,7 +165,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def created(self) -> str:
-        """When it began, as in commit objects."""
+        """The start time, in the format of commit objects."""
         return f"{self._time:%Y-%m-%dT%H:%M:%S}.000000Z"
 
     @property
@@ -174,7 +174,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 def is_well_formed_key(key: str) -> bool:
-    """Whether ``key`` is relative and cannot leave the snapshot on any storage."""
+    """Whether ``key`` is relative and stays inside the snapshot on every storage."""
     return (
         "\\" not in key
         and "\0" not in key
@@ -183,7 +183,7 @@ def is_well_formed_key(key: str) -> bool:
 
 
 def top_level_key(token: str) -> str:
-    """Returns the app state's key, given the first component of a path."""
+    """Returns the app state's key for the first component of a path."""
     if token == "%":
         return ""
     return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
@@ -193,7 +193,7 @@ _ESCAPED = re.compile("%u([0-9a-f]{4})|%([0-9A-F]{2})")
 
 
 def safe_name(key: str) -> str:
-    """Returns the folder name for a top-level key of the app state. Never empty, ASCII."""
+    """Returns the folder name for a top-level key of the app state. ASCII, never empty."""
     raw = key.encode("utf-8", "surrogatepass")
     escaped = "".join([chr(byte) if byte in _SAFE_BYTES else f"={byte:02X}" for byte in raw])
     if not escaped:
@@ -212,31 +212,29 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``; of the small
-    ones, which share it, where that is None."""
+    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``.
+
+    ``key`` None is the object that all small keys share.
+    """
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"
     return f"{attempt}/data/{name}/{rank}-{n}{kind}"
 
 
 def is_compressed_key(key: str) -> bool:
-    """Whether ``key`` is that of a compressed data object."""
     return key.endswith(_CHUNKS)
 
 
 def chunk_key(key: str, start: int) -> str:
-    """Returns the key of the chunk of the compressed data object ``key`` that begins at byte
-    ``start`` of it."""
+    """Returns the key of the chunk at byte ``start`` of the compressed data object ``key``."""
     return f"{key}/{start}"
 
 
 def manifest_key(attempt: str, rank: int) -> str:
-    """Returns the key of a rank manifest."""
     return f"{manifest_prefix(attempt)}{rank}.json"
 
 
 def manifest_prefix(attempt: str) -> str:
-    """Returns the prefix of the keys of an attempt's rank manifests."""
     return f"{attempt}/manifest/"
 
 
@@ -248,7 +246,7 @@ def parse_manifest_key(attempt: str, key: str) -> int | None:
 
 
 def shard_name(name: str, offsets: Sequence[int]) -> str:
-    """Returns the name within a data object of the shard that begins at ``offsets``."""
+    """Returns the name in a data object of the shard that begins at ``offsets``."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
@@ -256,14 +254,14 @@ def shard_name(name: str, offsets: Sequence[int]) -> str:
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
-    """A leaf's place in a data object.
+    """A leaf to place in a data object.
 
     Attributes:
-        name: As it stands in the header, unique in the object.
-        dtype: Name of its torch dtype (``float32``). Whatever safetensors lacks is stored as
+        name: Its name in the header, unique in the object.
+        dtype: Name of its torch dtype (``float32``). Dtypes that safetensors lacks are stored as
             bytes.
         shape: In elements.
-        nbytes: Size.
+        nbytes: Size in bytes.
     """
 
     name: str
@@ -273,12 +271,12 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectLayout(msgspec.Struct, frozen=True, gc=False):
-    """Where everything in a data object lies.
+    """The layout of a data object.
 
     Attributes:
         header: The first bytes: length, JSON, padding.
-        starts: Absolute byte offset of each slot, in the order given.
-        size: Of the object, in bytes.
+        starts: Absolute byte offset of each slot, in the given order.
+        size: Size of the object, in bytes.
     """
 
     header: bytes
@@ -297,34 +295,35 @@ class _Tensor(msgspec.Struct, frozen=True, gc=False):
 _METADATA = "__metadata__"
 _ESCAPED_METADATA = "%5F_metadata__"
 _HEADER_PREFIX = b'{"__metadata__":{"format":"pt"}'
-"""Programs that open safetensors files for torch look for ``format``; some refuse without."""
+"""Start of each header. Some programs that open safetensors files for torch require ``format``."""
 
 _LENGTH_BYTES = 8
 _SLOT_COST = 128
-"""More than a header member's fixed text, two offsets and an eighth of the prefix take."""
+"""Upper bound of a header member's fixed text, two offsets and an eighth of the prefix, in
+bytes."""
 
 _encoder = msgspec.json.Encoder()
 
 
 def header_cost(slot: Slot) -> int:
-    """Returns at least the bytes that ``slot`` takes in a header. Cheap.
+    """Returns a cheap upper bound of the bytes of ``slot`` in a header.
 
-    Slots whose costs sum up to at most ``MAX_HEADER_BYTES`` fit in one header.
+    Slots whose costs add up to at most ``MAX_HEADER_BYTES`` fit in one header.
     """
     name = slot.name
     if name.isascii() and name.isprintable():
         cost = len(name) + name.count('"') + name.count("\\")
     else:
-        cost = 6 * len(name)  # the longest that JSON makes of one character
+        cost = 6 * len(name)  # the longest JSON encoding of one character
     return _SLOT_COST + cost + 20 * len(slot.shape)
 
 
 def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
-    """Lays ``slots`` out one after another, in the order given, and encodes the header.
+    """Lays out ``slots`` consecutively, in the given order, and encodes the header.
 
     Raises:
-        ValueError: Names are not unique, a size does not fit dtype and shape, or the header
-            is longer than ``MAX_HEADER_BYTES``.
+        ValueError: Names are not unique, a size does not fit dtype and shape, or the header is
+            longer than ``MAX_HEADER_BYTES``.
     """
     members: dict[str, _Tensor] = {}
     offsets: list[int] = []
@@ -358,7 +357,7 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
 
 
 def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape that the header gives.
+    """Returns the dtype and shape for the header.
 
     Raises:
         ValueError: The size does not fit.
@@ -374,7 +373,7 @@ def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
             f"{slot.name!r} has {slot.nbytes} bytes, not those of {slot.dtype} {shape}"
         )
     if dtype == "F4":
-        # Two values are packed in a torch element; safetensors counts values.
+        # A torch element packs two values; safetensors counts values.
         return (dtype, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", (1,))
     return dtype, shape
 
@@ -390,7 +389,7 @@ def _first_duplicate(slots: Sequence[Slot]) -> str:
 
 
 def bounded_volume(shape: Sequence[int]) -> int:
-    """Returns the number of elements; where it is above 2^63-1, any number above that.
+    """Returns the number of elements; any number above 2^63-1 if it exceeds that.
 
     A hostile shape of a million large sizes must not cost a million-digit product.
     """

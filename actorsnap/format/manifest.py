@@ -1,9 +1,8 @@
 """The on-disk schema of format version 1: commit object, rank manifests, entries.
 
-This file implements ``docs/format.md`` ("Commit object", "Rank manifest", "Entries") and is
-the only place that turns those documents into values and back. It decides what is a valid
-document; it does not know where documents lie or who reads them. Encoding is deterministic:
-equal values give equal bytes.
+Implements ``docs/format.md`` ("Commit object", "Rank manifest", "Entries"); no other module encodes
+or decodes these documents. Decides which documents are valid. Must not know where they are stored
+or who reads them. Equal values are encoded to equal bytes.
 """
 
 from __future__ import annotations
@@ -64,26 +63,28 @@ __all__ = [
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
 FEATURES = ("annotations", "block_sizes", "compression")
-"""All that this release can read: a snapshot that names another feature is refused."""
+"""All features that this release can read; a snapshot that names another feature is refused."""
 
 COMMIT_KEY = "actorsnap.json"
 OLDER_COMMIT_KEY = ".actorsnap"
-"""The commit object's name in older snapshots. It is still read, but no longer written: shells and
-copying programs skip dotfiles."""
+"""The commit object's name in older snapshots.
+
+It is still read, but no longer written: shells and copying programs skip dotfiles.
+"""
 
 COMMIT_KEYS = (COMMIT_KEY, OLDER_COMMIT_KEY)
-"""Both names of a commit object. Where both are there, the first one counts."""
+"""Both names of a commit object. If both exist, the first one is used."""
 
 MAX_NESTING = 900
-"""How deep an inline value nests at most."""
+"""Largest nesting depth of an inline value."""
 
-# Bounds are checked while decoding, in C. They change nothing for values made here.
+# Bounds are checked by the C decoder. They do not affect values made here.
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
-# Literals, because omit_defaults compares by identity: decoding gives the very string that
-# is the default, so that what was decoded is encoded to the same bytes.
+# Literals, because omit_defaults compares by identity: decoding returns the default string itself,
+# so that a decoded value is encoded to the same bytes.
 ContainerType: TypeAlias = Literal["dict", "ordered_dict", "counter", "list", "tuple"]
 MemoryFormat: TypeAlias = Literal["channels_last", "channels_last_3d"]
 TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
@@ -102,7 +103,7 @@ CompositeLayout: TypeAlias = Literal[
 class _Data(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Unknown fields are refused: a new field needs a feature flag or a new version."""
+    """Base that refuses unknown fields: a new field needs a feature flag or a new version."""
 
 
 class ManifestRecord(_Data, frozen=True, kw_only=True, gc=False):
@@ -114,16 +115,16 @@ class ManifestRecord(_Data, frozen=True, kw_only=True, gc=False):
 
 
 class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NAME):
-    """The commit object. Its presence is what makes a snapshot.
+    """The commit object. Its presence makes a snapshot.
 
     Attributes:
-        world_size: Ranks that took part.
-        attempt: Folder of everything this snapshot owns.
+        world_size: Number of ranks that took part.
+        attempt: Folder of all other objects of this snapshot.
         created: UTC, ISO 8601 with microseconds and ``Z``.
         manifests: One record per rank, in rank order.
-        fsync: False if the writer was told not to wait for the disk.
-        step: The caller's step; None if it gave none.
-        metadata: The caller's, any JSON object.
+        fsync: False if the writer did not wait for the disk.
+        step: The caller's step, or None.
+        metadata: The caller's metadata, any JSON object.
     """
 
     format: ClassVar[str] = FORMAT_NAME
@@ -139,11 +140,11 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
 
 
 class SaveRecord(_Data, frozen=True, kw_only=True):
-    """What a rank manifest repeats of the commit object, so that it can be written again.
+    """Fields of the commit object that a rank manifest repeats, so that it can be written again.
 
     Attributes:
         world_size, features, fsync, step: See ``Commit``.
-        metadata: Rank 0's manifest has the caller's; the others have none.
+        metadata: The caller's metadata in rank 0's manifest; empty in the others.
     """
 
     world_size: _Size
@@ -155,7 +156,6 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     def commit(
         self, *, attempt: str, created: str, manifests: tuple[ManifestRecord, ...]
     ) -> Commit:
-        """Returns the commit object of this save."""
         return Commit(
             version=FORMAT_VERSION,
             features=self.features,
@@ -172,11 +172,11 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
 class StoredChunk(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
 ):
-    """Bytes ``[start, stop)`` of a compressed data object, which are an object of their own.
+    """Bytes ``[start, stop)`` of a compressed data object, stored as a separate object.
 
     Attributes:
-        crc32c: Of what is stored.
-        frames: Stored size of each frame; empty: it is stored as it is.
+        crc32c: CRC32C of the stored bytes.
+        frames: Stored size of each frame; empty for an uncompressed chunk.
     """
 
     start: _Size
@@ -186,14 +186,14 @@ class StoredChunk(
 
     @property
     def size(self) -> int:
-        """Bytes that are stored."""
+        """Number of stored bytes."""
         return sum(self.frames) if self.frames else self.stop - self.start
 
 
 class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
     """A data object: its size and its safetensors header's size and checksum (bytes).
 
-    ``chunks``: if it is compressed, those that the rank wrote; else empty.
+    ``chunks``: the chunks that the rank wrote, if the object is compressed; else empty.
     """
 
     key: str
@@ -204,18 +204,18 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 
     @property
     def stored(self) -> tuple[tuple[str, int], ...]:
-        """Keys and sizes of what is stored; of a compressed object, by the rank."""
+        """Keys and sizes of the stored objects; of a compressed object, only the rank's chunks."""
         if not self.chunks:
             return ((self.key, self.size),)
         return tuple([(chunk_key(self.key, chunk.start), chunk.size) for chunk in self.chunks])
 
     @property
     def part(self) -> tuple[str, int]:
-        """Tells the rank's part of the object from those of others, of which it names no chunks."""
+        """Identifies the rank's part of the object; other ranks' chunks are not in the record."""
         return self.key, self.chunks[0].start if self.chunks else 0
 
     def is_like(self, other: ObjectRecord) -> bool:
-        """Whether both say the same of the object, of which each may have other chunks."""
+        """Whether both records describe the same object; their chunks may differ."""
         return (
             (self.key, self.size, self.header_bytes, self.header_crc32c)
             == (other.key, other.size, other.header_bytes, other.header_crc32c)
@@ -223,10 +223,10 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Where a leaf's bytes lie: ``[object, start, stop, crc32c]``.
+    """The range of a leaf's bytes: ``[object, start, stop, crc32c]``.
 
-    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are
-    absolute byte offsets in it; ``crc32c`` has one value per block, from ``start`` on.
+    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are absolute
+    byte offsets in it; ``crc32c`` has one value per block, from ``start`` on.
     """
 
     object: _Size
@@ -241,8 +241,10 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class ContainerEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="container"):
-    """A dict, OrderedDict, Counter, list or tuple. Needed for every container that is not a plain
-    dict or that is empty; a plain dict with children may be left out.
+    """A dict, OrderedDict, Counter, list or tuple.
+
+    Required for empty containers and all but plain dicts; a plain dict with children may be left
+    out.
 
     ``attributes`` holds a module state dict's ``_metadata``, in the inline encoding.
     """
@@ -256,16 +258,16 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
     """A dense tensor or numpy array, C-contiguous, little endian.
 
     Attributes:
-        dtype: Name of a torch dtype (``"float32"``), or of a numpy dtype where ``type`` is
-            ``"numpy"`` or ``"numpy_scalar"`` (``"<f8"``).
-        shape: Of the bytes stored here, in elements; the shard's where ``offsets`` is given.
-        global_shape, offsets: Only for a shard: the whole tensor's shape and where the shard
-            begins in it. Shards of one tensor may share their path.
+        dtype: Name of a torch dtype (``"float32"``), or of a numpy dtype if ``type`` is ``"numpy"``
+            or ``"numpy_scalar"`` (``"<f8"``).
+        shape: Shape of the bytes stored here, in elements; the shard's shape if ``offsets`` is
+            given.
+        global_shape, offsets: Shards only: the whole tensor's shape, and the shard's origin in it.
+            Shards of one tensor may share their path.
         type: ``tensor``, ``parameter``, ``buffer``, ``numpy`` or ``numpy_scalar``.
         replicated: Whether every rank held the same value.
-        memory_format: How the tensor was strided, which a fresh one is again; None: row-major.
-        attributes: Plain attributes of a parameter, by name, in the inline encoding; None: it has
-            none.
+        memory_format: Strides of the tensor, restored in a fresh one; None: row-major.
+        attributes: Plain attributes of a parameter, by name, in the inline encoding, or None.
     """
 
     path: _Text
@@ -305,10 +307,10 @@ class CompositeEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="co
     The part named ``p`` is the entry whose path is ``<path>@<p>``.
 
     Attributes:
-        layout: ``sparse_coo``, ``sparse_csr``, ``sparse_csc``, ``sparse_bsr``,
-            ``sparse_bsc``, ``quantized_tensor`` or ``quantized_channel``.
-        parts: Their names, in the order that ``docs/format.md`` gives per layout.
-        parameters: What else rebuilding needs (``is_coalesced``; ``scale``, ``zero_point``;
+        layout: ``sparse_coo``, ``sparse_csr``, ``sparse_csc``, ``sparse_bsr``, ``sparse_bsc``,
+            ``quantized_tensor`` or ``quantized_channel``.
+        parts: Names of the parts, in the order that ``docs/format.md`` gives per layout.
+        parameters: Other values for rebuilding (``is_coalesced``; ``scale``, ``zero_point``;
             ``axis``), in the inline encoding.
     """
 
@@ -324,7 +326,7 @@ class CompositeEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="co
 
 
 class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"):
-    """A small leaf that is no tensor, in the inline encoding (``docs/format.md``)."""
+    """A small non-tensor leaf, in the inline encoding (``docs/format.md``)."""
 
     path: _Text
     value: Any = None
@@ -332,9 +334,12 @@ class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"
 
 
 class BytesEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="bytes"):
-    """A large leaf stored as raw bytes: ``type`` is ``bytes``, ``bytearray``, ``str``
-    (UTF-8, surrogates passed), ``json`` (a long value in the inline encoding), ``pickle`` or
-    ``numpy`` (a dtype that torch lacks, in ``numpy.lib.format`` v1)."""
+    """A large leaf stored as raw bytes.
+
+    ``type`` is ``bytes``, ``bytearray``, ``str`` (UTF-8, surrogates passed), ``json`` (a long value
+    in the inline encoding), ``pickle`` or ``numpy`` (a dtype that torch lacks, in
+    ``numpy.lib.format`` v1).
+    """
 
     path: _Text
     type: BytesType
@@ -348,11 +353,14 @@ Entry: TypeAlias = (
 
 
 class RankManifest(_Data, frozen=True, kw_only=True, omit_defaults=False):
-    """What one rank stored. Entries stand in traversal order: the order of a dict's or a
-    list's children is the order of their first entries. ``block_bytes``: no block is larger.
+    """The entries that one rank stored, in traversal order.
+
+    The order of a dict's or list's children is the order of their first entries. No block is larger
+    than ``block_bytes``.
 
     ``save`` and ``optimizers`` (the qualified class names of the rank's optimizers, by path) come
-    with the feature ``annotations``, and are absent in older snapshots."""
+    with the feature ``annotations``, and are absent in older snapshots.
+    """
 
     attempt: str
     rank: _Size
@@ -377,9 +385,9 @@ _CRC_END = len(_CRC_PREFIX) + len('00000000",')
 
 
 class _Head(msgspec.Struct):
-    """What is looked at before the rest of a commit object is believed.
+    """The members of a commit object that are checked before all others.
 
-    A newer version may give a member another type, so nothing is demanded here.
+    A newer version may change a member's type, so any type is accepted here.
     """
 
     format: Any = None
@@ -412,17 +420,14 @@ def _sealed(encoded: bytes) -> bytes:
 
 
 def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -> Commit:
-    """Decodes and checks a commit object.
-
-    Args:
-        data: The object, whole.
-        key: The object's key, named in errors.
+    """Decodes and checks a whole commit object; errors name ``key``.
 
     Raises:
-        ChecksumMismatch: It is damaged, or never was one: nobody else names a file so.
+        ChecksumMismatch: It is damaged, or never was a commit object: no other program uses the
+            name.
         NotASnapshot: It is an intact document of another format (``found="unknown"``).
-        UnsupportedFormat: It is of a newer version, or needs a feature unknown here.
-        FormatError: It is intact, but not what version 1 allows.
+        UnsupportedFormat: It has a newer version, or needs an unknown feature.
+        FormatError: It is intact, but violates version 1.
     """
     data = bytes(data)
     try:
@@ -451,16 +456,15 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
 
 
 def _is_intact(data: bytes) -> bool:
-    """Whether a document fits the checksum that it has."""
+    """Whether a document matches its own checksum."""
     if data[_CRC_AT.stop : _CRC_END] != b'",':
         return False
     crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
-    # Bytes, not numbers: a flipped bit may turn a hex digit into its upper case.
+    # Bytes, not numbers: a flipped bit may turn a hex digit into upper case.
     return data[_CRC_AT] == b"%08x" % crc
 
 
 def _check_version(version: object, key: str) -> None:
-    """Raises UnsupportedFormat for a newer version."""
     if type(version) is int and version > FORMAT_VERSION:
         raise UnsupportedFormat(
             key=key,
@@ -470,12 +474,12 @@ def _check_version(version: object, key: str) -> None:
 
 
 def _check_features(head: _Head, key: str) -> None:
-    """Raises for features unknown here, and for a version that never was."""
+    """Raises UnsupportedFormat for unknown features, FormatError for an invalid version."""
     if type(head.version) is not int or head.version < 1:
         raise FormatError(key=key, detail=f"no format version: {_shown(head.version)}")
     features = head.features
     if not isinstance(features, list):
-        return  # absent, or strict decoding says what is wrong
+        return  # absent, or strict decoding reports the error
     unknown = sorted({f for f in features if isinstance(f, str)} - set(FEATURES))
     if unknown:
         raise UnsupportedFormat(
@@ -486,17 +490,18 @@ def _check_features(head: _Head, key: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """Returns a short text for a value of unknown type; repr of a deep one would recurse."""
+    """Returns a short text for a value of unknown type; repr of a deeply nested one would
+    recurse."""
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
 def features_of(*, is_compressed: bool) -> tuple[str, ...]:
-    """Returns the features that a snapshot names."""
+    """Returns the features that a new snapshot names."""
     return FEATURES if is_compressed else FEATURES[:2]
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
-    """Returns the features that readers need where no ``save`` names them."""
+    """Returns the features that readers need, for manifests without ``save``."""
     found = set()
     for manifest in manifests:
         if any([record.chunks for record in manifest.objects]):
@@ -511,7 +516,7 @@ def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
     """Encodes a rank manifest. Its size and checksum go into the commit object.
 
-    With ``save`` it has its own checksum too, as the first member.
+    With ``save`` its first member is its own checksum.
 
     Raises:
         UsageError: A value in it is not JSON. The message names the path.
@@ -535,16 +540,13 @@ def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:
 def decode_rank_manifest(
     data: bytes | bytearray | memoryview, record: ManifestRecord, key: str
 ) -> RankManifest:
-    """Decodes and checks a rank manifest.
+    """Decodes and checks a whole rank manifest; errors name ``key``.
 
-    Args:
-        data: The object, whole.
-        record: What the commit object says about it.
-        key: The object's key, named in errors.
+    ``record`` is its record in the commit object.
 
     Raises:
         ChecksumMismatch: Size or checksum differ from the commit object's.
-        FormatError: It is intact, but not what version 1 allows.
+        FormatError: It is intact, but violates version 1.
     """
     if len(data) != record.size:
         raise ChecksumMismatch(
@@ -566,15 +568,14 @@ def decode_rank_manifest(
 def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
     """Decodes and checks a rank manifest whose commit object is lost.
 
-    A manifest of an older release has no checksum of its own: damage that leaves it well-formed
-    is not seen.
+    A manifest of an older release has no checksum of its own: well-formed damage is not detected.
 
     Returns:
-        The manifest, and what a commit object says about it.
+        The manifest, and its record for a commit object.
 
     Raises:
-        ChecksumMismatch: Its own checksum does not fit.
-        FormatError: It is not what version 1 allows.
+        ChecksumMismatch: Its own checksum does not match.
+        FormatError: It violates version 1.
     """
     has_checksum = data.startswith(_CRC_PREFIX)
     if has_checksum and not _is_intact(data):
@@ -587,7 +588,7 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
 
 
 class _Extent(msgspec.Struct):
-    """The part of a rank manifest that tells how many ranks took part."""
+    """The part of a rank manifest that gives the number of ranks."""
 
     save: SaveRecord | msgspec.UnsetType = msgspec.UNSET
 
@@ -598,8 +599,8 @@ _extent_decoder = msgspec.json.Decoder(_Extent)
 def world_size_of(data: bytes | bytearray | memoryview) -> int:
     """Returns the world size that a rank manifest records.
 
-    1 where it records none, which is true of older manifests, or cannot be read: then nobody knows
-    which other manifests there should be.
+    1 if it cannot be read or records none, as in older manifests: then the other expected manifests
+    are unknown.
     """
     try:
         save = _extent_decoder.decode(data).save
@@ -609,7 +610,7 @@ def world_size_of(data: bytes | bytearray | memoryview) -> int:
 
 
 def _check_manifest(manifest: RankManifest, key: str) -> None:
-    """Raises FormatError where a well-typed manifest contradicts itself."""
+    """Raises FormatError if a well-typed manifest contradicts itself."""
     if manifest.block_bytes != MAX_BLOCK_BYTES:
         raise FormatError(key=key, detail=f"block_bytes is {manifest.block_bytes}")
     validate.check_place(manifest, key)
@@ -635,8 +636,10 @@ def _check_manifest(manifest: RankManifest, key: str) -> None:
 
 
 def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
-    """Returns the paths that several entries have. Raises FormatError where they are anything
-    but different boxes of one tensor."""
+    """Returns the paths that several entries have.
+
+    Raises FormatError if they are not different boxes of one tensor.
+    """
     firsts: dict[str, Entry] = {}
     offsets: dict[str, set[tuple[int, ...]]] = {}
     for entry in entries:
@@ -660,9 +663,9 @@ def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
 
 
 def is_same_content(a: Stored, b: Stored) -> bool:
-    """Whether bytes of two snapshots are equal, as far as checksums tell.
+    """Whether bytes of two snapshots are equal, according to their checksums.
 
-    Their blocks need not be of one size.
+    Their block sizes may differ.
     """
     nbytes = a.stop - a.start
     if nbytes != b.stop - b.start:
@@ -673,7 +676,7 @@ def is_same_content(a: Stored, b: Stored) -> bool:
 
 
 def is_same_tensor(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two shards are of one tensor, as far as their entries tell."""
+    """Whether two shards belong to one tensor, according to their entries."""
     return (a.dtype, a.global_shape, a.type, a.requires_grad) == (
         b.dtype,
         b.global_shape,

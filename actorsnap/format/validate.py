@@ -1,10 +1,10 @@
-"""Checks what a schema cannot say: that the numbers of a decoded document fit one another.
+"""Checks that the numbers of a decoded document are consistent, which a schema cannot express.
 
-This file decides whether a well-typed commit object or rank manifest can be believed, so
-that readers need not distrust it again: whatever passes names only bytes that exist, keys
-that stay in the snapshot, and views that stay in their base. It must not know JSON's
-encoding or where documents lie. It implements ``docs/format.md`` ("Objects", "Commit
-object", "Rank manifest"). Loops are written out: 100,000 entries take tens of milliseconds.
+Decides whether a well-typed commit object or rank manifest is valid, so that readers need no
+further checks: a valid document names only bytes that exist, keys inside the snapshot, and views
+inside their base. Must not know JSON's encoding or where documents are stored. Implements
+``docs/format.md`` ("Objects", "Commit object", "Rank manifest"). Loops are written out: 100,000
+entries take tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
 _MEMORY_FORMAT_DIMS = {"channels_last": 4, "channels_last_3d": 5}
 _MAX_JSON_DEPTH = 500
 _MANY_DIMS = 64
-"""Above it, products of sizes are bounded while they are formed; below it that is a waste."""
+"""Number of dims above which products of sizes are bounded during computation; below it that is
+wasteful."""
 
 
 def _volume(shape: Sequence[int]) -> int:
@@ -72,10 +73,10 @@ def _volume(shape: Sequence[int]) -> int:
 
 
 def check_commit(commit: Commit, key: str) -> None:
-    """Raises FormatError where a well-typed commit object contradicts itself."""
+    """Raises FormatError if a well-typed commit object contradicts itself."""
     attempt = commit.attempt
     if "/" in attempt or not is_well_formed_key(attempt):
-        _fail(key, f"{attempt!r:.200} is no attempt folder")
+        _fail(key, f"{attempt!r:.200} is not an attempt folder")
     if commit.world_size < 1 or commit.world_size != len(commit.manifests):
         _fail(key, f"{len(commit.manifests)} manifests for a world size of {commit.world_size}")
     _check_keys([record.key for record in commit.manifests], attempt, key)
@@ -85,17 +86,16 @@ def check_commit(commit: Commit, key: str) -> None:
 
 
 def check_place(manifest: RankManifest, key: str) -> None:
-    """Raises FormatError where a rank manifest lies under a key that is not its own."""
+    """Raises FormatError if a rank manifest is stored under another rank's or attempt's key."""
     attempt = manifest.attempt
     if "/" in attempt or not is_well_formed_key(attempt):
-        _fail(key, f"{attempt!r:.200} is no attempt folder")
+        _fail(key, f"{attempt!r:.200} is not an attempt folder")
     if key != manifest_key(attempt, manifest.rank):
         _fail(key, f"it is the manifest of rank {manifest.rank} of attempt {attempt!r:.200}")
 
 
 def check_objects(objects: Sequence[ObjectRecord], attempt: str, key: str) -> list[tuple[int, int]]:
-    """Checks object records; returns from where to where each one's data lies, as far as it is the
-    rank's."""
+    """Checks object records; returns the data range of each object, limited to the rank's part."""
     _check_keys([record.key for record in objects], attempt, key)
     for record in objects:
         header = record.header_bytes
@@ -117,9 +117,12 @@ def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
     at = record.chunks[0].start
     for chunk in record.chunks:
         if chunk.start != at or not at < chunk.stop <= record.size:
-            _fail(key, f"{record.key!r}: a chunk [{chunk.start}, {chunk.stop}), not from {at}")
+            _fail(
+                key,
+                f"{record.key!r}: invalid chunk [{chunk.start}, {chunk.stop}), expected from {at}",
+            )
         if not is_frame_count(chunk.stop - at, chunk.frames):
-            _fail(key, f"{record.key!r}: no frames of the chunk from {at}: {chunk.frames!r}")
+            _fail(key, f"{record.key!r}: invalid frames of the chunk from {at}: {chunk.frames!r}")
         at = chunk.stop
     return max(record.header_bytes, record.chunks[0].start), at
 
@@ -138,8 +141,10 @@ def check_stored(
     extents: Sequence[tuple[int, int]],
     key: str,
 ) -> None:
-    """Raises FormatError where an entry's byte range lies outside of the data of its object,
-    or has not one checksum per block."""
+    """Raises FormatError if an entry's byte range is outside its object's data.
+
+    Also if it does not have one checksum per block.
+    """
     num_objects = len(extents)
     for entry in entries:
         data = entry.data
@@ -155,15 +160,17 @@ def check_stored(
 
 
 def check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
-    """Raises FormatError where a tensor's bytes are not those of its dtype and shape, or a
-    shard does not lie in its tensor."""
+    """Raises FormatError if a tensor's size does not fit its dtype and shape.
+
+    Also if a shard is outside its tensor.
+    """
     for entry in entries:
         shape = entry.shape
         num_bytes = entry.data.stop - entry.data.start
         itemsize = dtype_itemsize(entry.dtype)
         volume = _volume(shape)
         if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
-            _fail(key, f"{entry.path!r} of {num_bytes} bytes is no {entry.dtype:.80} {shape}")
+            _fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
         if entry.offsets is not None or entry.global_shape is not None:
             _check_shard(entry, key)
         if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
@@ -185,15 +192,15 @@ def _check_shard(entry: TensorEntry, key: str) -> None:
 
 
 def check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], key: str) -> None:
-    """Raises FormatError where a view's base does not exist, or the view leaves it."""
+    """Raises FormatError if a view's base does not exist or the view exceeds it."""
     for view in views:
         base = bases.get(view.of)
         if base is None:
             _fail(key, f"{view.path!r} views {view.of!r}, which is no tensor entry")
         shape = view.shape
         if len(shape) != len(view.strides) or _volume(shape) > MAX_BYTES:
-            _fail(key, f"{view.path!r}: no strides {view.strides} for shape {shape}")
-        # A dtype unknown here has at least one byte: enough to keep offsets in the base.
+            _fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {shape}")
+        # An unknown dtype has at least one byte: enough to keep offsets in the base.
         itemsize = dtype_itemsize(view.dtype) or 1
         end = view.offset
         if 0 not in shape:
@@ -205,13 +212,13 @@ def check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], ke
 
 
 def check_composites(entries: Sequence[CompositeEntry], dense: Collection[str], key: str) -> None:
-    """Raises FormatError where a composite's parts are not its layout's, or do not exist.
+    """Raises FormatError if a composite's parts do not fit its layout or do not exist.
 
-    Other ranks may have stored parts of a replicated one.
+    Other ranks may have stored parts of a replicated composite.
     """
     for entry in entries:
         if entry.parts != COMPOSITE_PARTS[entry.layout]:
-            _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are no parts of {entry.layout}")
+            _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are not the parts of {entry.layout}")
         for part in entry.parts:
             if not entry.replicated and f"{entry.path}@{part}" not in dense:
                 _fail(key, f"{entry.path!r} has no part {part!r}")
@@ -220,9 +227,9 @@ def check_composites(entries: Sequence[CompositeEntry], dense: Collection[str], 
 
 
 def check_json(value: object, where: str) -> None:
-    """Raises UsageError where a value is not JSON, and so would come back as something else.
+    """Raises UsageError if a value is not JSON, and would be read back as another value.
 
-    ``where`` names the value; the error names the place below it.
+    ``where`` names the value; the error names the position inside it.
     """
     pending: list[tuple[object, str, int]] = [(value, where, 0)]
     while pending:

@@ -1,14 +1,13 @@
-"""Which chunk a lazy staging copies next, and what has not been copied yet.
+"""Orders the chunks that a lazy staging copies, and tracks the remaining ones.
 
-Leaves, chunks and optimizers are numbers here. Rules:
+Leaves, chunks and optimizers are numbers here. Order of copies:
 
-1. A chunk that holds bytes of an eager leaf is eager, and is copied before all others: the
-   caller of the save waits for it.
-2. Then comes what a step waits for,
-3. then the rest, in the order in which optimizers will touch it,
-4. and else in the order in which chunks are to be stored.
+1. Eager chunks, which hold bytes of an eager leaf: the caller of the save waits for them.
+2. Chunks that a step waits for.
+3. Chunks that optimizers will touch, in that order.
+4. The other chunks, in the order in which they are to be stored.
 
-It must not know where bytes come from, or who waits.
+Must not know where bytes come from, or who waits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Backlog", "leaves_in", "set_aside"]
 
 
 def leaves_in(objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> list[frozenset[int]]:
-    """Of each chunk, the leaves of which it holds bytes."""
+    """Returns, per chunk, the leaves that have bytes in it."""
     return [
         frozenset(
             [objects[chunk.object].items[p.item] for p in objects[chunk.object].pieces(chunk)]
@@ -31,7 +30,7 @@ def leaves_in(objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> list[fr
 
 
 def set_aside(sizes: Sequence[int], limit_bytes: int) -> list[int]:
-    """The positions of as many as possible that together have no more than ``limit_bytes``."""
+    """Returns the positions of as many sizes as fit into ``limit_bytes`` together."""
     taken: list[int] = []
     for position in sorted(range(len(sizes)), key=sizes.__getitem__):
         limit_bytes -= sizes[position]
@@ -42,7 +41,7 @@ def set_aside(sizes: Sequence[int], limit_bytes: int) -> list[int]:
 
 
 class Backlog:
-    """The chunks of one rank's plan, until they are copied.
+    """The chunks of one rank's plan that are not copied yet.
 
     Args:
         leaves_of: The leaves in each chunk, in the order in which chunks are to be stored.
@@ -65,32 +64,31 @@ class Backlog:
 
     @property
     def has_eager_left(self) -> bool:
-        """Whether an eager chunk is not copied yet."""
         return bool(self._eager_left)
 
     @property
     def is_handed_out(self) -> bool:
-        """Whether each chunk is copied, or being copied."""
+        """Whether each chunk is copied or being copied."""
         return not self._queue
 
     def take(self) -> int | None:
-        """The number of the chunk to copy next; None if there is no more."""
+        """Returns the number of the next chunk to copy; None if no chunk is left."""
         return self._queue.pop() if self._queue else None
 
     def finish(self, chunk: int) -> None:
-        """Notes that the chunk is copied."""
         self._left.remove(chunk)
         self._eager_left.discard(chunk)
 
     def left_of(self, leaves: Iterable[int], among: Collection[int] | None = None) -> set[int]:
-        """The chunks with bytes of these leaves that are not copied yet."""
+        """Returns the chunks with bytes of these leaves that are not copied yet."""
         left = self._left if among is None else among
         return {
             chunk for leaf in leaves for chunk in self._chunks_of.get(leaf, ()) if chunk in left
         }
 
     def will_touch(self, leaves: Iterable[int]) -> None:
-        """Notes that an optimizer will touch these leaves, in this order, behind those known."""
+        """Notes that an optimizer will touch these leaves, in this order, after those already
+        noted."""
         for leaf in leaves:
             for chunk in self._chunks_of.get(leaf, ()):
                 self._turns.setdefault(chunk, len(self._turns))

@@ -1,7 +1,7 @@
-"""Finds which stored bytes have which bytes of a compressed data object.
+"""Maps bytes of a compressed data object to stored bytes.
 
-Index arithmetic of ``docs/format.md`` ("Compressed data object"), and nothing else: it must not
-know how frames are decoded or who wants what.
+Only index arithmetic of ``docs/format.md`` ("Compressed data object"). Must not know how frames are
+decoded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["ChunkMap", "Extent", "check_chunks", "chunk_maps"]
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """Neighbouring frames of one chunk, or some bytes of one that is stored as it is.
+    """Neighbouring frames of one chunk, or some bytes of an uncompressed chunk.
 
     Attributes:
-        key: Of the chunk.
-        offset: Of the first stored byte in it.
-        start, stop: Which bytes of the object these are.
-        frames: Stored size of each frame; empty: they are stored as they are.
+        key: The chunk's key.
+        offset: Offset of the first stored byte in the chunk.
+        start, stop: Range of the object's bytes.
+        frames: Stored size of each frame; empty for an uncompressed chunk.
     """
 
     key: str
@@ -37,16 +37,12 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Bytes that are stored."""
+        """Number of stored bytes."""
         return sum(self.frames) if self.frames else self.stop - self.start
 
 
 class ChunkMap:
-    """The chunks of one compressed object.
-
-    Args:
-        records: Of the object, by any ranks that wrote to it.
-    """
+    """The chunks of one compressed object, from the records of any ranks that wrote to it."""
 
     def __init__(self, records: Iterable[ObjectRecord]) -> None:
         chunks: dict[int, StoredChunk] = {}
@@ -57,10 +53,10 @@ class ChunkMap:
         self._chunks = [chunks[start] for start in self._starts]
 
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """Yields what to fetch for bytes ``[start, stop)`` of the object, rising.
+        """Yields the extents that hold bytes ``[start, stop)`` of the object, rising.
 
         Raises:
-            FormatError: No chunk has some of them.
+            FormatError: No chunk has some of the bytes.
         """
         index = max(bisect_right(self._starts, start) - 1, 0)
         at = start
@@ -88,7 +84,7 @@ def _extent(key: str, chunk: StoredChunk, start: int, stop: int) -> Extent:
 
 
 def chunk_maps(records: Iterable[ObjectRecord]) -> dict[str, ChunkMap]:
-    """Returns the chunks of each compressed object by its key, from what any ranks say of it."""
+    """Returns the chunks of each compressed object by its key, from the records of any ranks."""
     parts: dict[str, list[ObjectRecord]] = {}
     for record in records:
         if record.chunks:
@@ -100,7 +96,7 @@ def check_chunks(key: str, size: int, chunks: Iterable[StoredChunk]) -> list[Sto
     """Returns the chunks of an object of ``size`` bytes, of all ranks, rising.
 
     Raises:
-        FormatError: They do not make it.
+        FormatError: The chunks have gaps, overlap, or do not add up to ``size``.
     """
     found = sorted(chunks, key=lambda chunk: chunk.start)
     at = 0

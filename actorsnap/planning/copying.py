@@ -1,10 +1,8 @@
-"""Plans the copy of a snapshot: which objects, in which order, in which writes, and what need
-not be sent again.
+"""Plans the copy of a snapshot: its objects, their order and writes, and the bytes to reuse.
 
-A copy has the same objects under the same keys, byte for byte: data objects first, then the rank
-manifests, then the commit object, as ``docs/format.md`` ("Write order") demands. Every byte lies in
-a span whose checksum the source's manifests tell, and writes are cut between spans. It must not
-know storages.
+A copy has the same objects under the same keys, byte for byte, in the order of ``docs/format.md``
+("Write order"): data objects, rank manifests, commit object. Writes are cut between spans whose
+checksums are in the source's manifests. Must not know storages.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        key, size: In bytes.
-        head: Of a data object its header; of a chunk, and of a rank manifest, all of it.
-        data: What leaves have in it behind that, rising and without gaps.
+        size: In bytes.
+        head: The header of a data object; all of a chunk or a rank manifest.
+        data: The leaves' bytes after the head, rising and without gaps.
     """
 
     key: str
@@ -54,7 +52,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     data: tuple[Stored, ...] = ()
 
     def spans(self) -> Iterator[Span]:
-        """All bytes, in order."""
+        """Yields all bytes, in order."""
         yield self.head
         for stored in self.data:
             start, block_bytes = stored.start, stored.block_bytes
@@ -65,11 +63,11 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a snapshot, but for the commit object.
+    """The objects of a snapshot, except the commit object.
 
     Attributes:
-        data: Data objects, or chunks of them, each once.
-        manifests: Rank manifests: written when all data objects are complete.
+        data: Data objects or their chunks, each once.
+        manifests: Rank manifests, written after all data objects are complete.
     """
 
     data: tuple[ObjectCopy, ...]
@@ -85,10 +83,11 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan:
-    """Returns what there is to copy.
+    """Returns the objects to copy.
 
     Raises:
-        FormatError: Ranks contradict each other about an object, or bytes of one are no leaf's.
+        FormatError: Ranks contradict each other about an object, or some of its bytes belong to no
+            leaf.
     """
     records: dict[str, ObjectRecord] = {}
     chunks: dict[str, set[StoredChunk]] = {}
@@ -101,7 +100,8 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
             data.setdefault(record.key, set())
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
-                # Its number is that of one manifest: what ranks share may have several.
+                # Drops the object's number, which differs between the manifests of ranks that share
+                # a leaf.
                 at = msgspec.structs.replace(entry.data, object=0)
                 data[manifest.objects[entry.data.object].key].add(at)
     return CopyPlan(
@@ -126,7 +126,7 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
 
 
 def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
-    """The chunks of a compressed object: what they hold is not looked at."""
+    """Returns the chunks of a compressed object, which are copied without decoding."""
     return [
         ObjectCopy(
             key=chunk_key(record.key, chunk.start),
@@ -156,9 +156,10 @@ def cut(
     """Yields the object's spans, write by write.
 
     Args:
-        chunk_bytes: A write has at most so many, unless one span has more or the rest demands it.
-        min_write_bytes: Each but the last write has at least so many.
-        max_writes: There are at most so many.
+        copied: The object.
+        chunk_bytes: Largest write, unless one span or the other limits need more.
+        min_write_bytes: Smallest write, except for the last one.
+        max_writes: Largest number of writes; None for no limit.
     """
     enough = max(chunk_bytes - MAX_BLOCK_BYTES, min_write_bytes, 1)
     if max_writes is not None:
@@ -174,11 +175,11 @@ def cut(
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interrupted copy left at the destination.
+    """The objects that an interrupted copy left at the destination.
 
     Attributes:
-        complete: Keys of objects that may be kept, if their bytes are right.
-        others: Keys to delete: also those of which only the beginning may be there, unseen.
+        complete: Keys of objects that may be kept if their bytes are right.
+        others: Keys to delete, including those that may exist partially without being listed.
     """
 
     complete: frozenset[str]
@@ -186,11 +187,12 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[str]) -> Leftovers:
-    """Returns what of an interrupted copy may be kept.
+    """Returns the objects of an interrupted copy that may be kept.
 
-    Bytes alone do not tell: a file that was never synced reads well until the machine fails.
+    Correct bytes are not enough: a file that was never synced reads well until the machine fails.
 
     Args:
+        plan: The copy.
         found: Keys and sizes in the attempt's folder at the destination.
         stored: Keys that a copy has noted as complete.
     """

@@ -1,12 +1,12 @@
-"""Plans how ranks read what they want alike: each for itself, or each a part of it for all.
+"""Plans the reads of ranks that want the same bytes: every rank reads all, or each reads a part.
 
-*Direct*: every rank reads what it wants. *Shared*: what the ranks of a set want alike is read
-once, in pieces that they take in turn, and is passed on among them. A set is all ranks of the
-group, or those that hold the same shards: the copies of a mesh. One round is a piece of each
-rank; a piece is small enough for a buffer, so memory does not grow with the ranks.
+*Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set read common bytes
+once, in pieces, and send the pieces to each other. A set is all ranks of the group, or the holders
+of the same shards: the copies of a mesh. A round is one piece per rank. A piece fits a buffer, so
+memory does not grow with the ranks.
 
-An *exchange* is what one set shares. A rank's exchanges run in *turns*, one after the other;
-those of sets that have no rank in common share a turn, and its rounds.
+An *exchange* is the sharing within one set. A rank's exchanges run in consecutive *turns*; sets
+without a common rank share a turn and its rounds.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ __all__ = [
 ]
 
 MIN_SHARING_RANKS = 8
-"""So many ranks that want the same share it: fewer do not keep a storage busy enough for the
-passing on to pay."""
+"""Smallest number of ranks that share in mode ``AUTO``.
+
+Fewer ranks do not keep a storage busy enough to pay for the messages.
+"""
 
 Runs: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Ranks of the group, said shortly: of each run its first rank, how many, and the step between
-them. The ranks along one axis of a mesh are one run."""
+"""Ranks of the group as runs of (first rank, count, step).
+
+The ranks along one axis of a mesh are one run.
+"""
 
 
 class ReadMode(StrEnum):
-    """How ranks read what several of them want; ``AUTO`` chooses, for each set of ranks."""
+    """How ranks read common bytes; ``AUTO`` chooses per set of ranks."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -57,12 +61,13 @@ class ReadMode(StrEnum):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants of one top-level key as other ranks are likely to want it.
+    """The bytes of one top-level key that a rank wants in common with other ranks.
 
     Attributes:
-        ranks: Those ranks, with this one; None: every rank of the group.
-        digest: Of the ranges, the same on two ranks if these are.
-        nbytes: Of the ranges.
+        ranks: The ranks likely to want the same bytes, including this one; None: every rank of the
+            group.
+        digest: Digest of the ranges; equal if the ranges are.
+        nbytes: Bytes of the ranges.
     """
 
     key: str
@@ -72,13 +77,13 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wants(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants, and what it could do for others.
+    """The common bytes that a rank wants, and its ability to pass bytes on.
 
     Attributes:
-        alike: What others may want alike; at most one by key and ranks.
-        piece_bytes: The largest piece that it has memory for; at least two of the largest checksum
+        alike: At most one per key and ranks.
+        piece_bytes: Largest piece that fits its memory; at least two of the largest checksum
             blocks.
-        obstacle: Why it cannot pass bytes on; empty if it can.
+        obstacle: The reason why it cannot pass bytes on; empty if it can.
     """
 
     alike: tuple[Want, ...]
@@ -87,14 +92,12 @@ class Wants(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
-    """What is shared within each of some sets of ranks that are as far from each other as the
-    next ones: the copies of one mesh.
+    """Sharing within each of several sets of ranks at equal distances: the copies of one mesh.
 
     Attributes:
-        ranks: Of the first set; None: every rank of the group.
+        ranks: Ranks of the first set; None: every rank of the group.
         keys: The keys whose bytes are shared, rising.
-        num_sets: How many.
-        step: Between the ranks of a set and those of the next one.
+        step: Distance between the ranks of a set and those of the next one.
     """
 
     ranks: Runs | None
@@ -104,7 +107,7 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Exchanges of sets that have no rank in common. All ranks pass its rounds."""
+    """Exchanges of sets without a common rank. All ranks take part in its rounds."""
 
     num_rounds: int
     exchanges: tuple[Exchange, ...]
@@ -114,10 +117,10 @@ class ReadPlan(msgspec.Struct, frozen=True, array_like=True):
     """How the ranks read.
 
     Attributes:
-        mode: ``DIRECT``, or ``SHARED`` if something is shared.
-        reason: Why, for people.
-        piece_bytes: No piece has more.
-        turns: What is shared; none if direct.
+        mode: ``DIRECT``, or ``SHARED`` if any bytes are shared.
+        reason: Explanation for people.
+        piece_bytes: Largest piece.
+        turns: Empty if direct.
     """
 
     mode: ReadMode
@@ -127,7 +130,6 @@ class ReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_rounds(self) -> int:
-        """Of all turns."""
         return sum(turn.num_rounds for turn in self.turns)
 
 
@@ -135,10 +137,10 @@ class Share(msgspec.Struct, frozen=True):
     """One rank's part in a turn.
 
     Attributes:
-        num_rounds: Of the turn.
+        num_rounds: Number of rounds of the turn.
         ranks: As in the rank's own ``Want``.
-        members: The same, each of them, rising; none if the rank only waits for others.
-        keys: What is shared.
+        members: The same ranks, listed, rising; empty if the rank only waits for others.
+        keys: The keys whose bytes are shared.
     """
 
     num_rounds: int
@@ -148,7 +150,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def runs_of(ranks: Sequence[int]) -> Runs:
-    """``ranks``, which rise, as runs."""
+    """Returns rising ``ranks`` as runs."""
     runs: list[tuple[int, int, int]] = []
     at = 0
     while at < len(ranks):
@@ -162,7 +164,7 @@ def runs_of(ranks: Sequence[int]) -> Runs:
 
 
 def want_of(key: str, ranks: Runs | None, ranges: Iterable[Range]) -> Want:
-    """What a rank wants of ``key``, given the ranges in an order that all ranks have."""
+    """Returns the ``Want`` for ``key``; all ranks must list ``ranges`` in the same order."""
     digest, nbytes = hashlib.blake2b(digest_size=16), 0
     for found in ranges:
         digest.update(f"{found.key}\0{found.start}\0{found.stop}\0".encode())
@@ -171,7 +173,7 @@ def want_of(key: str, ranks: Runs | None, ranges: Iterable[Range]) -> Want:
 
 
 class _Set(msgspec.Struct, frozen=True):
-    """Ranks that want the same."""
+    """Ranks that want the same bytes."""
 
     ranks: Runs | None
     members: tuple[int, ...]
@@ -180,11 +182,10 @@ class _Set(msgspec.Struct, frozen=True):
 
 
 def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
-    """The plan for ranks that want this, in rank order.
+    """Returns the plan for these wants, given in rank order.
 
-    Args:
-        mode: What the coordinator's caller asks for. ``SHARED`` still shares only what is
-            wanted alike, if it can be passed on.
+    ``mode`` comes from the coordinator's caller. ``SHARED`` shares only bytes that several ranks
+    want and can pass on.
     """
     num_ranks = len(wants)
     if mode is ReadMode.DIRECT:
@@ -212,7 +213,7 @@ def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
 
 
 def shares_of(plan: ReadPlan, rank: int, num_ranks: int) -> list[Share]:
-    """What ``rank`` does in each turn."""
+    """Returns the part of ``rank`` in each turn."""
     shares = []
     for turn in plan.turns:
         share = Share(turn.num_rounds)
@@ -226,21 +227,23 @@ def shares_of(plan: ReadPlan, rank: int, num_ranks: int) -> list[Share]:
 
 
 def count_rounds(nbytes: int, *, num_readers: int, piece_bytes: int) -> int:
-    """The fewest rounds in which ``cut`` makes no larger pieces."""
-    # A cut is put on the next block of the largest size: pieces get up to one such block larger.
+    """Returns the fewest rounds in which ``cut`` makes pieces of at most ``piece_bytes``."""
+    # Cuts move to the next block of the largest size: pieces grow by up to one such block.
     return -(-nbytes // (num_readers * (piece_bytes - MAX_BLOCK_BYTES)))
 
 
 def cut(ranges: Sequence[Range], *, num_readers: int, num_rounds: int) -> list[tuple[Part, ...]]:
-    """Cuts what is wanted into pieces of nearly the same size.
+    """Cuts the ranges into pieces of nearly the same size.
 
     Args:
-        ranges: In an order that all ranks have. Empty ones are dropped.
+        ranges: In the same order on all ranks. Empty ones are dropped.
+        num_readers: Number of ranks that read.
+        num_rounds: Number of pieces per reader.
 
     Returns:
-        The pieces, each as parts of the ranges. Reader ``i % num_readers`` reads number ``i``
-        in round ``i // num_readers``. Parts begin at multiples of the largest checksum
-        block, counted from the first byte of their range.
+        The pieces, each as parts of the ranges. Reader ``i % num_readers`` reads number ``i`` in
+        round ``i // num_readers``. Parts begin at multiples of the largest checksum block, counted
+        from the first byte of their range.
     """
     total = sum(found.stop - found.start for found in ranges)
     num_pieces = num_readers * num_rounds
@@ -250,7 +253,7 @@ def cut(ranges: Sequence[Range], *, num_readers: int, num_rounds: int) -> list[t
         size = found.stop - found.start
         low = 0
         while low < size:
-            # Each such block belongs to the piece in whose equal share of all bytes it begins.
+            # A block belongs to the piece in whose equal share of all bytes it begins.
             number = (begin + low) * num_pieces // total
             end = -(-(number + 1) * total // num_pieces)
             high = min(size, low + -(-(end - begin - low) // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES)
@@ -277,7 +280,7 @@ def _each_set(exchange: Exchange) -> Iterator[Runs | None]:
 
 
 def _sets(wants: Sequence[Wants]) -> list[_Set]:
-    """The sets of at least two ranks all of which want the same; large ones first."""
+    """Returns the sets of at least two ranks that want the same bytes; large ones first."""
     brought: dict[Want, list[int]] = {}
     for rank, own in enumerate(wants):
         for want in own.alike:
@@ -296,7 +299,7 @@ def _sets(wants: Sequence[Wants]) -> list[_Set]:
 
 
 def _in_turns(sets: Sequence[_Set], num_ranks: int) -> list[list[_Set]]:
-    """Gives each set the first turn in which none of its ranks is taken, or later."""
+    """Gives each set the first turn after the last turn of any of its ranks."""
     free = [0] * num_ranks
     turns: list[list[_Set]] = []
     for one in sets:
@@ -324,7 +327,7 @@ def _turn(sets: Sequence[_Set], piece_bytes: int) -> Turn:
 
 
 def _joined(exchange: Exchange, one: _Set) -> Exchange | None:
-    """The exchange with one set more; None if that is not where the next one would be."""
+    """Returns the exchange extended by one set; None if the set is not at the next position."""
     if exchange.ranks is None or one.ranks is None or exchange.keys != one.keys:
         return None
     by = one.ranks[0][0] - exchange.ranks[0][0]
@@ -347,7 +350,7 @@ def _reason(sharing: Sequence[_Set], reading: Sequence[_Set], num_ranks: int) ->
 
 
 def _described(sets: Sequence[_Set], num_ranks: int) -> str:
-    """Who wants how much alike, by the number of ranks that do."""
+    """Describes the bytes in common, by the number of ranks that want them."""
     found: dict[int, list[int]] = {}
     for one in sets:
         found.setdefault(len(one.members), []).append(one.nbytes)

@@ -1,14 +1,14 @@
-"""One rank's view of a snapshot, merged from what every rank that saved has stored.
+"""One rank's view of a snapshot, merged from the manifests of all ranks that saved.
 
-Decides which entries a rank may read, in which order, and what only other ranks have. It must
-not know targets, nor how bytes are read. It implements the words about shards and
-``replicated`` of ``docs/format.md`` ("Entries").
+Selects and orders the entries that a rank may read, and lists leaves that only other ranks have.
+Implements the rules for shards and ``replicated`` of ``docs/format.md`` ("Entries"). Must not know
+restore targets or how bytes are read.
 
-Theory of operation. Shards of a path belong together, wherever they were written; what is
-``replicated`` belongs to everybody; so does everything one rank saved alone. The rest is
-private: rank k gets what rank k saved. A rank beyond those that saved gets of the private entries
-only those that all ranks saved alike, so that nobody loses a step counter because the world
-grew; that, and the containers, it takes from rank 0.
+Theory of operation. All ranks may read shards, ``replicated`` entries and everything in a snapshot
+of one rank. Shards of a path are joined, whichever ranks wrote them. Other leaves are private: rank
+k gets those that rank k saved. A rank outside the saved world gets only the private leaves that all
+ranks saved with equal content, from rank 0, so that no step counter is lost when the world grows.
+It also takes rank 0's containers.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A box of a tensor, and where its bytes lie.
+    """A box of a tensor and its stored bytes.
 
-    ``is_disputed``: it is the reader's own, and other ranks stored other elements under this name.
-    So it is good for who wants just this box, and no part of anything else.
+    ``is_disputed``: the box is the reader's own, and other ranks stored other elements under this
+    path. It may fill only an equal box, and no part of another one.
     """
 
     box: Box
@@ -65,12 +65,12 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A tensor of which there are boxes. Only in memory, never in a manifest.
+    """A tensor stored as boxes. In memory only, never in a manifest.
 
     Attributes:
         path, dtype, type, requires_grad, memory_format, attributes: See ``TensorEntry``.
-        shape: Of the whole tensor.
-        shards: In no order. Each box stands once. Whether they cover the tensor is not known.
+        shape: Shape of the whole tensor.
+        shards: Unordered; each box once. They need not cover the tensor.
     """
 
     path: str
@@ -87,15 +87,15 @@ AnyEntry: TypeAlias = Entry | ShardedEntry
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank may read of a snapshot.
+    """The entries of a snapshot that one rank may read.
 
     Attributes:
-        attempt: Whose objects are read.
-        world_size: How many ranks saved.
-        objects: What every ``Stored.object`` in ``entries`` counts in.
+        world_size: Number of ranks that saved.
+        objects: The list that ``Stored.object`` indexes.
         entries: In traversal order.
-        elsewhere: Paths of leaves that only other ranks have, and keep to themselves: who.
-        optimizers: See ``RankManifest``; the rank's own count, then those of the lowest rank.
+        elsewhere: Paths of leaves that are private to other ranks, with those ranks.
+        optimizers: See ``RankManifest``; the rank's own values first, then those of the lowest
+            rank.
     """
 
     attempt: str
@@ -110,11 +110,11 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
     """Returns the view of one rank.
 
     Args:
-        manifests: Of all ranks that saved, by rank.
-        rank: Of the reader in its group. May be one that did not save.
+        manifests: Manifests of all ranks that saved, by rank.
+        rank: The reader's rank in its group; it need not have saved.
 
     Raises:
-        FormatError: Shards of one path are of several tensors.
+        FormatError: Shards of one path belong to different tensors.
     """
     first = manifests[0]
     if len(manifests) == 1 and not any(map(_is_shard, first.entries)):
@@ -130,9 +130,9 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
 
 
 def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
-    """Yields an error per tensor whose shards, of all ranks together, do not cover it.
+    """Yields an error per tensor that the shards of all ranks do not cover.
 
-    Meshes of several ranks may have different tensors of one name, which are not told apart here.
+    Does not distinguish tensors of the same path on several meshes.
     """
     shards: dict[str, tuple[TensorEntry, set[Box]]] = {}
     for manifest in manifests:
@@ -153,7 +153,7 @@ def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:
-    """Returns the entries by path; shards that share one are named ``<path>@<offsets>``."""
+    """Returns the entries by path; shards that share a path are named ``<path>@<offsets>``."""
     found = {entry.path: entry for entry in manifest.entries}
     if len(found) == len(manifest.entries):
         return found
@@ -167,15 +167,16 @@ def named_entries(manifest: RankManifest) -> dict[str, Entry]:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns ranks as people write them."""
+    """Formats ranks for messages; shows the first 16."""
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box] | None:
-    """Returns boxes that make the whole tensor, of several ways to cut it; the first ones count.
+    """Returns boxes that tile the tensor, or None if no tiling is certain.
 
-    None, unless all are ways to cut the same bytes: of runs of rows the checksums can be joined.
+    Of several tilings the first boxes win. All tilings must hold the same bytes: their checksums
+    can be compared if the boxes are runs of rows.
     """
     row_volume = prod(shape[1:])
     ways: dict[int, tuple[int, list[Box]]] = {0: (0, [])}
@@ -198,13 +199,11 @@ def _is_shard(entry: Entry) -> bool:
 
 
 class _Merger:
-    """Merges manifests for one rank."""
-
     def __init__(self, manifests: Mapping[int, RankManifest], rank: int) -> None:
         self._manifests = manifests
         self._own = manifests.get(rank)
         self._template = manifests[0] if self._own is None else self._own
-        # In this order objects are numbered: the template's entries stay as they are.
+        # Objects are numbered in this order, so the template's entries stay unchanged.
         objects = self._template.objects
         self._objects = {record.part: number for number, record in enumerate(objects)}
         self._records = list(self._template.objects)
@@ -233,14 +232,14 @@ class _Merger:
                 found.setdefault(path, name)
         return found
 
-    # What there is
+    # Selection
 
     def _take_own(self, taken: dict[str, AnyEntry]) -> None:
         if self._own is not None:
             taken.update((entry.path, entry) for entry in self._own.entries)
 
     def _take_others(self, taken: dict[str, AnyEntry]) -> dict[str, list[int]]:
-        """Takes what is everybody's; returns who has the private leaves."""
+        """Takes the entries of all ranks; returns the ranks that hold each private leaf."""
         private: dict[str, list[int]] = {}
         shards: dict[str, list[tuple[RankManifest, TensorEntry]]] = {}
         manifests = [self._template]
@@ -265,11 +264,11 @@ class _Merger:
         return {path: sorted(ranks) for path, ranks in private.items()}
 
     def _joined(self, path: str, found: Sequence[tuple[RankManifest, TensorEntry]]) -> ShardedEntry:
-        """Makes one entry of a path's shards, which begin with the own ones.
+        """Joins the shards of a path into one entry; the rank's own shards come first.
 
-        A box that other ranks stored with different values is nobody's: tensors of several
-        meshes have this path. So are all boxes, if those meshes cut it in different ways and nobody
-        can see that it is the same tensor. What is the rank's own it gets back nevertheless.
+        A box that ranks stored with different values is disputed: tensors of several meshes have
+        this path. All boxes are disputed if meshes cut the path differently and the checksums
+        cannot prove that it is one tensor. A rank still gets its own disputed boxes back.
         """
         _, first = found[0]
         boxes: dict[Box, tuple[RankManifest, TensorEntry]] = {}
@@ -331,7 +330,8 @@ class _Merger:
                     taken.setdefault(entry.path, entry)
 
     def _drop_broken_lists(self, taken: dict[str, AnyEntry], private: dict[str, list[int]]) -> None:
-        """Drops lists that this rank did not save and that lack an item: others would move up."""
+        """Drops lists that this rank did not save and that lack an item: later items would move
+        up."""
         own = {entry.path for entry in self._own.entries} if self._own is not None else set()
         lists = {
             entry.path
@@ -354,7 +354,10 @@ class _Merger:
                     private.setdefault(path, list(self._manifests))
 
     def _add_containers(self, taken: dict[str, AnyEntry]) -> None:
-        """Adds the containers of what others saved, and rank 0's empty ones where it counts."""
+        """Adds the containers of the taken entries.
+
+        A rank that did not save also gets rank 0's empty containers.
+        """
         needed = {at for path in taken for at in _ancestors(path)}
         if self._own is None:
             entries = self._template.entries
@@ -365,10 +368,10 @@ class _Merger:
                 if isinstance(entry, ContainerEntry) and entry.path in needed:
                     taken.setdefault(entry.path, entry)
 
-    # Where it lies
+    # Stored bytes
 
     def _moved(self, data: Stored, manifest: RankManifest) -> Stored:
-        """Returns the same bytes, with the object's number in the index."""
+        """Returns the same bytes with the object's number in the index."""
         if manifest is self._template:
             return data
         record = manifest.objects[data.object]
@@ -383,14 +386,14 @@ class _Merger:
             return entry
         return msgspec.structs.replace(entry, data=self._moved(entry.data, manifest))
 
-    # In which order
+    # Order
 
     def _order(self, taken: Mapping[str, AnyEntry]) -> list[str]:
-        """Returns the paths in an order that suits every rank's, as far as there is one.
+        """Returns the paths in an order that agrees with every rank's as far as possible.
 
-        Ranks that divide a state store rising parts of it. So the paths of each rank go behind
-        those of the ranks before it, but before what stands behind them on both; own paths then
-        stand in their own order among each other.
+        Ranks that divide a state store rising parts of it. So a rank's paths follow those of the
+        ranks before it, but precede paths that follow them on both. The rank's own paths keep their
+        order.
         """
         following: dict[str | None, str | None] = {None: None}
         before: dict[str | None, str | None] = {None: None}
@@ -424,7 +427,7 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
-    """Returns a leaf's entry, and those that it refers to."""
+    """Returns a leaf's entry and the entries that it refers to."""
     found: list[Entry] = []
     pending = [path]
     while pending:
@@ -438,7 +441,8 @@ def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
 
 
 def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
-    """Returns what is equal exactly if two ranks' leaves are (up to CRC32C's collisions)."""
+    """Returns a value that is equal if and only if two ranks' leaves are (up to CRC32C
+    collisions)."""
     return [
         (msgspec.structs.replace(entry, data=Stored(0, 0, 0, ())), _extent(entry.data))
         if isinstance(entry, TensorEntry | BytesEntry)

@@ -1,12 +1,12 @@
-"""A rank's inventory, and the checks that ranks agree about the tensors that they hold parts of.
+"""A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that ranks hold together. An inventory names it by its digest,
-whatever its length; the list itself is sent once. Items of one rank only are not named at all.
+A *scope* is a list of items that several ranks hold. An inventory names it by a digest of fixed
+size; the list itself is sent once. Private items are not named.
 
-Meshes, DistributedDataParallel and the caller declare that ranks hold the same. Contents are never
+Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are never
 compared: tensors of one name on several meshes are private (``docs/decisions``, 0007).
 
-It must not know who writes what (``save``), nor what the ranks say to each other.
+Must not know the assignment of writes (``save``) or the messages between ranks.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 _DIGEST_BYTES = 12
-"""Every rank sends two in each save. None of them is an adversary's."""
+"""Size of a digest, in bytes. Every rank sends two per save, and ranks are not adversaries."""
 
 _MAX_LINES = 50
-"""Of an error message, which goes to every rank."""
+"""Largest number of lines of an error message, which goes to every rank."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with others, all with equal values.
+    """Items that a rank holds together with other ranks, all with equal values.
 
     Attributes:
-        ranks: Who holds them, rising; each of them lists this scope, though perhaps not the
-            same items. None: all ranks of the job, and one that lists no such scope has none.
-        digest: Of the item list, by ``item_digest``.
-        nbytes: Of the items.
+        ranks: The holders, rising. Each of them lists this scope, though perhaps with other items.
+            None: all ranks of the job; a rank that lists no such scope has no such items.
+        digest: Digest of the item list, by ``item_digest``.
+        nbytes: Bytes of the items.
     """
 
     ranks: tuple[int, ...] | None
@@ -62,13 +62,13 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank holds. Names each scope once.
+    """The items of a rank. Names each scope once.
 
     Attributes:
-        private_bytes: Of the items that, as far as is declared, no other rank holds.
-        scopes: The rest.
-        globs: What the caller has called replicated: the same everywhere.
-        sharded: Digest of its ``Sharded``; empty if there are none.
+        private_bytes: Bytes of the items not declared as shared.
+        scopes: The shared items.
+        globs: The caller's ``replicated`` patterns, the same on all ranks.
+        sharded: Digest of the rank's ``Sharded`` list; empty if the list is.
     """
 
     private_bytes: int
@@ -78,13 +78,13 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of which several ranks hold parts, as each of them says it.
+    """A tensor that several ranks hold parts of, as one of them describes it.
 
     Attributes:
-        path, dtype: Of the tensor.
-        shape: Of the whole one.
-        ranks: Digest of those who hold parts, also empty ones; by ``ranks_digest``.
-        num_ranks: How many they are.
+        path, dtype: The tensor's path and dtype.
+        shape: Shape of the whole tensor.
+        ranks: Digest of the ranks that hold parts (also empty ones), by ``ranks_digest``.
+        num_ranks: Number of these ranks.
     """
 
     path: str
@@ -98,28 +98,28 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def digest_of(value: Any) -> bytes:
-    """Returns 12 bytes that stand for a value that msgpack can say."""
+    """Returns a 12-byte digest of a value that msgpack can encode."""
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
 
 
 def item_digest(items: Sequence[Item]) -> bytes:
-    """Returns 12 bytes that stand for a list of items; the same in every process."""
+    """Returns a 12-byte digest of a list of items; the same in every process."""
     return digest_of(items)
 
 
 def inventory_digest(inventory: Inventory) -> bytes:
-    """Returns 12 bytes that stand for an inventory."""
     return digest_of(inventory)
 
 
 @functools.lru_cache
 def ranks_digest(ranks: tuple[int, ...]) -> bytes:
-    """Returns 8 bytes that stand for some ranks: a thousand tensors may lie on as many."""
+    """Returns an 8-byte digest of ranks; cached, because a thousand tensors may share their
+    ranks."""
     return digest_of(ranks)[:8]
 
 
 def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
-    """Returns 12 bytes that stand for what a rank says of sharded tensors; none for nothing."""
+    """Returns a 12-byte digest of a rank's sharded tensors; empty if there are no such tensors."""
     return digest_of(sharded) if sharded else b""
 
 
@@ -133,10 +133,10 @@ def build_inventory(
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
-        items: All that the rank holds.
-        scopes: Who holds each, and the indices of its items. What is in none is private.
-        globs: What the caller has called replicated.
-        sharded: The tensors of which it holds a part, also an empty one. No others.
+        items: All items of the rank.
+        scopes: Per scope, its ranks and the indices of its items. Items in no scope are private.
+        globs: The caller's ``replicated`` patterns.
+        sharded: The tensors that the rank holds a part of, including empty parts.
     """
     private_bytes = sum([item.nbytes for item in items])
     found: list[Scope] = []
@@ -165,14 +165,14 @@ def on_several_meshes(
 def check_sharded(
     lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> None:
-    """Sees that ranks agree about the tensors that they hold parts of, and all have them.
+    """Checks that ranks agree about sharded tensors, and that every holder has them.
 
     Args:
-        lists: What differs from rank to rank, and the ranks that say so, rising.
+        lists: Each distinct list of sharded tensors, with the ranks that report it, rising.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor, or some lack one that
-            they hold a part of: that part would be lost. Names all.
+        UsageError: Ranks disagree about the dtype or shape of a tensor, or a rank that holds a part
+            lacks the tensor: that part would be lost. Names all.
     """
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
@@ -196,13 +196,13 @@ def check_sharded(
             )
     refuse(
         complaints,
-        "the ranks disagree about tensors that they hold parts of. What is not one tensor needs a "
-        "key of its own in the app state (pipeline stages: one key per stage):",
+        "the ranks disagree about sharded tensors. Different tensors need separate keys in the "
+        "app state (pipeline stages: one key per stage):",
     )
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the complaints, the first of many, unless there are none."""
+    """Raises ``UsageError`` with the first complaints; returns if there are none."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

@@ -1,13 +1,12 @@
-"""Packs leaves into data objects, and cuts what one rank writes of them into chunks.
+"""Packs leaves into data objects and cuts a rank's writes into chunks.
 
-Implements "Objects" and "Data object" of ``docs/format.md``. What it aims at: a handful of
-objects (one inode lock or one multipart upload each), balanced, so that they finish
-together; large leaves whole in one object; small leaves together, in traversal order, so
-that a reader needs few requests. It must not know where bytes come from or go to.
+Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a few balanced objects that
+finish together: each costs one inode lock or one multipart upload. A large leaf stays in one
+object; small leaves are packed in traversal order, so that a reader needs few requests. Must not
+know where bytes come from or go to.
 
-What several ranks hold is packed by each of them by itself, and equal input gives an equal
-plan on every rank: so only byte ranges travel (``RankPlan``), and the ranks write one object
-together.
+Each holder packs shared items on its own. Equal input gives an equal layout on every rank, so
+several ranks can write one object and exchange only byte ranges (``RankPlan``).
 """
 
 from __future__ import annotations
@@ -56,17 +55,16 @@ _RUN_BYTES = 8 << 20
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One leaf's bytes, as the planner sees them.
+    """The bytes of one leaf.
 
     Attributes:
-        path: Unique within the rank, escaped.
+        path: Escaped; unique within the rank.
         dtype: torch dtype name; ``uint8`` for raw bytes.
-        shape: Of these bytes, in elements (the shard's for a shard).
-        nbytes: Their number.
-        itemsize: Bytes of an element.
+        shape: In elements; for a shard, the shard's shape.
+        nbytes, itemsize: Bytes of the item and of one element.
         replicated: Every rank holds the same value.
-        offsets, global_shape: Only for a shard: where it begins, and the tensor's shape.
-        is_whole: One rank writes all of it: other entries refer to it, or it has no elements.
+        offsets, global_shape: Shards only: origin in the tensor, and the tensor's shape.
+        is_whole: One rank writes all of it: other entries refer to it, or it is empty.
     """
 
     path: str
@@ -81,17 +79,17 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_shard(self) -> bool:
-        """Whether these are a part of a tensor's bytes, or may be."""
+        """Whether the item may be only a part of a tensor."""
         return self.global_shape is not None
 
 
 class ItemBox(msgspec.Struct, frozen=True, gc=False):
-    """A box of an item: a shard of its own in the manifest. Contiguous in the item's bytes.
+    """A box of an item, contiguous in the item's bytes. A separate shard in the manifest.
 
     Attributes:
-        start: Its first byte in the item.
+        start: Offset of its first byte in the item.
         shape: In elements.
-        offsets, global_shape: Where it begins in the whole tensor, and the tensor's shape.
+        offsets, global_shape: Origin in the whole tensor, and the tensor's shape.
     """
 
     start: int
@@ -110,8 +108,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan: of the item, or of its
-    box where ``ObjectPlan.boxes`` gives one."""
+    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan.
+
+    Counted from the start of the item, or of its box in ``ObjectPlan.boxes``.
+    """
 
     item: int
     start: int
@@ -119,25 +119,22 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
-    """What one rank writes of a data object; mostly all of it.
+    """The part of a data object that one rank writes; usually all of it.
 
-    Its leaves are whole items, and boxes of the items that others write a part of. Either
-    has checksum blocks of its own. ``items``, ``starts``, ``ends`` and ``boxes`` run in
-    parallel, in stored order.
+    A leaf is a whole item, or a box of an item that other ranks write too. Each leaf has its own
+    checksum blocks. ``items``, ``starts``, ``ends`` and ``boxes`` are parallel, in stored order.
 
     Attributes:
-        key: Where.
         header: The safetensors header of the whole object; its first bytes.
         items: Per leaf, the index of its item among the rank's items.
-        starts: Absolute offset of each leaf's first byte.
-        ends: Absolute offset behind each leaf's last byte.
-        boxes: Per leaf, which box of the item it is; None for all of it.
+        starts, ends: Per leaf, its absolute byte range.
+        boxes: Per leaf, its box of the item; None for the whole item.
         size: Bytes of the whole object.
         opens: This rank creates the object, writes the header and completes the object.
         is_shared: Other ranks write to it too.
-        chunks: Together they cover what the rank writes, which is one range. The opener's
-            first one includes the header. Cuts inside a leaf fall on multiples of the
-            largest checksum block, counted from the leaf's start.
+        chunks: Cover the one range that the rank writes, including the header if it opens the
+            object. Cuts inside a leaf fall on multiples of the largest checksum block, counted from
+            the leaf's start.
     """
 
     key: str
@@ -153,16 +150,16 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes this rank writes."""
+        """Number of bytes that this rank writes."""
         return self.chunks[-1].stop - self.chunks[0].start
 
     @property
     def has_joiners(self) -> bool:
-        """Whether this rank opens the object for other ranks, too."""
+        """Whether this rank opens the object for other ranks too."""
         return self.opens and self.is_shared
 
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
-        """The parts of leaves that lie in ``chunk``, in order. Empty leaves have none."""
+        """Yields the parts of leaves in ``chunk``, in order. Empty leaves have none."""
         start, stop = max(chunk.start, len(self.header)), chunk.stop
         index = bisect_right(self.ends, start)
         while index < len(self.starts) and self.starts[index] < stop:
@@ -173,18 +170,18 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Knobs of ``pack``, in bytes.
+    """Knobs of ``pack``, in bytes unless noted.
 
     Attributes:
-        chunk_bytes: Largest chunk; at least two blocks. Chunks are larger where the next two say.
-        max_objects: Objects written in parallel, per top-level key.
+        chunk_bytes: Largest chunk; at least two blocks. ``min_write_bytes`` and ``max_writes`` can
+            make chunks larger.
+        max_objects: Number of objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
-        min_write_bytes: Least size of a chunk that does not end its object.
-        max_writes: Most chunks of an object, over all its writers; None for any number.
-        max_object_bytes: Most bytes of an object; None for any number. A leaf must have less than
-            half of it.
+        min_write_bytes: Smallest chunk, except at the end of an object.
+        max_writes: Largest number of chunks of an object, over all its writers; None for no limit.
+        max_object_bytes: Largest object; None for no limit. A leaf must have less than half of it.
         has_joined_writers: Objects may have several writers.
-        codec: Compresses chunks; None stores objects as they are.
+        codec: Compresses chunks; None stores objects uncompressed.
     """
 
     chunk_bytes: int
@@ -204,23 +201,21 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def least_write_bytes(size: int, *, min_write_bytes: int, max_writes: int | None) -> int:
-    """Returns the least size of a write to an object of ``size`` bytes, but for the one that
-    ends it.
+    """Returns the smallest write to an object of ``size`` bytes, except for its last write.
 
-    Where each of them has so much, there are never more than ``max_writes``, and no two of them
-    begin in the same ``offset // least``: that can number them.
+    With writes of this size there are at most ``max_writes``, each with its own ``offset //
+    least``, which can number it.
     """
     return max(min_write_bytes, 1 if max_writes is None else -(-size // max_writes))
 
 
 class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank writes of an object that its scope shares. Never empty but for empty objects.
+    """The part of a shared object that a rank writes. Empty only in an empty object.
 
     Attributes:
-        number: Of the object, as ``arrange`` counts them.
+        number: Number of the object, as ``arrange`` counts.
         start, stop: Byte range, counted from the end of the object's header.
-        opens: This rank creates the object, writes the header and completes the object. It is
-            the one that writes the first byte.
+        opens: This rank creates and completes the object, and writes the header and the first byte.
         is_shared: Other ranks write to it too.
     """
 
@@ -232,16 +227,15 @@ class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank writes of the items that a group of ranks holds.
+    """The part of a group's items that a rank writes.
 
     Attributes:
         scope: Index of the scope in the rank's own inventory.
-        items: Which items of the scope's list the group holds, as rising runs
-            ``(start, stop)``; they are packed in ``canonical`` order. None: all of them, in the
-            order of the list.
-        rank: The lowest holder, in whose name the objects lie.
-        first: Number of the group's first object among all in that rank's name.
-        num_holders: How many ranks hold the items; more of them get more objects.
+        items: The group's items in the scope's list, as rising runs ``(start, stop)``, packed in
+            ``canonical`` order. None: all items, in list order.
+        rank: The lowest holder; the objects' keys carry its number.
+        first: Number of the group's first object among those of ``rank``.
+        num_holders: More holders get more objects.
         parts: By rising object number. Together they are one range of the group's bytes.
     """
 
@@ -254,11 +248,11 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank writes, besides what it alone holds.
+    """A rank's share of common items.
 
     Attributes:
-        shares: In the order of the objects that they lead to.
-        first: Number of the first object of what the rank alone writes.
+        shares: In the order of their objects.
+        first: Number of the rank's first private object.
     """
 
     shares: tuple[Share, ...] = ()
@@ -266,7 +260,7 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the rank writes to an object that others write to, too."""
+        """Whether the rank writes to an object that other ranks write to too."""
         return any(part.is_shared for share in self.shares for part in share.parts)
 
 
@@ -282,18 +276,17 @@ def pack(
     scopes: Sequence[Sequence[int]] = (),
     plan: RankPlan = _NOTHING_SHARED,
 ) -> tuple[ObjectPlan, ...]:
-    """Plans the data objects that one rank writes to, those of its shares first.
+    """Plans the data objects that one rank writes to, shared ones first.
 
-    Covers each byte that the plan assigns to the rank once, and each item outside of
-    ``scopes``.
+    Covers each byte that the plan assigns to the rank once, and each item outside ``scopes``.
 
     Args:
-        items: What the rank holds, in traversal order.
+        items: All items of the rank, in traversal order.
         attempt: The attempt's folder.
-        rank: This one.
-        rules: Sizes; the same on all ranks.
+        rank: This rank.
+        rules: The same on all ranks.
         scopes: Per scope of the rank's inventory, the indices of its items, in list order.
-        plan: Of ``plan_save``, for this rank.
+        plan: This rank's plan from ``plan_save``.
     """
     plans: list[ObjectPlan] = []
 
@@ -330,10 +323,9 @@ def pack(
 
 
 def write_order(objects: Sequence[ObjectPlan]) -> list[Chunk]:
-    """All chunks, interleaved so that all objects advance at the same rate.
+    """Returns all chunks, interleaved so that all objects advance at the same rate.
 
-    Neighbours in this order lie in different objects where possible: two threads that write
-    one file gain nothing over one (inode lock).
+    Two threads that write to one file are no faster than one, because of the inode lock.
     """
     chunks = [chunk for plan in objects for chunk in plan.chunks]
     chunks.sort(key=lambda c: ((c.index + 0.5) / len(objects[c.object].chunks), c.object))
@@ -344,9 +336,9 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
     """The items of one object.
 
     Attributes:
-        token: Of the top-level key; None for the object of all small ones.
-        number: Of the object, among those of its key.
-        items: Positions among the items that were arranged, in stored order.
+        token: The top-level key's token; None for the object of all small keys.
+        number: Number of the object among those of its key.
+        items: Positions among the arranged items, in stored order.
     """
 
     token: str | None
@@ -355,12 +347,9 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
 
 
 def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) -> list[Arranged]:
-    """Decides which items stand in which object, and in which order.
+    """Distributes items over objects and orders them; each item goes into one object.
 
-    Args:
-        items: Each stands in one object.
-        rules: Sizes.
-        num_writers: Ranks that write together: no fewer objects, if they are large enough.
+    A key may have up to ``num_writers`` objects even if ``rules.max_objects`` is smaller.
     """
     by_key: dict[str, list[int]] = {}
     totals: dict[str, int] = {}
@@ -390,22 +379,22 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
 
 
 def _least_objects(total: int, rules: PackingRules) -> int:
-    # The heaviest object has less than an equal share and one leaf: each may be half of the limit.
+    # The heaviest object has less than an equal share plus one leaf; each may be half of the limit.
     return 1 if rules.max_object_bytes is None else -(-total // (rules.max_object_bytes // 2))
 
 
 def canonical(item: Item) -> tuple[str, tuple[int, ...]]:
-    """Key of the order in which ranks pack common items that their lists order differently."""
+    """Sort key for shared items that the ranks' lists order differently."""
     return item.path, item.offsets or ()
 
 
 def _stored_order(items: Sequence[Item], members: list[int]) -> list[int]:
-    # Falling item size keeps each tensor aligned to its own, without gaps.
+    # Falling item size aligns each tensor to its own item size, without gaps.
     return sorted(members, key=lambda index: -items[index].itemsize)
 
 
 def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[list[int]]:
-    """Spreads a key's items over objects: largest unit first, to the lightest object."""
+    """Spreads a key's items over objects: the largest unit first, to the lightest object."""
     if count == 1:
         return _split_headers(items, members)
     units: list[tuple[int, list[int]]] = []
@@ -440,8 +429,8 @@ def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[l
 
 
 def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]:
-    """Cuts ``members`` where a header would grow over the format's limit."""
-    # At most 12 bytes for a character, 32 for an offset or a size, 128 for what is around.
+    """Splits ``members`` where a header would exceed the format's limit."""
+    # At most 12 bytes for a character, 32 for an offset or a size, 128 for the rest of an entry.
     bound = sum(12 * len(items[i].path) + 64 * len(items[i].shape) + 192 for i in members)
     if bound <= MAX_HEADER_BYTES:
         return [members] if members else []
@@ -475,7 +464,7 @@ def _plan_object(
     rules: PackingRules,
     part: ObjectPart | None,
 ) -> ObjectPlan:
-    """Lays an object out, and plans what ``part`` says of it, or all."""
+    """Lays out an object and plans ``part`` of it, or all of it if None."""
     layout = lay_out(
         [
             Slot(_name(item, strip), item.dtype, item.shape, item.nbytes)
@@ -531,10 +520,10 @@ class _Leaves(msgspec.Struct, frozen=True, gc=False):
 def _leaves_within(
     items: Sequence[Item], leaves: _Leaves, begin: int, end: int, size: int
 ) -> _Leaves:
-    """The leaves of an object's bytes ``[begin, end)``.
+    """Returns the leaves in the object's bytes ``[begin, end)``.
 
-    An empty item belongs to the range that it lies in or at the start of; at the very end of
-    the object, to the last one.
+    An empty item belongs to the range that starts at or contains it; at the very end of the object,
+    to the last range.
     """
     first = bisect_left(leaves.starts, begin)
     if first and leaves.ends[first - 1] > begin:
@@ -563,7 +552,7 @@ def _leaves_within(
 
 
 def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
-    """The boxes that are an item's bytes ``[start, stop)``, each with its size in bytes."""
+    """Yields the boxes of an item's bytes ``[start, stop)``, each with its size in bytes."""
     origin = item.offsets or (0,) * len(item.shape)
     whole = item.shape if item.global_shape is None else item.global_shape
     for box in flat_range_boxes(item.shape, start // item.itemsize, stop // item.itemsize):
@@ -584,12 +573,12 @@ def _cut(
 ) -> Iterator[tuple[int, int]]:
     """Cuts ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks.
 
-    Each chunk but the last one has more than ``chunk_bytes`` less a block, unless it had to leave
-    ``min_last_bytes`` for that; then it has no less itself.
+    Each chunk but the last has more than ``chunk_bytes`` less a block, unless it had to leave
+    ``min_last_bytes`` for the last one; then it has at least ``min_last_bytes`` itself.
     """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
-            # No room for a block: what came before goes alone (a large header, small items).
+            # No room for a block: the bytes before it go alone (a large header, small items).
             room = max(0, begin + chunk_bytes - start)
             cut = start + room // MAX_BLOCK_BYTES * MAX_BLOCK_BYTES
             if stop - cut < min_last_bytes:
@@ -603,16 +592,16 @@ def _cut(
 
 
 def _cut_before(starts: Sequence[int], at: int) -> int:
-    """The last place up to ``at`` where a cut may be; 0 if that is in the header."""
+    """Returns the last possible cut up to ``at``; 0 if that is in the header."""
     index = bisect_right(starts, at) - 1
     return 0 if index < 0 else at - (at - starts[index]) % MAX_BLOCK_BYTES
 
 
 def check_memory(objects: Sequence[ObjectPlan], rules: PackingRules, budget_bytes: int) -> None:
-    """Sees that copies of all chunks that the storage wants larger fit into the budget.
+    """Checks that copies of all chunks that storage forces to be large fit into the budget.
 
     Raises:
-        UsageError: one does not.
+        UsageError: They do not fit.
     """
     for plan in objects:
         needed = max([chunk.stop - max(chunk.start, len(plan.header)) for chunk in plan.chunks])

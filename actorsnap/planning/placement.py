@@ -1,9 +1,7 @@
-"""Which elements of a distributed tensor lie where on a mesh.
+"""Computes the boxes of a distributed tensor that one rank of a mesh holds.
 
-Decides, from the shape, the coordinate on the mesh and how each axis cuts the tensor, which
-boxes in global index space a rank holds and where they lie in its local tensor. It reproduces
-the index arithmetic of ``torch.chunk`` as DTensor applies it. It must not know tensors,
-ranks or who else holds a box.
+Input: the shape, the coordinate on the mesh and how each axis cuts the tensor. Reproduces the index
+arithmetic of ``torch.chunk`` as DTensor applies it. Must not know tensors or other ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ Run: TypeAlias = tuple[int, int]
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False):
-    """An axis of a mesh that cuts a dim of a tensor, seen from one rank.
+    """A mesh axis that cuts a dim of a tensor, seen from one rank.
 
     Attributes:
         dim: The dim.
-        parts: Ranks along the axis.
-        index: This rank's place among them.
-        groups: Into how many pieces the dim is cut first, each of which is then cut into
-            ``parts``; 1 for an ordinary shard. Rank ``index`` holds that part of every piece.
-            FSDP2 cuts like this what tensor parallelism cuts further to the right.
+        parts: Number of ranks along the axis.
+        index: This rank's position along the axis.
+        groups: Number of pieces that the dim is cut into first. Each piece is then cut into
+            ``parts``, and rank ``index`` holds that part of every piece. 1 for an ordinary shard.
+            FSDP2 uses more for dims that tensor parallelism cuts further to the right.
     """
 
     dim: int
@@ -53,7 +51,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
 
 def _chunk(size: int, parts: int, index: int) -> Run:
-    """Returns part ``index`` of ``size`` indices: as ``torch.chunk``, the last ones are short."""
+    """Returns part ``index`` of ``size`` indices; as in ``torch.chunk``, the last ones are
+    short."""
     step = -(-size // parts)
     return min(size, step * index), min(size, step * (index + 1))
 
@@ -77,7 +76,7 @@ def _select(runs: Sequence[Run], wanted: Iterable[Run]) -> list[Run]:
 
 
 def _runs(size: int, cuts: Iterable[Cut]) -> list[Run]:
-    """Returns which indices of a dim a rank holds, in the order of its local tensor."""
+    """Returns the indices of a dim that a rank holds, in the order of its local tensor."""
     runs = [(0, size)] if size else []
     held = size
     for cut in cuts:
@@ -100,14 +99,12 @@ def _all_runs(shape: Sequence[int], cuts: Sequence[Cut]) -> list[list[Run]]:
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor.
+    """Returns the shape of a rank's local tensor, for a tensor of ``shape``.
 
-    Args:
-        shape: Of the whole tensor.
-        cuts: In the order in which they are applied.
+    Cuts are applied in the given order.
 
     Raises:
-        ValueError: A cut is none of such a tensor.
+        ValueError: A cut does not fit the shape.
     """
     return tuple([sum([stop - start for start, stop in runs]) for runs in _all_runs(shape, cuts)])
 
@@ -115,15 +112,12 @@ def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
 def place(shape: Sequence[int], cuts: Sequence[Cut]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
-    One box, unless a dim is cut in groups. None where the rank holds nothing. Of a whole
-    without elements every rank holds the (empty) whole, so that somebody names it.
-
-    Args:
-        shape: Of the whole tensor.
-        cuts: In the order in which they are applied.
+    One box, or several if a dim is cut in groups; empty if the rank holds nothing. For a tensor
+    without elements every rank returns the whole (empty) box, so that a manifest names it. Cuts are
+    applied in the given order.
 
     Raises:
-        ValueError: A cut is none of such a tensor.
+        ValueError: A cut does not fit the shape.
     """
     all_runs = _all_runs(shape, cuts)
     if 0 in shape:

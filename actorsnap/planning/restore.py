@@ -1,12 +1,11 @@
-"""Plans the reads of a restore: which bytes of which boxes, merged and cut how.
+"""Plans the reads of a restore: which bytes of which boxes, merged and cut.
 
-``plan_boxes`` says what to read of stored boxes to fill other boxes. What is verified must be
-read in whole checksum blocks, so a box that begins or ends inside of one costs that block.
-``plan_reads`` makes reads of such ranges. Every byte that is asked for is read once per request;
-neighbouring requests share a read if the gap between them is at most ``max_gap_bytes``; large
-ones are cut between checksum blocks.
+``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks, as
+verification needs. ``plan_reads`` turns byte ranges into reads. Neighbouring requests share a read
+if the gap between them is at most ``max_gap_bytes``; large requests are cut between checksum
+blocks.
 
-It must not know tensors, nor who wants what they hold.
+Must not know tensors or the ranks that want them.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ __all__ = ["BoxRead", "Part", "Range", "Read", "find_hole", "plan_boxes", "plan_
 
 
 class BoxRead(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of a stored box, counted from its first one: whole blocks.
+    """Bytes ``[start, stop)`` of a stored box, counted from its first byte: whole blocks.
 
     Attributes:
         stored: Number of the stored box.
-        start, stop: ``start`` is a multiple of the box' checksum block; so is ``stop``, unless
-            it is the box' end.
-        wanted: Numbers of the wanted boxes that have elements of it, rising.
-        at: Where these bytes stand in the only wanted box, in bytes from its first one, if they
-            are all its, in the same order. Else None: elements go here and there, or nowhere.
+        start, stop: Multiples of the box's checksum block; ``stop`` may also be the box's end.
+        wanted: Numbers of the wanted boxes that have elements of these bytes, rising.
+        at: If all these bytes belong to the only wanted box, in the same order: their offset in it,
+            in bytes. Else None: the elements are scattered or dropped.
     """
 
     stored: int
@@ -55,25 +53,26 @@ def plan_boxes(
     block_bytes: Sequence[int],
     disputed: Set[int] = frozenset(),
 ) -> list[BoxRead]:
-    """Returns what to read of stored boxes to fill the wanted ones.
+    """Returns the reads of stored boxes that fill the wanted ones.
 
-    No block is read twice if wanted boxes do not overlap, and none that holds nothing wanted.
+    No block is read twice if wanted boxes do not overlap. Blocks without wanted elements are not
+    read.
 
     Args:
-        path: Of the tensor, for errors.
-        stored: Boxes in the tensor's index space, each with bytes of its own in C order; disjoint,
-            but for those that wanted ones are equal to.
+        path: For errors.
+        stored: Boxes in the tensor's index space, each with its own bytes in C order. Disjoint,
+            except for boxes that equal a wanted one.
         wanted: Boxes in the same space.
         itemsize: Bytes of an element.
         block_bytes: Per stored box, the size of its checksum blocks.
-        disputed: Numbers of stored boxes that only wanted ones equal to them are filled from.
+        disputed: Numbers of stored boxes that may fill only an equal wanted box.
 
     Raises:
-        FormatError: Elements that are wanted are in no stored box, or in several.
+        FormatError: Wanted elements are in no stored box, or in several.
     """
     finder = _Finder(stored)
-    # Mostly it is the same mesh; and where meshes of other ranks have other tensors of this name,
-    # the box that is the same is the right one.
+    # Usually the mesh is the same. Where other meshes have other tensors under this path, the equal
+    # box is the right one.
     same = {box: index for index, box in enumerate(stored)}
     shares: dict[int, list[tuple[int, Box]]] = {}
     for number, box in enumerate(wanted):
@@ -94,8 +93,9 @@ def plan_boxes(
                 "shards overlap"
                 if hole is None
                 else f"no shard has the elements from {hole.offsets} up to {hole.stops}, or "
-                "several ranks stored different ones under this name. Then each of them gets back "
-                "its own, with the ranks of the save; give them keys of their own at the next take"
+                "several ranks stored different ones under this path. Each of those ranks can "
+                "restore its own, with the world size of the save; use separate keys at the next "
+                "take"
             )
             raise FormatError(key=path, detail=what)
     reads: list[BoxRead] = []
@@ -105,7 +105,7 @@ def plan_boxes(
 
 
 class _Finder:
-    """Finds the boxes that another one may intersect."""
+    """Finds the boxes that a given box may intersect."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._order = list(range(len(boxes)))
@@ -125,7 +125,7 @@ class _Finder:
 
 
 def find_hole(whole: Box, parts: Sequence[Box]) -> Box | None:
-    """Returns a box in ``whole`` that is in none of the parts, or None if they cover it."""
+    """Returns a box in ``whole`` that no part covers, or None if the parts cover ``whole``."""
     return None if covers_exactly(whole, parts) else _hole(whole, parts)
 
 
@@ -153,10 +153,9 @@ def _reads_of(
     itemsize: int,
     block_bytes: int,
 ) -> list[BoxRead]:
-    """Returns the reads of one stored box."""
     nbytes = box.volume * itemsize
     reads: list[BoxRead] = []
-    # Blocks of which not all goes to one place.
+    # Blocks that do not go to one place as a whole.
     mixed: list[tuple[int, int, int]] = []
     for number, shared in shares:
         run = _only_run(box, shared)
@@ -190,7 +189,8 @@ def _reads_of(
 
 
 def _only_run(box: Box, part: Box) -> int | None:
-    """Returns where ``part`` begins in the C-order elements of ``box``, if it is a run of them."""
+    """Returns where ``part`` begins in the C-order elements of ``box``; None if it is not one
+    run."""
     start, count = next(contiguous_runs(box.sizes, part.relative_to(box)))
     return start if count == part.volume else None
 
@@ -201,7 +201,8 @@ def _grown(start: int, stop: int, nbytes: int, block_bytes: int) -> tuple[int, i
 
 
 def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the byte ranges of ``box`` that ``part`` lies in, with such gaps between them."""
+    """Yields the byte ranges of ``part`` in ``box``; smaller gaps than ``min_gap_bytes`` are
+    joined."""
     inner = part.relative_to(box)
     first, length, pitch = 0, itemsize, itemsize
     rows: list[range] = []
@@ -226,7 +227,7 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
 class Range(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of the object ``key``, all of one stored leaf.
 
-    ``in_place``: they can be read straight into the memory that they belong to.
+    ``in_place``: they can be read directly into their destination.
     """
 
     key: str
@@ -236,7 +237,7 @@ class Range(msgspec.Struct, frozen=True, gc=False):
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """The bytes ``[start, stop)``, counted from its first byte, of request number ``request``."""
+    """Bytes ``[start, stop)`` of request number ``request``, counted from its first byte."""
 
     request: int
     start: int
@@ -244,10 +245,10 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):
-    """One read of ``[start, stop)`` of an object, and the parts it serves, in rising order.
+    """One read of ``[start, stop)`` of an object, and the parts that it serves, rising.
 
-    Parts do not overlap. Bytes between parts are read and thrown away (gaps).
-    ``gaps[i]`` is the number of bytes to skip before ``parts[i]``.
+    Parts do not overlap. ``gaps[i]`` is the number of bytes before ``parts[i]`` that are read and
+    discarded.
     """
 
     key: str
@@ -261,15 +262,15 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
     """Merges and cuts requests into reads.
 
     Args:
-        requests: In any order, over any number of objects; may overlap. Empty ones are
-            dropped.
+        requests: In any order, over any number of objects; may overlap. Empty ones are dropped.
         chunk_bytes: Largest read, unless a block of the largest size is larger.
         max_gap_bytes: Largest number of unwanted bytes between two parts of a read.
 
     Returns:
-        Reads, by object and offset. Each request's bytes are covered exactly once. Cuts
-        inside a request fall on multiples of the largest checksum block, counted from its start.
-        As much as that, if it goes in place, is in no read with what does not: all would be copied.
+        Reads, by object and offset. Each request's bytes are covered exactly once. Cuts inside a
+        request fall on multiples of the largest checksum block, counted from its start. A run of
+        in-place bytes of at least that size does not share a read with other bytes, because all of
+        them would be copied.
     """
     stride = max(1, chunk_bytes // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES
     order = sorted(

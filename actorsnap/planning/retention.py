@@ -1,5 +1,4 @@
-"""Decides what is garbage: leftovers of attempts that can no longer commit; and what of it a
-resumed save may use.
+"""Finds garbage: leftovers of attempts that can no longer commit, and those that a save may resume.
 
 Implements "Crash windows" of ``docs/format.md``.
 """
@@ -13,7 +12,8 @@ from actorsnap.format.layout import Attempt
 __all__ = ["MAX_ATTEMPT_S", "collectable", "resumable", "unclaimed"]
 
 MAX_ATTEMPT_S = 24 * 3600
-"""No attempt commits later than this after it began; the coordinator keeps to it."""
+"""Longest time from the start of an attempt to its commit, in seconds; the coordinator enforces
+it."""
 
 
 def collectable(
@@ -24,9 +24,9 @@ def collectable(
     may_run: Callable[[Attempt], bool],
     superseded: Collection[str] = (),
 ) -> list[str]:
-    """The attempts whose objects may be deleted, unless one of them is the committed one.
+    """Returns the attempts whose objects may be deleted, unless one of them is the committed one.
 
-    Whoever deletes reads the commit object *after* this, or it could miss a commit.
+    Callers must read the commit object *after* this call, or they could miss a commit.
 
     Args:
         attempts: Attempt folders found.
@@ -48,10 +48,10 @@ def collectable(
 
 
 def unclaimed(garbage: Sequence[str], claims: Mapping[str, Collection[str]]) -> list[str]:
-    """The attempts in ``garbage`` that no copy under way claims.
+    """Returns the attempts in ``garbage`` that no running copy claims.
 
     Args:
-        garbage: See ``collectable``; copies that are in it are not under way.
+        garbage: See ``collectable``; copies in it are not running.
         claims: Attempts, and the copies that claim them.
     """
     dead = frozenset(garbage)
@@ -65,14 +65,14 @@ def resumable(
     may_run: Callable[[Attempt], bool],
     committed: str | None,
 ) -> list[str]:
-    """The attempts whose objects a resumed save may use, the newest first.
+    """Returns the attempts whose objects a resumed save may use, the newest first.
 
-    Those of other hosts are among them: whoever resumes says that the job which made them is gone.
+    Includes attempts of other hosts: a caller that resumes asserts that their job is gone.
 
     Args:
         attempts: Attempt folders found.
         host, may_run: See ``collectable``.
-        committed: The attempt that the commit object names; its objects are nobody's leftovers.
+        committed: The attempt that the commit object names; its objects are not leftovers.
     """
     found = [attempt for name in attempts if (attempt := Attempt.parse(name)) is not None]
     dead = [each for each in found if each.host != host or not may_run(each)]

@@ -1,19 +1,17 @@
-"""Decides which rank writes what, from the ranks' inventories.
+"""Assigns writes to ranks, from the ranks' inventories.
 
-What several ranks hold is written once, by all of them together: each gets one range of the
-bytes, so sized that the ranks end up with equal loads. Items that only one rank holds are
-not even named here. The planner sees each distinct list of items once, however many ranks have
-it, and what it tells a rank does not grow with the number of ranks or items.
+The holders of common items write them together, once: each writes one range of the bytes, sized for
+equal total loads. Private items do not appear here. The planner reads each distinct list of items
+once, and the plan of a rank does not grow with the number of ranks or items.
 
-Theory of operation. Ranks that list the same items of a scope are a *group*. Groups are taken
-in order, those with the fewest holders first, because they have the least choice; each fills
-up its holders' loads like water (``_fill``). The bytes of a group stand in the order in which
-``packing.arrange`` lays them out, and are cut into one range per writer, in rank order
-(``_Line``). A cut falls on an object's or an item's edge if one is near, else between rows.
-Cuts that had to move make loads uneven; the larger groups that follow make up for it. A box of
-one path that several scopes of some ranks list is not divided: each holder writes all of it.
+Theory of operation. Ranks that list the same items of a scope are a *group*. Groups with the fewest
+holders come first, because they have the least choice; each fills up its holders' loads like water
+(``_fill``). ``packing.arrange`` orders the bytes of a group, which are cut into one range per
+writer, in rank order (``_Line``). A cut falls on an object's or an item's edge if one is near, else
+between rows. Later, larger groups compensate for moved cuts. If several scopes of some ranks list a
+box under one path, it is not divided: each holder writes all of it.
 
-It must not know how bytes travel, nor what the ranks say to each other.
+Must not know how bytes or messages travel.
 """
 
 from __future__ import annotations
@@ -44,24 +42,26 @@ from actorsnap.planning.packing import (
 __all__ = ["SavePlan", "plan_digest", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
-"""Larger rows are cut inside."""
+"""Largest row that is not cut inside, in bytes."""
 
 _MIN_RANGE_BYTES = 256 << 10
-"""A rank is not asked to take part in a group for less: opening an object costs more."""
+"""Smallest range of a group for one rank, in bytes; for less, opening an object costs more."""
 
 _SLACK = 64
-"""A cut moves to an edge that is within this fraction of the ranges on its sides: 1/64 on both
-ends of a range leaves the busiest rank within 1.05 of the mean."""
+"""Largest move of a cut to an edge, as a fraction (1/64) of the adjacent ranges.
+
+If both ends of a range move, the busiest rank stays within 1.05 of the mean.
+"""
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
-    """Who writes what.
+    """The plan of all ranks.
 
     Attributes:
-        ranks: Per rank, what it is told.
-        digests: Per rank, the digest of that.
-        joiners: Per rank, for each object that it opens for others as well, in the order in
-            which ``pack`` plans them: who else writes to it, rising.
+        ranks: Per rank, its plan.
+        digests: Per rank, the digest of its plan.
+        joiners: Per rank and shared object that it opens, in the order of ``pack``: the other ranks
+            that write to it, rising.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -70,7 +70,7 @@ class SavePlan(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_digest(plan: RankPlan) -> bytes:
-    """Returns 12 bytes that stand for a rank's plan."""
+    """Returns a rank's plan as a 12-byte digest."""
     return digest_of(plan)
 
 
@@ -80,17 +80,18 @@ def plan_save(
     rules: PackingRules,
     several: Set[str] = frozenset(),
 ) -> SavePlan:
-    """Shares out what several ranks hold. Deterministic.
+    """Divides shared items among their holders. Deterministic.
 
     Args:
         inventories: Per rank.
-        lists: The items of every scope, by digest. A path and offsets stand in a list once.
-        rules: Sizes; every rank must pack with the same.
-        several: Paths that lie on several meshes: what some ranks share of them is not divided.
+        lists: The items of every scope, by digest. A list has each path and offsets once.
+        rules: The same on all ranks.
+        several: Paths that exist on several meshes; their items are divided only if all ranks share
+            them.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of what they share, or about who
-            shares it. Names all such paths.
+        UsageError: Ranks disagree about the dtype, shape or holders of shared items. Names all such
+            paths.
         ValueError: An inventory names a scope twice, or a list an item.
     """
     loads = [inventory.private_bytes for inventory in inventories]
@@ -103,7 +104,7 @@ def plan_save(
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
         line = _Line(group.items, objects, rules)
-        # Twice as much: cuts move to edges and rows nearby.
+        # Twice as much, because cuts move to edges and rows nearby.
         least_bytes = max(_MIN_RANGE_BYTES, 2 * rules.min_write_bytes)
         wanted = _fill(loads, group.holders, line.nbytes, least_bytes)
         writers: list[list[int]] = [[] for _ in objects]
@@ -142,7 +143,7 @@ class _Group:
     Attributes:
         holders: Rising.
         items: In the order in which each holder packs them.
-        places: Per rank, all holders among them, the index of the scope in its inventory, and
+        places: Per rank (all holders and perhaps others), the scope's index in its inventory, and
             ``Share.items``.
     """
 
@@ -156,8 +157,7 @@ def _groups(
     lists: Mapping[bytes, Sequence[Item]],
     several: Set[str],
 ) -> list[_Group]:
-    """Finds the groups."""
-    # By scope and digest: which rank lists it as its how many-th scope.
+    # By scope and digest: the ranks that list it, each with the scope's index in its inventory.
     scopes: dict[tuple[int, ...] | None, dict[bytes, dict[int, int]]] = {}
     for rank, inventory in enumerate(inventories):
         for index, scope in enumerate(inventory.scopes):
@@ -184,8 +184,8 @@ def _groups(
             groups.append(_Group(tuple(places), lists[digest], places))
     refuse(
         complaints,
-        "the ranks disagree about what they share. Pass the same app state and the same "
-        "replicated= on all of them; what differs from rank to rank must not be called replicated:",
+        "the ranks disagree about shared leaves. Pass the same app state and the same replicated= "
+        "on all of them; replicated= must not match leaves that differ between ranks:",
     )
     return groups
 
@@ -198,10 +198,10 @@ def _repeated(
     scopes: Mapping[tuple[int, ...] | None, Iterable[bytes]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> Set[_Place]:
-    """Finds what stands in several scopes of some ranks each.
+    """Returns the items that appear in several scopes of some ranks.
 
-    Nobody knows whether their values are equal: of copies of a norm they are, on the meshes of
-    several pipeline stages they are not, if an optimizer numbers its parameters.
+    Their values may differ: copies of a norm are equal, but parameters that an optimizer numbers
+    differ between the meshes of pipeline stages.
     """
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
@@ -229,7 +229,7 @@ def _absent(
     by_digest: Mapping[bytes, Mapping[int, int]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> list[str]:
-    """Says which ranks do not list a scope that names them, or list one that does not."""
+    """Describes ranks that lack a scope that names them, or list a scope that does not."""
     listing = {rank for found in by_digest.values() for rank in found}
     complaints = []
     for digest, found in by_digest.items():
@@ -255,21 +255,21 @@ def _resolve(
     apart: Set[_Place],
     complaints: list[str],
 ) -> list[_Group]:
-    """Groups of a scope whose ranks list different items: by who has an item.
+    """Groups the items of a scope whose ranks list different items, by their holders.
 
-    What is ``apart`` is not divided: else cuts of several scopes would cross, and no rank could
-    tell which pieces belong to its own. Each holder is a group of its own, and stores all of it.
-    An item that stands in a list with another dtype or shape is added to ``complaints``.
+    Items in ``apart`` are not divided: cuts of several scopes would cross, and a rank could not
+    find its own pieces. Each of their holders stores all of the item. Items with differing dtypes
+    or shapes are added to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
-    # By path and offsets, by all that must be equal: number of the list, and the index in it.
+    # By path and offsets, then by the values that must agree: list number and index in the list.
     found: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
     for number, (items, _) in enumerate(listed):
         for index, item in enumerate(items):
             value = (item.dtype, item.shape, item.nbytes, item.itemsize, item.global_shape)
             at = found.setdefault((item.path, item.offsets), {}).setdefault(value, [])
             at.append((number, index))
-    # By the numbers of the lists that have them, and whether apart: indices in those lists.
+    # By list numbers and whether apart: the indices in those lists.
     members: dict[tuple[tuple[int, ...], bool], list[tuple[int, ...]]] = {}
     for place, variants in found.items():
         if len(variants) > 1:
@@ -311,7 +311,7 @@ def _disagreement(
     listed: Sequence[tuple[Sequence[Item], Mapping[int, int]]],
     variants: Iterable[Sequence[tuple[int, int]]],
 ) -> str:
-    """Says what each variant of an item is, and on which rank."""
+    """Describes each variant of an item and a rank that has it."""
     seen = []
     for at in variants:
         number, index = at[0]
@@ -329,11 +329,11 @@ def _disagreement(
 def _fill(
     loads: Sequence[int], holders: Sequence[int], nbytes: int, least_bytes: int
 ) -> dict[int, int]:
-    """Pours ``nbytes`` over the holders, to the lightest ones first.
+    """Distributes ``nbytes`` over the holders, the lightest ones first.
 
     Returns:
-        Per writer, in rank order, its bytes. All writers end up on one level, and each gets at
-        least ``least_bytes``, or there is one only.
+        Bytes per writer, in rank order, so that all writers have equal loads. Each gets at least
+        ``least_bytes``, unless there is only one.
     """
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
@@ -350,16 +350,7 @@ def _fill(
 
 
 class _Line:
-    """The bytes of a group's items, in one line.
-
-    Args:
-        items: The group's.
-        objects: What ``arrange`` made of them.
-        rules: Sizes.
-
-    Attributes:
-        nbytes: How many there are.
-    """
+    """The concatenated bytes of a group's items, as ``arrange`` orders them in ``objects``."""
 
     def __init__(
         self, items: Sequence[Item], objects: Sequence[Arranged], rules: PackingRules
@@ -375,7 +366,7 @@ class _Line:
         """Cuts the line into ranges of about these sizes, which add up to ``nbytes``.
 
         Returns:
-            Per range, its parts of the objects. Of a range that becomes empty there are none.
+            Per range, its parts of the objects; empty for an empty range.
         """
         cuts = [0]
         target = 0
@@ -388,7 +379,7 @@ class _Line:
         number, count = 0, len(self._object_edges) - 1
         for begin, end in pairwise(cuts):
             parts: list[ObjectPart] = []
-            # Whoever writes the last byte also gets the empty objects behind it.
+            # The writer of the last byte also gets the empty objects after it.
             is_last = end == self.nbytes
             while number < count and (is_last or begin < end):
                 low, high = self._object_edges[number : number + 2]
@@ -404,7 +395,7 @@ class _Line:
         return ranges
 
     def _cut(self, target: int, slack: int) -> int:
-        """Returns where to cut near ``target``, which lies before the end."""
+        """Returns a cut near ``target``, which is before the end."""
         for edges in (self._object_edges, self._edges):
             index = bisect_right(edges, target) - 1
             low, high = edges[index], edges[index + 1]
@@ -415,19 +406,19 @@ class _Line:
         return low + (target - low + row // 2) // row * row
 
     def _with_room(self, previous: int, cut: int) -> int:
-        """Returns ``cut``, or the edge or cut before it, if there is less than a write between."""
+        """Returns ``cut``, or the edge or cut before it if less than a write is between them."""
         index = bisect_right(self._object_edges, cut) - 1
         begin = max(previous, self._object_edges[index])
         if begin == cut:
             return cut
         low, high = self._object_edges[index : index + 2]
-        # The header is not known here.
+        # The header's size is not known here.
         least_bytes = self._rules.least_write_bytes(high - low + MAX_HEADER_BYTES)
         return cut if cut - begin >= least_bytes else begin
 
 
 def _row_bytes(item: Item) -> int:
-    """Returns the granularity of cuts: the largest slab of inner dims that is small enough."""
+    """Returns the granularity of cuts: the largest slab of inner dims within ``_MAX_ROW_BYTES``."""
     if item.is_whole or prod(item.shape) * item.itemsize != item.nbytes:
         return item.nbytes
     row = item.itemsize

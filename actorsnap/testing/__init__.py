@@ -1,7 +1,7 @@
-"""Tools for tests of actorsnap and of code that plugs into it. Public and kept stable.
+"""Tools for tests of actorsnap and of code that plugs into it. Public and stable.
 
-``StorageConformance`` needs pytest and hypothesis and is imported on first use, so that the
-rest works without them.
+``StorageConformance`` needs pytest and hypothesis. It is imported on first use, so that the rest
+works without them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 async def run_blocking_in_thread(fn: Callable[..., T], /, *args: Any) -> T:
-    """A ``RunBlocking`` on anyio's worker threads.
+    """Runs ``fn`` on anyio's worker threads; a ``RunBlocking``.
 
-    Cancellation: before ``fn`` has begun, or not at all.
+    Cancellation: only before ``fn`` has begun.
     """
     return await anyio.to_thread.run_sync(functools.partial(fn, *args))
 
@@ -42,7 +42,7 @@ async def run_blocking_in_thread(fn: Callable[..., T], /, *args: Any) -> T:
 def bounded(
     limit_s: float,
 ) -> Callable[[Callable[P, Awaitable[None]]], Callable[P, Awaitable[None]]]:
-    """Makes an async test fail with ``TimeoutError`` when it takes longer than ``limit_s``."""
+    """Returns a decorator that fails an async test with ``TimeoutError`` after ``limit_s``."""
 
     def decorate(test: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
         @functools.wraps(test)
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if "actorsnap.testing.conformance" not in sys.modules:
         import pytest
 
-        # Before the import: else failures of the suite do not show the values compared.
+        # Before the import, so that failures of the suite show the compared values.
         pytest.register_assert_rewrite("actorsnap.testing.conformance")
     from actorsnap.testing.conformance import StorageConformance
 

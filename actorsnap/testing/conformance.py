@@ -1,7 +1,7 @@
 """The contract of ``actorsnap.storage.base`` as a test suite. Every backend must pass it.
 
-For authors of backends; needs pytest, hypothesis and anyio, whose pytest plugin runs the
-coroutines. A whole test module is::
+For authors of backends. Needs pytest, hypothesis and anyio, whose pytest plugin runs the
+coroutines. A complete test module::
 
     import pytest
     from actorsnap.storage import StorageContext
@@ -19,15 +19,14 @@ coroutines. A whole test module is::
                 return open_mine(f"mine://{tmp_path}", context)
             return make
 
-``make_storage`` returns a function. Each call of it opens the same place anew; the place is
-empty when a test begins. The fixture may be ``async`` and may clean up after a ``yield``.
-``limit_s`` bounds every test; override it for a slow service. ``num_many`` is how many small
-objects the tests of paging write.
+``make_storage`` returns a function that opens the same place each time; the place is empty when a
+test begins. The fixture may be ``async`` and may clean up after a ``yield``. ``limit_s`` bounds
+every test; override it for a slow service. ``num_many`` is the number of small objects in the tests
+of paging.
 
-The suite decides what "conforms" means and must not know any backend. It avoids keys of which
-one is a folder of the other (``a`` and ``a/b``), which file systems cannot hold, and writes
-no less at once than ``capabilities.min_write_bytes``. It cannot see durability: a backend tests
-its own fsyncs.
+Must not know any backend. The suite uses no key that is a folder of another key (``a`` and
+``a/b``), because file systems cannot hold both, and no write below
+``capabilities.min_write_bytes``. It cannot observe durability: a backend must test its own fsyncs.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ P = ParamSpec("P")
 
 _MALFORMED_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b", "a\\b"]
 
-# Whatever check_key lets pass must work, also what is special in URLs, shells and patterns.
+# Every key that check_key accepts must work, including special characters of URLs, shells and
+# patterns.
 _UNUSUAL_KEYS = [
     "with space",
     " leading and trailing ",
@@ -93,23 +93,21 @@ _MODEL_KEYS = ["a", "b.c", "b-c", "d/x", "d/y", "d.e/x", "d/z/1", "é"]
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """``size`` bytes without a short period, so that misplaced ranges cannot look right."""
+    """Returns ``size`` bytes without a short period, so that misplaced ranges differ."""
     return random.Random(seed).randbytes(size)
 
 
 def views_of(data: bytes | bytearray, size: int) -> list[memoryview]:
-    """``data`` cut into views of ``size`` bytes, the last one shorter."""
+    """Returns ``data`` cut into views of ``size`` bytes, the last one shorter."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, len(data), size)]
 
 
 async def listed(storage: Storage, prefix: str = "") -> list[ObjectInfo]:
-    """All that ``list`` yields."""
     return [info async for info in storage.list(prefix)]
 
 
 async def keys_in(storage: Storage, prefix: str = "") -> list[str]:
-    """The keys of all that ``list`` yields."""
     return [info.key for info in await listed(storage, prefix)]
 
 
@@ -125,7 +123,7 @@ def _bounded(
 
 
 async def _write(storage: Storage, key: str, data: bytes) -> None:
-    """A whole object through a writer, in one piece."""
+    """Writes a whole object through a writer, in one piece."""
     writer = await storage.writer(key, len(data))
     if data:
         await writer.write_at(0, [memoryview(data)])
@@ -138,12 +136,13 @@ def _skip_unless_joined(storage: Storage) -> None:
 
 
 def _write_bytes(storage: Storage, at_least: int) -> int:
-    """The size of one of several writes."""
+    """Returns the size of one of several writes."""
     return max(at_least, storage.capabilities.min_write_bytes)
 
 
 class StorageConformance:
-    """Subclass it, name the class ``Test...`` and give the fixture ``make_storage``."""
+    """Base class of a test suite: name the subclass ``Test...`` and add the fixture
+    ``make_storage``."""
 
     limit_s: float = 300.0
     num_many: int = 1100
@@ -153,12 +152,12 @@ class StorageConformance:
 
     @pytest.fixture
     def make_storage(self) -> MakeStorage:
-        """Override this. Returns a function that opens the place of this test."""
+        """Returns a function that opens the place of this test. Subclasses override it."""
         raise NotImplementedError("the subclass must give the fixture make_storage")
 
     @pytest.fixture
     async def storage(self, make_storage: MakeStorage) -> AsyncIterator[Storage]:
-        """One open storage, closed in the end."""
+        """Yields one open storage and closes it."""
         storage = make_storage()
         yield storage
         await storage.aclose()
@@ -375,7 +374,7 @@ class StorageConformance:
                 await writer.write_at(n * size, [view], crc32c(view) ^ flaw)
             await writer.complete()
 
-        # Where one write is the whole object, `complete` may be what sends it.
+        # If one write is the whole object, `complete` may send it.
         with pytest.raises(StorageError) as raised:
             await write_all(flaw=1)
         assert raised.value.retryable
@@ -400,7 +399,7 @@ class StorageConformance:
         part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
-        # Tokens travel in messages between ranks.
+        # Tokens are sent in messages between ranks.
         assert type(opener.token) is bytes
         other = make_storage()
         writers = [opener, await other.join_writer(opener.token)]
@@ -441,8 +440,8 @@ class StorageConformance:
         part = _write_bytes(storage, 3)
         writer = await storage.writer("folder/key", 2 * part)
         await writer.abort()
-        # Some backends tell when one joins, some when one writes; and some leave what is written
-        # to whoever deletes the folder.
+        # Some backends detect it on joining, some on writing. Some leave the written data to the
+        # deletion of the folder.
         with contextlib.suppress(StorageError):
             joined = await storage.join_writer(writer.token)
             await joined.write_at(0, [memoryview(pattern(part))])
@@ -535,7 +534,7 @@ class StorageConformance:
     @_bounded
     async def test_a_writer_does_not_harm_an_object_that_exists(self, storage: Storage) -> None:
         await storage.put("key", [memoryview(b"first")])
-        # Not every backend can tell cheaply; those that cannot must still let it be aborted.
+        # Not every backend can detect it cheaply; the others must still support abort.
         with contextlib.suppress(ObjectExists):
             writer = await storage.writer("key", 6)
             with contextlib.suppress(ObjectExists):
@@ -739,7 +738,7 @@ class StorageConformance:
             await storage.put(f"{n}", [memoryview(b"x")])
         found = storage.list("")
         assert (await anext(found)).key == "0"
-        # Trio wants generators that are not exhausted to be closed; other iterators need not.
+        # Trio requires generators that are not exhausted to be closed; other iterators need not be.
         if isinstance(found, AsyncGenerator):
             await found.aclose()
         assert len(await keys_in(storage)) == 5
@@ -759,7 +758,7 @@ class StorageConformance:
     @_bounded
     async def test_list_and_delete_many(self, storage: Storage) -> None:
         keys = [f"{n % 3}/{n:06d}" for n in range(self.num_many)]
-        # In batches: a backend may well be opened by a process with few descriptors.
+        # In batches: the backend's process may have few descriptors.
         for start in range(0, len(keys), 50):
             async with anyio.create_task_group() as tasks:
                 for key in keys[start : start + 50]:
@@ -801,7 +800,7 @@ class StorageConformance:
     async def test_folders_vanish_with_their_last_object(self, storage: Storage) -> None:
         await storage.put("name/deep/er", [memoryview(b"x")])
         await storage.delete(["name/deep/er"])
-        # Where folders are real, one that stays would be in the way.
+        # With real folders, a remaining one would be in the way.
         await storage.put("name", [memoryview(b"y")])
         assert await storage.get("name") == b"y"
 
@@ -948,7 +947,8 @@ class StorageConformance:
         anyio_backend_name: str,
         anyio_backend_options: dict[str, Any],
     ) -> None:
-        """Random sequences of verbs, against a dict. Not a coroutine: hypothesis runs it."""
+        """Runs random sequences of verbs and compares with a dict. Hypothesis needs a plain
+        function."""
 
         @settings(
             max_examples=self.num_examples,
@@ -995,7 +995,7 @@ _STEPS: st.SearchStrategy[_Step] = st.tuples(
 async def _step(
     storage: Storage, model: dict[str, bytes], verb: str, key: str, data: bytes
 ) -> None:
-    """Does one thing to both, and compares what they say."""
+    """Applies one operation to both and compares the results."""
     is_there = key in model
     missing: contextlib.AbstractContextManager[Any] = (
         contextlib.nullcontext() if is_there else pytest.raises(ObjectNotFound)

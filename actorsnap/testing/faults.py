@@ -1,8 +1,8 @@
 """Storages that fail, stall, slow down or kill the process on purpose.
 
-Decides when a fault happens, by counting operations; never what is stored. A test with a
-fault must assert ``was_hit``, or it may pass because nothing happened. Must not know:
-backends, snapshots.
+Decides when a fault happens, by counting operations; never changes the stored data otherwise. A
+test with a fault must assert ``was_hit``, or it may pass without any fault. Must not know backends
+or snapshots.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ class Verb(StrEnum):
 
 
 class When(StrEnum):
-    """Whether a fault comes before the operation has its effect, after it, or amidst a
-    ``write_at``: its first half is written. Other verbs are atomic; for them that is before."""
+    """Position of a fault: before the operation takes effect, after it, or halfway.
+
+    Halfway through a ``write_at``, its first half is written. Other verbs are atomic, so for them
+    halfway means before.
+    """
 
     BEFORE = "before"
     HALFWAY = "halfway"
@@ -81,14 +84,14 @@ _WRITING = frozenset(
         Verb.DELETE_FOLDER,
     }
 )
-# `abort` never raises StorageError by contract, so no fault may make it.
+# `abort` never raises StorageError by contract, so no fault may make it raise.
 _FAILING = frozenset(Verb) - {Verb.ABORT}
 
 
 class FaultyStorage(Wrapper):
-    """Passes everything on to ``inner``, but for the faults that are asked for.
+    """Forwards to ``inner``, except for the requested faults.
 
-    Operations count from 1 in the order in which they begin, on any thread. A ``list`` counts
+    Operations are counted from 1 in the order in which they begin, on any thread. A ``list`` counts
     once. The usual loop::
 
         for k in itertools.count(1):
@@ -100,11 +103,10 @@ class FaultyStorage(Wrapper):
             if not storage.was_hit:
                 break
 
-    A fault at the k-th operation can also be swallowed by the code under test (a retry, a
-    cleanup): ``was_hit`` is true then, too.
+    The code under test may handle a fault (a retry, a cleanup); ``was_hit`` is true then, too.
 
     Attributes:
-        counts: Operations begun, by verb; also the blocking ones.
+        counts: Operations begun, by verb, including blocking ones.
         was_hit: Whether the scripted failure or stall has happened.
     """
 
@@ -127,25 +129,25 @@ class FaultyStorage(Wrapper):
         """Wraps ``inner``.
 
         Args:
-            inner: What really stores.
+            inner: The storage to wrap.
             fail_at: The operation, counted over ``fail_verbs``, that raises.
-            fail_verbs: The verbs that count for ``fail_at``; all but ``abort``.
-            fail_when: ``after`` makes the failure ambiguous: the effect is there; ``halfway``
-                tears a write.
-            error: What is raised; a ``StorageError`` that is not retryable if None.
+            fail_verbs: The verbs that count for ``fail_at``; all but ``abort`` by default.
+            fail_when: ``after`` makes the failure ambiguous, because the operation took effect;
+                ``halfway`` tears a write.
+            error: The error to raise; if None, a ``StorageError`` that is not retryable.
             is_lasting: All operations from ``fail_at`` on fail: the store is gone.
-            kill_after: SIGKILL this process at that operation, counted over the verbs that
-                write: put, put_if_absent, write_at, reuse, complete, delete, delete_folder.
-            kill_when: ``before`` or ``after`` that operation had its effect.
-            latency_s: Seconds by which a verb begins later.
-            stall: Verbs that wait for ever, until they are cancelled.
-            before: Awaited with verb and key as each operation begins, which waits for it and
-                raises what it raises.
-            has_blocking_io: False forces callers on the async path. Also off with ``before``,
-                and where ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
+            kill_after: SIGKILL this process at that operation, counted over the verbs that write:
+                put, put_if_absent, write_at, reuse, complete, delete, delete_folder.
+            kill_when: ``before`` or ``after`` that operation takes effect.
+            latency_s: Delay of a verb, in seconds.
+            stall: Verbs that wait until they are cancelled.
+            before: Awaited with verb and key as each operation begins; its errors are raised by the
+                operation.
+            has_blocking_io: False forces callers to the async path. Also off with ``before``, and
+                if ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
 
         Raises:
-            UsageError: a count is below 1, or a verb is unknown.
+            UsageError: A count is below 1, or a verb is unknown.
         """
         super().__init__(inner)
         for name, count in (("fail_at", fail_at), ("kill_after", kill_after)):
@@ -175,7 +177,6 @@ class FaultyStorage(Wrapper):
 
     @property
     def num_operations(self) -> int:
-        """Operations begun, of all verbs."""
         with self._lock:
             return self.counts.total()
 
@@ -188,7 +189,8 @@ class FaultyStorage(Wrapper):
     ) -> T:
         if op == "aclose":
             return await call(*args, **kwargs)
-        # A fault after the effect of `writer` drops it without aborting it, like a lost answer.
+        # A fault after the effect of `writer` drops the writer without aborting it, like a lost
+        # answer.
         async with self._operation(Verb(op), key):
             return await call(*args, **kwargs)
 
@@ -249,7 +251,7 @@ class FaultyStorage(Wrapper):
         return _Faults(fails, kills)
 
     def _torn(self, faults: _Faults, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        """What of ``views`` a ``write_at`` writes."""
+        """Returns the part of ``views`` that a ``write_at`` writes."""
         if not faults.fails or self._fail_when is not When.HALFWAY:
             return views
         data = b"".join(views)
@@ -275,7 +277,7 @@ class _Faults:
 
 
 class _FaultyWriter(WriterWrapper):
-    """Tears a ``write_at``; the storage's hooks have all other faults."""
+    """Tears a ``write_at``; the storage's hooks cause all other faults."""
 
     storage: FaultyStorage
 
@@ -292,10 +294,10 @@ class _FaultyWriter(WriterWrapper):
 
 
 class ThrottledStorage(Wrapper):
-    """Lets ``bytes_per_s`` through, reads and writes together, in the order of the calls.
+    """Limits reads and writes together to ``bytes_per_s``, in the order of the calls.
 
-    The first call passes at once and each call pays for its own bytes before the next one may
-    start. Blocking I/O is off. For use on one event loop.
+    Each call waits for the calls before it, and then for the time that its own bytes take. Blocking
+    I/O is off. For use on one event loop.
     """
 
     def __init__(
@@ -335,7 +337,7 @@ class ThrottledStorage(Wrapper):
 
     async def _pay(self, count: int) -> None:
         now_s = self._clock()
-        # Booked before the wait: concurrent callers queue up behind each other.
+        # Booked before the wait, so that concurrent callers queue up.
         self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
         await anyio.sleep(self._free_at_s - now_s)
 
