@@ -64,9 +64,6 @@ _MAX_PUT_BYTES = 1 << 30
 """Upper limit of a chunk that is stored as its own object. Object stores accept at most 5 GiB per
 request."""
 
-_GRACE_S = 10.0
-"""Extra time a rank waits beyond the coordinator's deadline, in seconds."""
-
 
 class _CommittedBefore(Exception):
     """A dead process' attempt has already committed this save."""

@@ -331,7 +331,7 @@ def test_many_writers_of_an_object_store_are_balanced(
     sim.check()
     whole = max((item.nbytes for item in items if item.is_whole), default=0)
     mean = sum(sim.loads) / world
-    assert max(sim.loads) <= max(1.05 * mean, mean + CLOUD.chunk_bytes) + whole
+    assert max(sim.loads) <= max(1.05 * mean, mean + CLOUD.chunk_bytes) + whole + 1
 
 
 @pytest.mark.parametrize("world", [1, 3, 8, 1000])
