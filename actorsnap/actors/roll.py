@@ -7,7 +7,7 @@ own ends, on the runtime's loop only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
@@ -71,14 +71,30 @@ class Caller:
     before rank 0 has called: nothing was or will be written for the call. If rank 0 calls later, it
     gets the reason.
 
+    If rank 0 has ended another call that this rank never made, the rank continues as part of the
+    next call.
+
     Args:
         end: The transport's end.
         label: The call that this rank makes.
         timeout_s: Seconds from ``begin`` until rank 0 must have answered.
+        renew: Begins the next call; calls ``move`` and returns True, or returns False if this rank
+            has begun it already.
     """
 
-    def __init__(self, end: ParticipantEnd, *, rank: int, label: Label, timeout_s: float) -> None:
+    def __init__(
+        self,
+        end: ParticipantEnd,
+        *,
+        rank: int,
+        label: Label,
+        timeout_s: float,
+        renew: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._end = end
+        self._renew = renew
+        # Until the first message of rank 0.
+        self._sent: list[ToCoordinator] | None = []
         self._rank = rank
         self._label = label
         self._is_waiting = rank > 0
@@ -97,21 +113,45 @@ class Caller:
         """Starts the clock: this rank has called."""
         self._begun_s = anyio.current_time()
 
+    def move(self, end: ParticipantEnd) -> None:
+        """Continues with the end of another call."""
+        self._end = end
+
+    async def repeat(self) -> None:
+        """Sends all messages again, after ``move``."""
+        for message in self._sent or ():
+            await self._end.send(message)
+
     async def send(self, message: ToCoordinator) -> None:
-        await self._end.send(message)
+        leaves = False
         if isinstance(message, Failed):
             self._failure = message.failure
             is_cancelled = message.failure.stage is Stage.CANCEL
-            if is_cancelled and self._is_waiting and not self.has_coordinator():
+            leaves = is_cancelled and self._is_waiting and not self.has_coordinator()
+            if leaves:
+                message = Failed(self._rank, message.failure, self._label.digest)
                 self._withdrawn = message.failure
-                if self._listening is not None:
-                    self._listening.cancel()
+        if self._sent is not None:
+            self._sent.append(message)
+        await self._end.send(message)
+        if leaves and self._listening is not None:
+            self._listening.cancel()
+
+    def _is_behind(self, ended: bytes) -> bool:
+        """Whether a call has ended that this rank has not made: not the one that it makes now."""
+        return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
     async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
         while self._withdrawn is None:
             message: FromCoordinator | Lost | Broken | Moved | None = None
+            end = self._end
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
-                message = await self._end.receive()
+                try:
+                    message = await end.receive()
+                except anyio.ClosedResourceError:
+                    if end is self._end:
+                        raise
+                    continue
             match message:
                 case None:
                     if self._withdrawn is None:
@@ -121,12 +161,15 @@ class Caller:
                 case Absent():
                     self._absent = message.ranks
                     _warn(self._label, self._rank, message.ranks)
+                case Aborted() if self._is_behind(message.label) and self._renew():
+                    await self.repeat()
                 case Lost() if self._is_waiting and not self.has_coordinator():
                     reason = RankLost(message.rank, message.silent_s).reason
                     reason += f"; it had not called {self._label}"
                     return Aborted(aborted(self._label, reason, 0))
                 case _:
                     self._is_waiting = False
+                    self._sent = None
                     return message
         failure, self._withdrawn, self._is_waiting = self._withdrawn, None, False
         return Aborted(failure)
@@ -144,7 +187,8 @@ class Caller:
             if self._failure is None:
                 absent = self._absent if has_coordinator else [0]
                 self._failure = overdue(self._label, absent, self._timeout_s)
-                await self._end.send(Failed(self._rank, self._failure))
+            left = b"" if has_coordinator else self._label.digest
+            await self._end.send(Failed(self._rank, self._failure, left))
             self._withdrawn = self._failure
         elif not has_coordinator:  # otherwise rank 0 reports the absent ranks
             _warn(self._label, self._rank, [0])
@@ -153,14 +197,26 @@ class Caller:
 class Roll:
     """The coordinator's end of a call; a ``CoordinatorEnd``.
 
+    If a rank has left another call that rank 0 never made, rank 0 continues with the next call.
+
     Args:
         end: The transport's end.
         machine: A new machine.
         timeout_s: Seconds from ``begin`` until all ranks must have called.
+        renew: Begins the next call, and sends ``Aborted`` to all other ranks in this one; calls
+            ``move`` and returns True, or returns False if rank 0 has begun it already.
     """
 
-    def __init__(self, end: CoordinatorEnd, *, machine: RollMachine, timeout_s: float) -> None:
+    def __init__(
+        self,
+        end: CoordinatorEnd,
+        *,
+        machine: RollMachine,
+        timeout_s: float,
+        renew: Callable[[Aborted], Awaitable[bool]] | None = None,
+    ) -> None:
         self._end = end
+        self._renew = renew
         self._machine = machine
         self._timeout_s = timeout_s
         self._begun_s = math.inf
@@ -173,8 +229,22 @@ class Roll:
     async def absence(self) -> str | None:
         return await self._end.absence()
 
+    def move(self, end: CoordinatorEnd) -> None:
+        """Continues with the end of another call."""
+        self._end = end
+        self._machine = self._machine.renewed()
+        self._settled_s = math.inf
+
     async def send(self, rank: int, message: FromCoordinator) -> None:
+        if isinstance(message, Aborted):
+            message = Aborted(message.failure, self._machine.label_for(rank))
         await self._end.send(rank, message)
+
+    async def _continues(self, message: Failed) -> bool:
+        """Whether the rank has left another call, and this one continues as the next."""
+        if self._renew is None or message.left in (b"", self._machine.label.digest):
+            return False
+        return await self._renew(Aborted(message.failure, message.left))
 
     async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
         """See ``CoordinatorEnd``.
@@ -194,6 +264,8 @@ class Roll:
                     event = Called(message.rank, message.tag)
                 case Labelled():
                     event = message
+                case Failed() if not self._machine.is_final and await self._continues(message):
+                    continue
                 case Failed() if not self._machine.is_final:
                     event = message
                 case Lost() if not self._machine.is_final:

@@ -87,10 +87,15 @@ class Arrived(_Message, frozen=True, tag="a"):
 
 
 class Failed(_Message, frozen=True, tag="f"):
-    """The rank cannot continue."""
+    """The rank cannot continue.
+
+    Attributes:
+        left: Digest of the label of the call that the rank has left without an answer of rank 0.
+    """
 
     rank: int
     failure: Failure
+    left: bytes = b""
 
 
 # To a rank ----------------------------------------------------------------------------------
@@ -138,9 +143,14 @@ class Repeat(_Message, frozen=True, tag="R"):
 
 
 class Aborted(_Message, frozen=True, tag="X"):
-    """The attempt ended without commit."""
+    """The attempt ended without commit.
+
+    Attributes:
+        label: Digest of the label of the call that has ended, for a rank that did not make it.
+    """
 
     failure: Failure
+    label: bytes = b""
 
 
 ToCoordinator: TypeAlias = Labelled | Arrived | Failed

@@ -161,6 +161,14 @@ class RollMachine(Machine[RollState, RollEvent, RollCommand]):
         left = REMIND_AFTER_S[self._num_reminders :]
         return left[0] if left and self.state is _S.CALLING else math.inf
 
+    def renewed(self) -> RollMachine:
+        """Returns a machine for the same call under another number."""
+        return RollMachine(label=self.label, world_size=self.world_size)
+
+    def label_for(self, rank: int) -> bytes:
+        """Returns the label to send to ``rank`` with the end of the call; see ``Aborted``."""
+        return b"" if rank in self._called else self._own
+
     @property
     def _absent(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self._called]

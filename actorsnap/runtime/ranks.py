@@ -22,7 +22,7 @@ from actorsnap.planning.packing import RankPlan
 from actorsnap.protocol.frames import LeaveTeam, TakeOver, TeamRank
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.memory import Memory
-from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
 from actorsnap.protocol.roll import RollMachine
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
@@ -145,11 +145,47 @@ class Team:
         tag = b"" if label is None else label.digest
         save = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
         shown = Label(CallKind.TAKE, "") if label is None else label
-        caller = Caller(save.participant, rank=self.rank, label=shown, timeout_s=options.timeout_s)
+
+        def renew() -> bool:
+            """Begins the next call in place of this one, unless it has begun already."""
+            if self.port.next_number != call.number + 1:
+                return False
+            following = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
+            call.move(following)
+            caller.move(following.participant)
+            return True
+
+        async def renew_all(aborted: Aborted) -> bool:
+            old = save.coordinator
+            assert old is not None
+            assert roll is not None
+            if call.number != save.number or not renew():
+                return False
+            for rank in range(1, self.world_size):
+                self.port.send_late(rank, save.number, aborted)
+            following = call.store_save.coordinator
+            assert following is not None
+            roll.move(following)
+            await caller.repeat()
+            return True
+
+        caller = Caller(
+            save.participant,
+            rank=self.rank,
+            label=shown,
+            timeout_s=options.timeout_s,
+            renew=renew,
+        )
         roll = None
         if save.coordinator is not None:
             machine = RollMachine(label=shown, world_size=self.world_size)
-            roll = Roll(save.coordinator, machine=machine, timeout_s=options.timeout_s)
+            roll = Roll(
+                save.coordinator,
+                machine=machine,
+                timeout_s=options.timeout_s,
+                renew=renew_all,
+            )
+        call = Call(save, caller, roll)
 
         async def start() -> None:
             for end in (caller, roll):
@@ -157,7 +193,7 @@ class Team:
                     end.begin()
 
         self._host.submit(start())
-        return Call(save, caller, roll)
+        return call
 
     def join(self, label: Label | None, options: Options) -> Membership:
         """Takes part in a save. See ``begin``."""
@@ -218,13 +254,26 @@ class Call:
         coordinator: CoordinatorEnd | None,
     ) -> None:
         self._save = save
+        self._is_closed = False
         self.participant = participant
         self.coordinator = coordinator
+
+    @property
+    def store_save(self) -> StoreSave[Any, Any]:
+        """The transport's part of the call."""
+        return self._save
 
     @property
     def number(self) -> int:
         """The number of the call, equal on all ranks."""
         return self._save.number
+
+    def move(self, save: StoreSave[Any, Any]) -> None:
+        """Continues as another call. On the loop only."""
+        self._save.close()
+        self._save = save
+        if self._is_closed:
+            save.close()
 
     @property
     def scope(self) -> str:
@@ -233,6 +282,7 @@ class Call:
 
     def close(self) -> None:
         """Ends the call on this rank. Thread-safe and idempotent."""
+        self._is_closed = True
         self._save.close()
 
 

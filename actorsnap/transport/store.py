@@ -412,6 +412,10 @@ class StorePort(Generic[Up, Down]):
         self._run_on_loop(lambda: self._register(save))
         return save
 
+    def send_late(self, rank: int, number: int, message: Down) -> None:
+        """Sends a message of the coordinator in a save that has ended here. On the loop only."""
+        self._send_down(rank, number, message)
+
     def statistics(self) -> StoreStatistics:
         """Returns the counters. From any thread."""
         return self._mailbox.statistics(self._num_dropped)

@@ -20,7 +20,7 @@ from actorsnap.sync import Snapshot
 from tests.ranks.troubles import outcome
 from tests.worlds import Rank, World
 
-__all__ = ["direct_late", "direct_out_of_phase"]
+__all__ = ["direct_late", "direct_out_of_phase", "direct_skipped"]
 
 ODD = 1
 """The rank that makes another call than the others."""
@@ -155,6 +155,40 @@ def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> d
 
 def direct_late(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, late, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def skipped(me: Rank, path: str, whom: Sequence[int], offload: str) -> dict[str, Any]:
+    """The ranks ``whom`` skip a save; then all make the same calls, and meet before each."""
+    me.join_gloo()
+    ends._PATIENCE_S = 0.5
+    options = Options(fsync=False, timeout_s=60.0, lost_after_s=20.0, offload=offload)
+    kind = "take" if offload == "thread" else "async_take"
+    _save(f"{path}/s", 1.0, options, kind, step=1)
+    short = Options(fsync=False, timeout_s=2.0, lost_after_s=20.0, offload=offload)
+    first = None
+    if me.rank not in whom:
+        save = functools.partial(_save, f"{path}/s", 2.0, short, kind, overwrite=True, step=2)
+        first = outcome(save)
+    again = []
+    for step in (3, 4):
+        dist.barrier()
+        save = functools.partial(
+            _save, f"{path}/s", float(step), short, kind, overwrite=True, step=step
+        )
+        again.append(outcome(save))
+    dist.barrier()
+    app = _state(0.0)
+    again.append(outcome(functools.partial(Snapshot(f"{path}/s", options=short).restore, app)))
+    dist.barrier()
+    return {"first": first, "again": again, "value": app["model"]["w"].to_local().tolist()}
+
+
+def direct_skipped(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, skipped, **arguments)
     try:
         return world.results()
     finally:

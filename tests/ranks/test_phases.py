@@ -134,3 +134,18 @@ def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) ->
     assert said[0]["first"]["text"] == said[2]["first"]["text"]
     assert "still waiting for rank 1 to call take(" in said[0]["first"]["text"]
     check_late(said, whom=[0, 2])
+
+
+@pytest.mark.parametrize("offload", ["thread", "process"])
+@pytest.mark.parametrize("whom", [[1], [1, 2], [0], [0, 2]])
+def test_ranks_that_have_skipped_a_call_are_back_at_the_next(
+    director: Director, tmp_path: Path, whom: list[int], offload: str
+) -> None:
+    said = director.play(
+        "direct_skipped", num_ranks=NUM_RANKS, path=str(tmp_path), whom=whom, offload=offload
+    )
+    for number, rank in enumerate(said):
+        if number not in whom:
+            assert "still waiting for rank" in rank["first"]["text"]
+        assert [call["error"] for call in rank["again"]] == ["", "", ""], rank["again"]
+        assert set(rank["value"]) == {4.0}
