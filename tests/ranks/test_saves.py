@@ -166,7 +166,7 @@ def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Pat
     expected = torch.load(tmp_path / "expected0.pt")
     found = snapshot.get_state_dict_for_key("shared")
     assert torch.equal(found["w.weight"], expected["shared"]["w.weight"])
-    with pytest.raises(FormatError, match="several ranks stored different ones under this name"):
+    with pytest.raises(FormatError, match="several ranks stored different ones under this path"):
         snapshot.get_state_dict_for_key("own")
 
 
