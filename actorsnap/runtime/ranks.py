@@ -148,9 +148,10 @@ class Team:
 
         def renew() -> bool:
             """Begins the next call in place of this one, unless it has begun already."""
-            if self.port.next_number != call.number + 1:
+            # Without a label this rank cannot know that the call that ended is another one.
+            following = None if label is None else self.port.begin_after(call.store_save)
+            if following is None:
                 return False
-            following = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
             call.move(following)
             caller.move(following.participant)
             return True

@@ -177,6 +177,9 @@ class UploadedSave:
 
     def leave_trainer(self) -> None:
         """Handles the trainer's end. Call in the order of the saves' numbers."""
+        # A commit that waits for the trainer's answer proceeds: all ranks have arrived there.
+        self._absences.append(AbsenceReported(self._number, None))
+        self._has_absence.set()
         if self._turn is not None:
             self._turn.leave_trainer(self._host.commit_order.join(self._job.place.canonical))
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections import deque
@@ -330,8 +330,8 @@ class StorePort(Generic[Up, Down]):
         self._unproven: deque[Arrived] = deque()
         self._left: set[int] = set()
 
+        self._numbering = threading.Lock()
         self._next_number = first_number
-        self._numbers = itertools.count(first_number)
         self._open: dict[int, StoreSave[Up, Down]] = {}
         self._kept: dict[int, list[Arrived]] = {}
         self._forgotten: set[int] = set()
@@ -402,8 +402,20 @@ class StorePort(Generic[Up, Down]):
             UsageError: The process was forked from the port's.
         """
         self._check_process()
+        with self._numbering:
+            return self._begin(lost_after_s, number, tag)
+
+    def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
+        """Begins the save that follows ``save``, with the same tag; None if it has begun already.
+        Thread-safe."""
+        with self._numbering:
+            if self._next_number != save.number + 1:
+                return None
+            return self._begin(save.lost_after_s, None, save.tag)
+
+    def _begin(self, lost_after_s: float, number: int | None, tag: bytes) -> StoreSave[Up, Down]:
         if number is None:
-            number = next(self._numbers)
+            number = self._next_number
         else:
             assert number >= self._next_number
             self._run_on_loop(functools.partial(self._leave_out, number))

@@ -367,6 +367,22 @@ async def test_the_coordinator_hears_once_of_every_rank_that_begins(
     await nothing(coordinator(saves[0]))
 
 
+def test_only_one_save_follows_another(open_port: Opener) -> None:
+    """A call that is renewed and the caller's next one never get the same number."""
+
+    async def run() -> None:
+        port = open_port(DictStore(), 0)
+        first = port.begin(lost_after_s=7.0, tag=b"t")
+        second = port.begin_after(first)
+        assert second is not None
+        assert (second.number, second.tag, second.lost_after_s) == (1, b"t", 7.0)
+        assert port.begin_after(first) is None
+        assert port.begin().number == 2
+        await closed(port)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_another_process_continues_a_rank(
