@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     )
     from actorsnap.options import Options, from_env
     from actorsnap.release import RELEASE as __version__
-    from actorsnap.runtime.copying import CopyEvent, CopyEventKind, CopyReport
-    from actorsnap.runtime.guarding import Guard
+    from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
+    from actorsnap.runtime.guard import Guard
     from actorsnap.runtime.host import shutdown
+    from actorsnap.runtime.maintenance import VerifyReport
     from actorsnap.runtime.pacing import step
     from actorsnap.runtime.recovering import RecoverReport
-    from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-    from actorsnap.runtime.upkeep import VerifyReport
+    from actorsnap.runtime.restore import RestorePlan, RestoreReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
     from actorsnap.state.optim import ModelState, prime_optimizer
     from actorsnap.state.stateful import RNGState, StateDict, Stateful
@@ -109,16 +109,16 @@ _HOMES = {
     "UsageError": "actorsnap.errors",
     "Options": "actorsnap.options",
     "from_env": "actorsnap.options",
-    "CopyEvent": "actorsnap.runtime.copying",
-    "CopyEventKind": "actorsnap.runtime.copying",
-    "CopyReport": "actorsnap.runtime.copying",
-    "Guard": "actorsnap.runtime.guarding",
+    "CopyEvent": "actorsnap.runtime.copy",
+    "CopyEventKind": "actorsnap.runtime.copy",
+    "CopyReport": "actorsnap.runtime.copy",
+    "Guard": "actorsnap.runtime.guard",
     "shutdown": "actorsnap.runtime.host",
     "step": "actorsnap.runtime.pacing",
     "RecoverReport": "actorsnap.runtime.recovering",
-    "RestorePlan": "actorsnap.runtime.restoring",
-    "RestoreReport": "actorsnap.runtime.restoring",
-    "VerifyReport": "actorsnap.runtime.upkeep",
+    "RestorePlan": "actorsnap.runtime.restore",
+    "RestoreReport": "actorsnap.runtime.restore",
+    "VerifyReport": "actorsnap.runtime.maintenance",
     "PendingSnapshot": "actorsnap.snapshot",
     "Snapshot": "actorsnap.snapshot",
     "warm_up": "actorsnap.snapshot",

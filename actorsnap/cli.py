@@ -58,11 +58,11 @@ from actorsnap.format.manifest import (
 from actorsnap.options import Options, from_env
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
-from actorsnap.runtime import inputs, reading, recovering, timeline, tracefile, upkeep
-from actorsnap.runtime.copying import CopyEvent, CopyEventKind
+from actorsnap.runtime import maintenance, reading, recovering, timeline, tracefile, validation
+from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script, run_sync
-from actorsnap.runtime.place import Source
-from actorsnap.runtime.upkeep import VerifyReport
+from actorsnap.runtime.location import Source
+from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
@@ -130,7 +130,7 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
         try:
             _, manifests = _run(reading.load_index(source))
         except NotASnapshot as error:
-            found = _run(upkeep.find_snapshots(source))
+            found = _run(maintenance.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
                 raise
             if as_json:
@@ -236,9 +236,9 @@ def verify(
         report: VerifyReport
         if full:
             with _progress("verifying") as update:
-                report = _run(upkeep.verify(source, level="full", progress=update))
+                report = _run(maintenance.verify(source, level="full", progress=update))
         else:
-            report = _run(upkeep.verify(source, level="quick"))
+            report = _run(maintenance.verify(source, level="quick"))
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(_visible(str(problem)))}")
         if not report.ok:
@@ -385,12 +385,12 @@ def rm(
         what = _what_to_delete(source, path)
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
-        _run(upkeep.delete(source))
+        _run(maintenance.delete(source))
         _write([f"deleted {path}"])
 
 
 def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
-    leftovers = _run(upkeep.find_leftovers(source))
+    leftovers = _run(maintenance.find_leftovers(source))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
         age = _age(time.time() - leftover.created_s)
@@ -403,7 +403,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
         err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
         is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
     expendable = complete if is_confirmed else []
-    report = _run(upkeep.collect(source, force=force, expendable=expendable))
+    report = _run(maintenance.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
         _run(reading.load_index(source))  # raises if there is nothing at all
     objects = _count(len(report.deleted), "object", "objects")
@@ -556,8 +556,8 @@ def _options() -> Options:
 
 
 def _source(path: str, option: list[str] | None) -> Source:
-    place = inputs.make_place(path, _storage_options(option))
-    return Source(place, _options())
+    location = validation.make_location(path, _storage_options(option))
+    return Source(location, _options())
 
 
 def _storage_options(given: list[str] | None) -> dict[str, Any]:

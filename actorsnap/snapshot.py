@@ -9,17 +9,17 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copying, inputs, reading, recovering, restoring, taking, upkeep
+from actorsnap.runtime import copy, maintenance, reading, recovering, restore, taking, validation
 from actorsnap.runtime.async_call import async_call
-from actorsnap.runtime.copying import CopyEvent, CopyReport
-from actorsnap.runtime.guarding import Guard
+from actorsnap.runtime.copy import CopyEvent, CopyReport
+from actorsnap.runtime.guard import Guard
 from actorsnap.runtime.host import run_async, watch_async
-from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.job import Job
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
+from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
-from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-from actorsnap.runtime.upkeep import VerifyReport
+from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
 
@@ -66,7 +66,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            inputs.make_place(path, storage_options), inputs.resolve_options(options)
+            validation.make_location(path, storage_options), validation.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Snapshot:
     @property
     def path(self) -> str:
         """The URL, without secrets."""
-        return self._source.place.url
+        return self._source.location.display_url
 
     @classmethod
     @async_call
@@ -305,7 +305,7 @@ class Snapshot:
         Cancellation: Tensors may be partly overwritten.
         """
         return await run_async(
-            restoring.restore(self._source, app_state, strict=strict, group=group, store=store)
+            restore.restore(self._source, app_state, strict=strict, group=group, store=store)
         )
 
     @async_call
@@ -325,7 +325,7 @@ class Snapshot:
             Exception: Any error of a ``state_dict``, as in ``restore``.
         """
         return await run_async(
-            restoring.plan_restore(self._source, app_state, group=group, store=store)
+            restore.plan_restore(self._source, app_state, group=group, store=store)
         )
 
     @async_call
@@ -422,7 +422,7 @@ class Snapshot:
             UnsupportedFormat: Reading it needs a newer release, or a package that is not installed.
             StorageError: Reading failed.
         """
-        return await run_async(upkeep.verify(self._source, level=level))
+        return await run_async(maintenance.verify(self._source, level=level))
 
     @async_call
     async def copy_to(
@@ -463,11 +463,9 @@ class Snapshot:
         Cancellation: Nothing is committed, or the copy is complete. Leftovers are garbage that the
             next copy reuses.
         """
-        to = inputs.make_place(path, storage_options)
-        inputs.check_flag("overwrite", overwrite)
-        return await run_async(
-            copying.copy(self._source, to, overwrite=overwrite, on_event=on_event)
-        )
+        to = validation.make_location(path, storage_options)
+        validation.check_flag("overwrite", overwrite)
+        return await run_async(copy.copy(self._source, to, overwrite=overwrite, on_event=on_event))
 
     @async_call
     async def recover(
@@ -521,7 +519,7 @@ class Snapshot:
             NotASnapshot: There is no snapshot; nothing was deleted.
             StorageError: Deleting failed; the remaining objects are garbage.
         """
-        await run_async(upkeep.delete(self._source))
+        await run_async(maintenance.delete(self._source))
 
     @classmethod
     def _of(cls, job: Job) -> Snapshot:

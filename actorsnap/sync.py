@@ -14,21 +14,21 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copying, inputs, reading, recovering, restoring, taking, upkeep
-from actorsnap.runtime.copying import CopyEvent, CopyReport
-from actorsnap.runtime.guarding import Guard
+from actorsnap.runtime import copy, maintenance, reading, recovering, restore, taking, validation
+from actorsnap.runtime.copy import CopyEvent, CopyReport
+from actorsnap.runtime.guard import Guard
 from actorsnap.runtime.host import (
     allow_in_running_loop,
     refuse_running_loop,
     run_sync,
     watch_sync,
 )
-from actorsnap.runtime.inputs import AppState
 from actorsnap.runtime.job import Job
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
+from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
-from actorsnap.runtime.restoring import RestorePlan, RestoreReport
-from actorsnap.runtime.upkeep import VerifyReport
+from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
@@ -49,7 +49,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            inputs.make_place(path, storage_options), inputs.resolve_options(options)
+            validation.make_location(path, storage_options), validation.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class Snapshot:
     @property
     def path(self) -> str:
         """The URL, without secrets."""
-        return self._source.place.url
+        return self._source.location.display_url
 
     @classmethod
     def take(
@@ -144,7 +144,7 @@ class Snapshot:
     ) -> RestoreReport:
         """See ``actorsnap.Snapshot.restore``."""
         return run_sync(
-            restoring.restore(self._source, app_state, strict=strict, group=group, store=store),
+            restore.restore(self._source, app_state, strict=strict, group=group, store=store),
             name="Snapshot.restore",
         )
 
@@ -153,7 +153,7 @@ class Snapshot:
     ) -> RestorePlan:
         """See ``actorsnap.Snapshot.plan_restore``."""
         return run_sync(
-            restoring.plan_restore(self._source, app_state, group=group, store=store),
+            restore.plan_restore(self._source, app_state, group=group, store=store),
             name="Snapshot.plan_restore",
         )
 
@@ -191,7 +191,7 @@ class Snapshot:
 
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""
-        return run_sync(upkeep.verify(self._source, level=level), name="Snapshot.verify")
+        return run_sync(maintenance.verify(self._source, level=level), name="Snapshot.verify")
 
     def copy_to(
         self,
@@ -202,10 +202,10 @@ class Snapshot:
         on_event: Callable[[CopyEvent], object] | None = None,
     ) -> CopyReport:
         """See ``actorsnap.Snapshot.copy_to``."""
-        to = inputs.make_place(path, storage_options)
-        inputs.check_flag("overwrite", overwrite)
+        to = validation.make_location(path, storage_options)
+        validation.check_flag("overwrite", overwrite)
         return run_sync(
-            copying.copy(self._source, to, overwrite=overwrite, on_event=on_event),
+            copy.copy(self._source, to, overwrite=overwrite, on_event=on_event),
             name="Snapshot.copy_to",
         )
 
@@ -225,7 +225,7 @@ class Snapshot:
 
     def delete(self) -> None:
         """See ``actorsnap.Snapshot.delete``."""
-        run_sync(upkeep.delete(self._source), name="Snapshot.delete")
+        run_sync(maintenance.delete(self._source), name="Snapshot.delete")
 
     @classmethod
     def _of(cls, job: Job) -> Snapshot:

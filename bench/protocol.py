@@ -28,8 +28,8 @@ from actorsnap.planning.inventory import Inventory, Scope, inventory_digest, ite
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import ToCoordinator, Token
+from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import (
     Answer,
     Continue,
@@ -52,9 +52,9 @@ from actorsnap.protocol.save import (
     InventoryAnswer,
     ItemsAnswer,
     Joined,
+    ManifestStored,
     Question,
     SaveDecisions,
-    Stored,
     decode,
     encode,
 )
@@ -162,7 +162,7 @@ class Save:
     """One save by all ranks; ``memory`` and ``plans`` are of the save before."""
 
     job: list[Held]
-    memory: Memory
+    memory: PlanCache
     plans: dict[int, tuple[bytes, RankPlan]]
     up: Traffic = field(default_factory=Traffic)
     down: Traffic = field(default_factory=Traffic)
@@ -246,7 +246,7 @@ class Rank:
         if assignment.shares_objects:
             yield Reached(encode(self._tokens()))
             yield Reached()
-        stored = Stored(100_000 + self.number, 0x9E3779B9)
+        stored = ManifestStored(100_000 + self.number, 0x9E3779B9)
         yield Reached(encode(stored), commits=True)
 
     def _tokens(self) -> list[Token]:
@@ -267,7 +267,7 @@ def decide(decisions: SaveDecisions, command: Decide) -> Decided:
     return Decided(decisions.decide(command.round, command.payloads))
 
 
-def new_decisions(world_size: int, memory: Memory) -> SaveDecisions:
+def new_decisions(world_size: int, memory: PlanCache) -> SaveDecisions:
     return SaveDecisions(
         attempt=ATTEMPT,
         url=URL,
@@ -278,7 +278,7 @@ def new_decisions(world_size: int, memory: Memory) -> SaveDecisions:
     )
 
 
-def replay(world_size: int, frames: Iterable[bytes], memory: Memory) -> None:
+def replay(world_size: int, frames: Iterable[bytes], memory: PlanCache) -> None:
     """All that the coordinator's process does for a save: decode, decide, encode."""
     machine = Coordinator(world_size=world_size)
     decisions = new_decisions(world_size, memory)
@@ -306,7 +306,7 @@ def beats_bytes_s(ranks: int) -> float:
 def measure(name: str, ranks: int, count: int) -> dict[str, Any]:
     note(f"{name}, {ranks} ranks")
     job = JOBS[name](ranks, count)
-    memory, plans = Memory(), dict[int, tuple[bytes, RankPlan]]()
+    memory, plans = PlanCache(), dict[int, tuple[bytes, RankPlan]]()
     saves = {"first": Save(job, memory, plans)}
     saves["first"].run()
     saves["repeated"] = Save(job, memory, plans)
@@ -316,13 +316,13 @@ def measure(name: str, ranks: int, count: int) -> dict[str, Any]:
         for which, save in saves.items()
     }
     seconds = {}
-    memory = Memory()
+    memory = PlanCache()
     for which in frames:
         begin = time.process_time()
         replay(ranks, frames[which], memory)
         seconds[which] = round(time.process_time() - begin, 3)
     tracemalloc.start()
-    memory = Memory()
+    memory = PlanCache()
     replay(ranks, frames["first"], memory)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -25,9 +25,9 @@ from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
-from actorsnap.runtime import inputs, reading, upkeep
+from actorsnap.runtime import maintenance, reading, validation
 from actorsnap.runtime.host import Host, run_async
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
@@ -186,8 +186,8 @@ def test_all_commands_count_the_same_leaves(saved: Path) -> None:
 
 
 def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
-    for place, text in ((tmp_path / "no", "nothing is there"), (unfinished, "unfinished")):
-        ended = run("ls", place)
+    for location, text in ((tmp_path / "no", "nothing is there"), (unfinished, "unfinished")):
+        ended = run("ls", location)
         assert ended.code == 3
         assert text in ended.err
         assert ended.out == ""
@@ -347,7 +347,7 @@ def test_ls_looks_one_level_deep(saved: Path, unfinished: Path) -> None:
 
     async def find() -> dict[str, Any]:
         return await run_async(
-            upkeep.find_snapshots(Source(inputs.make_place(url, None), Options()))
+            maintenance.find_snapshots(Source(validation.make_location(url, None), Options()))
         )
 
     url = faulty_url(saved.parent)
@@ -636,8 +636,8 @@ def test_rm_of_a_damaged_one(saved: Path) -> None:
 
 def test_rm_of_what_is_no_snapshot(tmp_path: Path, unfinished: Path) -> None:
     """It is refused before anybody is asked."""
-    for place in (tmp_path / "no", unfinished):
-        ended = run("rm", place, answer="y\n")
+    for location in (tmp_path / "no", unfinished):
+        ended = run("rm", location, answer="y\n")
         assert ended.code == 3
         assert "Delete" not in ended.err
     assert list(unfinished.rglob("*.safetensors"))

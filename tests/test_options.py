@@ -8,7 +8,7 @@ import pytest
 
 from actorsnap import Options, UsageError
 from actorsnap.options import MIN_CHUNK_BYTES, chunk_within, from_env
-from actorsnap.planning.exchange import ReadMode
+from actorsnap.planning.shared_reads import ReadMode
 
 MIB = 1 << 20
 

@@ -14,8 +14,8 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 
-from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.reader import find_commit
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.fetcher import find_commit
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Work
 from actorsnap.errors import (
     ChecksumMismatch,
@@ -30,7 +30,7 @@ from actorsnap.format.manifest import (
     SaveRecord,
     encode_commit,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
@@ -38,7 +38,7 @@ from actorsnap.storage.many import for_each
 
 __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _COMMIT_GRACE_S = 10.0
 """Time left for a commit after the caller cancels, in seconds: it usually succeeds, and an
@@ -54,7 +54,7 @@ _LATE_LOOK_S = 2.0
 _NUM_LOOKERS = 16
 
 
-async def is_committed(storage: Storage, errands: Errands, attempt: str) -> bool:
+async def is_committed(storage: Storage, errands: AbandonableTasks, attempt: str) -> bool:
     """Returns whether the commit object names ``attempt``; False if the storage does not answer."""
     with anyio.move_on_after(_LOOK_S):
         try:
@@ -117,7 +117,7 @@ class CommitActor:
         template: CommitTemplate,
         records: Callable[[Mapping[int, bytes]], tuple[ManifestRecord, ...]],
         storage: Storage,
-        errands: Errands,
+        errands: AbandonableTasks,
         deadline: float,
         absence: Callable[[], Awaitable[str | None]],
         on_failure: Callable[[BaseException], None],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from actorsnap.errors import StateChanged
-from actorsnap.planning.backlog import Backlog, leaves_in
+from actorsnap.planning.lazy_order import Backlog, leaves_in
 from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.state.captured import Leaf
 

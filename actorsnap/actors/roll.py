@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import Label
@@ -40,11 +40,11 @@ from actorsnap.protocol.roll import (
     awaiting,
     overdue,
 )
-from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
 
 __all__ = ["Caller", "Roll"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _EARLIER_S = 0.05
 """Lead of this deadline over that of the call's actor, which names no absent rank, in seconds."""
@@ -141,9 +141,9 @@ class Caller:
         """Whether a call has ended that this rank has not made: not the one that it makes now."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
-    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
         while self._withdrawn is None:
-            message: FromCoordinator | Lost | Broken | Moved | None = None
+            message: FromCoordinator | PeerLost | Broken | Moved | None = None
             end = self._end
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
                 try:
@@ -163,7 +163,7 @@ class Caller:
                     _warn(self._label, self._rank, message.ranks)
                 case Aborted() if self._is_behind(message.label) and self._renew():
                     await self.repeat()
-                case Lost() if self._is_waiting and not self.has_coordinator():
+                case PeerLost() if self._is_waiting and not self.has_coordinator():
                     reason = RankLost(message.rank, message.silent_s).reason
                     reason += f"; it had not called {self._label}"
                     return Aborted(aborted(self._label, reason, 0))
@@ -246,13 +246,13 @@ class Roll:
             return False
         return await self._renew(Aborted(message.failure, message.left))
 
-    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
         """See ``CoordinatorEnd``.
 
-        Returns ``Failed`` once if the call is refused; after that, only ``Lost`` and ``Broken``.
+        Returns ``Failed`` once if the call is refused; then only ``PeerLost`` and ``Broken``.
         """
         while True:
-            message: ToCoordinator | Began | Lost | Broken | Moved | None = None
+            message: ToCoordinator | Began | PeerLost | Broken | Moved | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
                 message = await self._end.receive()
             match message:
@@ -268,9 +268,9 @@ class Roll:
                     continue
                 case Failed() if not self._machine.is_final:
                     event = message
-                case Lost() if not self._machine.is_final:
+                case PeerLost() if not self._machine.is_final:
                     event = RankLost(message.rank, message.silent_s)
-                case Lost() | Broken() if self._machine.is_final:
+                case PeerLost() | Broken() if self._machine.is_final:
                     return message
                 case _ if self._machine.state in (RollState.SETTLING, RollState.REFUSED):
                     continue  # it may belong to another call

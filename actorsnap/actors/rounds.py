@@ -40,7 +40,7 @@ from actorsnap.protocol.rounds import (
     TakenOver,
     WorkFailed,
 )
-from actorsnap.transport.base import Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+from actorsnap.transport.ends import Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
 
 __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
 
@@ -175,7 +175,7 @@ class CoordinatorActor:
             # Ranks that gave this process up have ended, so no round may pass here. A committer
             # checks this itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
-        if isinstance(message, Lost):
+        if isinstance(message, PeerLost):
             reason = RankLost(message.rank, message.silent_s).reason
             return rounds.Lost(self._failure(reason, message.rank))
         if isinstance(message, Moved):
@@ -336,7 +336,7 @@ class ParticipantActor:
 
     async def _next_event(self) -> ParticipantEvent:
         message = await self._end.receive()
-        if isinstance(message, Lost):
+        if isinstance(message, PeerLost):
             lost = CoordinatorLost.silent(message.rank, message.silent_s)
             return self._gone(lost.reason, lost.rank)
         if isinstance(message, Broken):

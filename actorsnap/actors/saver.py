@@ -16,14 +16,14 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.budget import Budget
+from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.commit import is_committed
-from actorsnap.actors.compressing import CompressedStore
-from actorsnap.actors.errands import Errands, first_error
+from actorsnap.actors.compressor import CompressedStore
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
-from actorsnap.actors.ledger import ChecksumLedger, manifest_of
-from actorsnap.actors.objects import RankObjects
+from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.staging import StagingActor, sources_of
@@ -34,7 +34,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import encode_rank_manifest
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
@@ -45,9 +45,9 @@ from actorsnap.protocol.save import (
     InventoryAnswer,
     ItemsAnswer,
     Joined,
+    ManifestStored,
     Question,
     ShardedAnswer,
-    Stored,
     aborted,
     decode,
     encode,
@@ -56,11 +56,11 @@ from actorsnap.state.captured import Captured
 from actorsnap.state.sources import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
-from actorsnap.transport.base import ParticipantEnd
+from actorsnap.transport.ends import ParticipantEnd
 
 __all__ = ["SaveSettings", "Saver"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
 
@@ -121,7 +121,7 @@ class Saver:
         captured: Captured | Failure,
         settings: SaveSettings,
         budget: Budget,
-        errands: Errands,
+        errands: AbandonableTasks,
         board: ProgressBoard,
         on_staged: Callable[[], None],
         on_failure: Callable[[BaseException], None],
@@ -314,7 +314,7 @@ class Saver:
                 objects.storage,
                 codec=assignment.rules.codec,
                 budget=self._budget,
-                run_blocking=self._errands.run_bulk,
+                run_blocking=self._errands.run_cpu,
                 num_threads=self._settings.num_copiers,
                 max_bytes=None if self._stager is None else _MAX_COMPRESSED_BYTES,
             )
@@ -331,7 +331,7 @@ class Saver:
                             writer_of=objects.writer_of,
                             ledgers=ledgers,
                             begin=begin,
-                            run_blocking=self._errands.run_bulk,
+                            run_blocking=self._errands.run_cpu,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
                             has_blocking_io=objects.storage.capabilities.has_blocking_io,
@@ -398,7 +398,7 @@ class Saver:
 
     async def _store_manifest(
         self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
-    ) -> Stored:
+    ) -> ManifestStored:
         key = manifest_key(objects.attempt, self._rank)
 
         def encode_manifest() -> bytes:
@@ -412,7 +412,7 @@ class Saver:
             data = await self._errands.run_blocking(encode_manifest)
             await objects.put(key, data)
             row.note(Work.MANIFEST, key, 0, len(data))
-        return Stored(len(data), crc32c(data))
+        return ManifestStored(len(data), crc32c(data))
 
     # Pure parts -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 
 __all__ = [
     "NULL_RECORDER",
@@ -38,7 +38,7 @@ __all__ = [
 T = TypeVar("T")
 P = ParamSpec("P")
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 
 class Phase(StrEnum):

@@ -14,9 +14,9 @@ import anyio
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actorsnap.actors.compressing import CompressedStore
+from actorsnap.actors.checksum_ledger import ChecksumLedger
+from actorsnap.actors.compressor import CompressedStore
 from actorsnap.actors.items import StagedChunk
-from actorsnap.actors.ledger import ChecksumLedger
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c

@@ -21,11 +21,11 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
-from actorsnap.planning.exchange import ReadMode, Wants, plan_exchange
+from actorsnap.planning.shared_reads import ReadInterest, ReadMode, plan_exchange
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.rounds import Continue
 
-__all__ = ["Comparison", "Ready", "RestoreDecisions", "Totals", "Weighed"]
+__all__ = ["Comparison", "Ready", "RestoreDecisions", "RestoreTotals", "Weighed"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
             rank with that key has a place for them; empty if allowed.
     """
 
-    wants: Wants
+    wants: ReadInterest
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
     num_requests: int
 
 
-class Totals(msgspec.Struct, frozen=True, array_like=True):
+class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
     """``Weighed`` of all ranks, in rank order, and their merged lines."""
 
     ranks: tuple[Weighed, ...]
@@ -135,7 +135,7 @@ class RestoreDecisions:
         return self._enter(Stage.READ, msgspec.msgpack.encode(plan))
 
     def _on_weighed(self, ranks: Sequence[Weighed]) -> Continue:
-        totals = Totals(tuple(ranks), *_merged(self._compared))
+        totals = RestoreTotals(tuple(ranks), *_merged(self._compared))
         return Continue(common=msgspec.msgpack.encode(totals), is_last=True)
 
 

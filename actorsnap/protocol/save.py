@@ -7,7 +7,7 @@ The rounds:
 1. *Opened* (only ranks that share objects): The objects with several writers are open. Each rank
    gets the tokens of those that it joins.
 2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
-3. *Stored*, the commit round: Each rank has stored its manifest.
+3. *ManifestStored*, the commit round: Each rank has stored its manifest.
 
 Inventories, item lists and the plan are remembered by their digests (``protocol.memory``): a rank
 that saves the same state again sends digests only.
@@ -31,8 +31,8 @@ from actorsnap.planning.inventory import (
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Token
+from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "Question",
     "SaveDecisions",
     "ShardedAnswer",
-    "Stored",
+    "ManifestStored",
     "aborted",
     "decode",
     "encode",
@@ -128,7 +128,7 @@ class Assignment(_Payload, frozen=True):
     shares_objects: bool
 
 
-class Stored(_Payload, frozen=True):
+class ManifestStored(_Payload, frozen=True):
     """Size and CRC32C of the rank manifest."""
 
     size: int
@@ -164,7 +164,7 @@ class SaveDecisions:
         release: This release, required on all ranks.
         rules: Packing rules of all ranks.
         resumed: Dead attempts whose objects are reused, the newest first.
-        memory: Memory of the previous save; no other save may use it.
+        memory: PlanCache of the previous save; no other save may use it.
 
     Attributes:
         stage: The work before the next round.
@@ -180,7 +180,7 @@ class SaveDecisions:
         rules: PackingRules,
         fsync: bool = True,
         resumed: tuple[str, ...] = (),
-        memory: Memory | None = None,
+        memory: PlanCache | None = None,
     ) -> None:
         self.stage = Stage.JOIN
         self.attempt = attempt
@@ -191,7 +191,7 @@ class SaveDecisions:
         self._save_of_others = msgspec.structs.replace(save, metadata={})
         self._release = release
         self._rules = rules
-        self._memory = memory or Memory()
+        self._memory = memory or PlanCache()
         self._joined: dict[int, Joined] = {}
         self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
         self._plan: SavePlan | None = None
@@ -214,7 +214,7 @@ class SaveDecisions:
         """
         records = []
         for rank in sorted(payloads):
-            stored = decode(payloads[rank], Stored)
+            stored = decode(payloads[rank], ManifestStored)
             key = manifest_key(self.attempt, rank)
             records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
         return tuple(records)

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.state.sources import Pinner
 
 __all__ = ["Arena", "ArenaStatistics", "ArenaView", "block_bytes"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _MIN_CLASS_BYTES = 1 << 16
 _SEGMENT_BYTES = 1 << 28

@@ -15,12 +15,12 @@ from contextlib import suppress
 from types import CoroutineType, TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["AsyncCall", "async_call", "how_to_await"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")

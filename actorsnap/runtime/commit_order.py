@@ -11,7 +11,7 @@ from typing import Protocol
 
 import anyio
 
-__all__ = ["CommitOrder", "CommitTurn", "Turn"]
+__all__ = ["CommitOrder", "CommitTurn", "LocalTurn"]
 
 
 class CommitTurn(Protocol):
@@ -35,25 +35,25 @@ class CommitOrder:
     """The latest turn of each path. Thread-safe."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Turn] = {}
+        self._last: dict[str, LocalTurn] = {}
         self._lock = threading.Lock()
 
-    def join(self, path: str) -> Turn:
+    def join(self, path: str) -> LocalTurn:
         """Takes the next turn at ``path``, a normalised URL."""
         with self._lock:
-            turn = self._last[path] = Turn(self, path, self._last.get(path))
+            turn = self._last[path] = LocalTurn(self, path, self._last.get(path))
             return turn
 
-    def _forget(self, turn: Turn) -> None:
+    def _forget(self, turn: LocalTurn) -> None:
         with self._lock:
             if self._last.get(turn.path) is turn:
                 del self._last[turn.path]
 
 
-class Turn:
+class LocalTurn:
     """See ``CommitTurn``."""
 
-    def __init__(self, order: CommitOrder, path: str, before: Turn | None) -> None:
+    def __init__(self, order: CommitOrder, path: str, before: LocalTurn | None) -> None:
         self.path = path
         self._order = order
         self._before = before

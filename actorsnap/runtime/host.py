@@ -31,13 +31,13 @@ import anyio.lowlevel
 # Registers its exit hook first, so that it runs after the hook of this module: ranks finish their
 # saves before they leave.
 import actorsnap.transport.store  # noqa: F401
+from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.errands import first_error
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError, notes_of, text_of
 from actorsnap.format.layout import Attempt
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.async_call import how_to_await
@@ -48,7 +48,7 @@ from actorsnap.runtime.process import host_id, is_running
 from actorsnap.storage.foreign_errors import ends_this_task
 
 if TYPE_CHECKING:
-    from actorsnap.runtime.offload import Uploader
+    from actorsnap.runtime.uploader_client import Uploader
 
 __all__ = [
     "Call",
@@ -64,7 +64,7 @@ __all__ = [
     "watch_sync",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 
@@ -235,11 +235,11 @@ class Host:
         """See ``storage.base.RunBlocking``."""
         return await self._run(self._workers.submit, fn, args)
 
-    async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
+    async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
         """``run_blocking`` for long work: bytes are hashed, compressed and written."""
         return await self._run(self._bulk.submit, fn, args)
 
-    async def run_waiting(self, fn: Callable[..., T], /, *args: Any) -> T:
+    async def run_io(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.StorageContext``."""
         return await self._run(self._bulk.submit_waiting, fn, args)
 

@@ -20,9 +20,9 @@ from actorsnap.errors import printable
 from actorsnap.options import Options
 from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
-from actorsnap.runtime.observing import Observation, error_text
-from actorsnap.runtime.place import Place, Source
-from actorsnap.runtime.ranks import Membership
+from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.team import Membership
+from actorsnap.runtime.tracing import Observation, error_text
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["Job", "SaveRequest"]
@@ -44,7 +44,7 @@ class SaveRequest:
         begun_s: Start of the call, by ``time.monotonic``.
     """
 
-    place: Place
+    location: Location
     overwrite: bool
     resume: bool
     step: int | None
@@ -110,12 +110,12 @@ class Job(abc.ABC):
     @property
     def url(self) -> str:
         """The target's URL: rank 0's, once known."""
-        return self._request.place.url
+        return self._request.location.display_url
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Location:
         """The target: rank 0's, once known."""
-        return self._request.place
+        return self._request.location
 
     @property
     def options(self) -> Options:
@@ -139,7 +139,7 @@ class Job(abc.ABC):
         future = self._awaited_at_exit()
         self._host.track_save(PendingSave(future=future, label=self.label, abort=abort))
         if self._turn is None and self.rank == 0 and self._request.overwrite:
-            self._turn = self._host.commit_order.join(self._request.place.canonical)
+            self._turn = self._host.commit_order.join(self._request.location.canonical)
         self._host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:
@@ -169,7 +169,7 @@ class Job(abc.ABC):
     def source(self) -> Source:
         """Returns the committed snapshot. Only after ``finished`` has succeeded."""
         self.finished.result()
-        return Source(self._request.place, self.options)
+        return Source(self._request.location, self.options)
 
     # On the runtime's loop
 
@@ -198,8 +198,8 @@ class Job(abc.ABC):
 
     def _go_to(self, at: str) -> None:
         """Changes the target to rank 0's."""
-        place = replace(self._request.place, url=without_secrets(at), at=at)
-        self._request = replace(self._request, place=place)
+        location = replace(self._request.location, display_url=without_secrets(at), url=at)
+        self._request = replace(self._request, location=location)
 
     def _on_eager_staged(self) -> None:
         if not self.eager_staged.done():

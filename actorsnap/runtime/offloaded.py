@@ -20,17 +20,17 @@ import anyio.abc
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actorsnap.actors.errands import Errands, first_error
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.fence import Fence
+from actorsnap.actors.fetcher import find_commit
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
-from actorsnap.actors.reader import find_commit
 from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import SnapshotAborted, describe, printable
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol.failure import Failure, Stage, decode, encode
-from actorsnap.protocol.frames import (
+from actorsnap.protocol.uploader import (
     AbsenceReported,
     ChunksStaged,
     EndReceived,
@@ -47,19 +47,19 @@ from actorsnap.protocol.frames import (
 )
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
-from actorsnap.runtime.observing import Observation
-from actorsnap.runtime.offload import Uploader
-from actorsnap.runtime.place import open_place
-from actorsnap.runtime.ranks import Call, Membership, RelayedCall, Team
+from actorsnap.runtime.location import open_location
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import Described, describe_state
+from actorsnap.runtime.team import Membership, RelayedCall, Team, TeamCall
+from actorsnap.runtime.tracing import Observation
+from actorsnap.runtime.uploader_client import Uploader
 from actorsnap.state.captured import Captured
-from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.ends import Broken, PeerLost
 from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 
 __all__ = ["OffloadedSave"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _GRACE_S = 2.0
 """Extra time of the process beyond the deadline, in seconds: it can report better reasons."""
@@ -231,9 +231,9 @@ class OffloadedSave(Job):
             number=self._number,
             structure=self.described.digest,
             values=values,
-            url=printable(request.place.url),
-            at=request.place.at.encode("utf-8", "surrogatepass"),
-            storage_options=request.place.storage_options,
+            url=printable(request.location.display_url),
+            at=request.location.url.encode("utf-8", "surrogatepass"),
+            storage_options=request.location.storage_options,
             # The trainer writes the trace, and its path may not be UTF-8.
             options=msgspec.msgpack.encode(msgspec.structs.replace(request.options, trace=None)),
             left_s=request.left_s,
@@ -263,7 +263,7 @@ class OffloadedSave(Job):
     def on_message(self, frame: MessageSent) -> None:
         assert self._relay is not None
         message = decode_item(frame.message)
-        assert not isinstance(message, Lost | Broken)
+        assert not isinstance(message, PeerLost | Broken)
         self._relay.post(frame.to, message)
 
     def on_absence_asked(self) -> None:
@@ -308,7 +308,7 @@ class OffloadedSave(Job):
         before, self._wanted = self._wanted, frame
         self._is_wanted = True
         at = frame.at.decode("utf-8", "surrogatepass")
-        if self.is_shared and at != self._request.place.at:  # rank 0's
+        if self.is_shared and at != self._request.location.url:  # rank 0's
             self._go_to(at)
         if before is None:
             self._tasks.start_soon(self._stage, frame)
@@ -388,7 +388,9 @@ class OffloadedSave(Job):
             return False
         found: bool | None = None
         async with anyio.create_task_group() as tasks:
-            errands = Errands(tasks, run_blocking=self._host.run_blocking, label=self.label)
+            errands = AbandonableTasks(
+                tasks, run_blocking=self._host.run_blocking, label=self.label
+            )
             with anyio.move_on_after(_LOOK_S):
                 try:
                     found = await self._look(errands, self._wanted.attempt)
@@ -396,10 +398,10 @@ class OffloadedSave(Job):
                     logger.warning("%s: whether it is committed is unknown: %s", self.label, error)
         return found
 
-    async def _look(self, errands: Errands, attempt: str) -> bool:
-        storage = await open_place(
+    async def _look(self, errands: AbandonableTasks, attempt: str) -> bool:
+        storage = await open_location(
             self._host,
-            self._request.place,
+            self._request.location,
             fsync=False,
             run_blocking=errands.run_blocking,
         )
@@ -472,7 +474,7 @@ class OffloadedSave(Job):
         """Waits until the process can open the rank's mailbox."""
         assert self._membership is not None
         call = self._membership.call
-        assert isinstance(call, Call)
+        assert isinstance(call, TeamCall)
         self._moved = anyio.Event()
         try:
             self._say(await self._team.take_over(self._number, call))

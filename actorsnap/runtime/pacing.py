@@ -15,7 +15,7 @@ from functools import partial
 
 import anyio
 
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.protocol.pacing import (
     PacingEvent,
     PacingMachine,
@@ -31,7 +31,7 @@ from actorsnap.runtime.job import Job
 
 __all__ = ["Step", "step", "watch"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _TICK_S = 0.5
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.reader import Request
+from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import Commit, Entry, RankManifest
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.observing import Observation
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
+from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import (
     KeyRestore,
     Wanted,
@@ -38,7 +38,7 @@ __all__ = [
     "read_object",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -179,7 +179,7 @@ async def fetch_wanted(
     observation: Observation | None = None,
 ) -> None:
     """Reads ranges into marked memory."""
-    requests = [Request(index, want.stored, want.sink) for want in wanted]
+    requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {

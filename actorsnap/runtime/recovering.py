@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.errands import Errands
-from actorsnap.actors.reader import SnapshotReader, find_commit, read_commits, read_intact
+from actorsnap.actors.abandonable import AbandonableTasks
+from actorsnap.actors.fetcher import SnapshotReader, find_commit, read_commits, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -37,25 +37,25 @@ from actorsnap.format.manifest import (
     encode_commit,
     features_in,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.inputs import check_flag
-from actorsnap.runtime.place import (
+from actorsnap.runtime.location import (
     MAX_SMALL_READS,
     Source,
     find_attempts,
     find_claims,
     find_collectable,
-    open_place,
+    open_location,
 )
+from actorsnap.runtime.maintenance import DataCheck
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.upkeep import DataCheck
+from actorsnap.runtime.validation import check_flag
 from actorsnap.storage.base import Storage
 from actorsnap.storage.many import for_each
 
 __all__ = ["RecoverCall", "RecoverReport", "recover"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _MAX_NOTES = 20
 """Maximum number of further problems in an error's notes."""
@@ -114,9 +114,9 @@ def recover(
                 return found
             commit, report = found
             # The attempt's folder takes any unfinished write.
-            target = await open_place(
+            target = await open_location(
                 host,
-                source.place,
+                source.location,
                 fsync=True,
                 run_blocking=errands.run_blocking,
                 scratch=commit.attempt,
@@ -129,8 +129,8 @@ def recover(
 
     ended: RecoverReport | list[ActorSnapError] = yield step
     if isinstance(ended, list):
-        raise _as_one(ended, source.place.url)
-    logger.info("%s: recovered %s", source.place.url, ended.attempt)
+        raise _as_one(ended, source.location.display_url)
+    logger.info("%s: recovered %s", source.location.display_url, ended.attempt)
     return ended
 
 
@@ -175,7 +175,7 @@ class _Recovery:
         source: Source,
         storage: Storage,
         reader: SnapshotReader,
-        errands: Errands,
+        errands: AbandonableTasks,
         call: RecoverCall,
     ) -> None:
         self._host = host
@@ -334,7 +334,7 @@ class _Recovery:
         try:
             if not ranks:
                 raise NotASnapshot(
-                    key=self._source.place.url,
+                    key=self._source.location.display_url,
                     detail=f"the attempt {name} has no rank manifest",
                     found="unfinished",
                 )

@@ -13,17 +13,17 @@ import anyio
 
 from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActor
 from actorsnap.errors import ActorSnapError, describe
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.labels import Label
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.ranks import Team
+from actorsnap.runtime.team import Team
 
 __all__ = ["Alone", "Rounds", "call_together"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 

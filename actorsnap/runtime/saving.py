@@ -16,11 +16,11 @@ from typing import TypeAlias
 
 import anyio
 
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import CommitActor, CommitTemplate
-from actorsnap.actors.errands import Errands
 from actorsnap.actors.fence import Fence
+from actorsnap.actors.fetcher import find_commit, read_commits
 from actorsnap.actors.items import Stager
-from actorsnap.actors.reader import find_commit, read_commits
 from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveSettings
 from actorsnap.actors.trace import Phase
@@ -35,7 +35,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.failure import Failure, Stage
@@ -45,17 +45,17 @@ from actorsnap.release import RELEASE
 from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
-from actorsnap.runtime.observing import Observation
-from actorsnap.runtime.place import collect_garbage, find_resumable, open_place
-from actorsnap.runtime.ranks import Membership
+from actorsnap.runtime.location import collect_garbage, find_resumable, open_location
+from actorsnap.runtime.team import Membership
+from actorsnap.runtime.tracing import Observation
 from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage
-from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
+from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.inproc import InprocTransport
 
 __all__ = ["SaveJob"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _PATIENCE_S = 5.0
 """Time for which the outcome waits for garbage collection, up to the deadline, in seconds."""
@@ -153,10 +153,10 @@ class SaveJob(Job):
         try:
             async with anyio.create_task_group() as tasks:
                 await self._conclude(
-                    Errands(
+                    AbandonableTasks(
                         tasks,
                         run_blocking=self._host.run_blocking,
-                        run_bulk=self._host.run_bulk,
+                        run_cpu=self._host.run_cpu,
                         label=self.label,
                         on_retry=self._observation.on_retry,
                         deadline=anyio.current_time() + self._request.left_s,
@@ -172,7 +172,7 @@ class SaveJob(Job):
             if not self._is_committed and self._storage is not None:
                 self._host.discard_attempt(self._storage.url, str(self._attempt))
 
-    async def _conclude(self, errands: Errands) -> None:
+    async def _conclude(self, errands: AbandonableTasks) -> None:
         """Saves and reports the outcome."""
         try:
             await self._save(errands)
@@ -241,7 +241,7 @@ class SaveJob(Job):
         self._observation.attempt = self._told
         await super()._end_observation(error)
 
-    async def _save(self, errands: Errands) -> None:
+    async def _save(self, errands: AbandonableTasks) -> None:
         deadline = anyio.current_time() + self._request.left_s
         fsync = self.options.fsync
         self._ended_before = self._host.all_ended()
@@ -272,7 +272,7 @@ class SaveJob(Job):
                 if storage is not None:
                     await self._close(storage, errands, deadline)
 
-    async def _prepare(self, errands: Errands, deadline: float) -> bool:
+    async def _prepare(self, errands: AbandonableTasks, deadline: float) -> bool:
         """Opens the storage and checks its state; returns whether the save must be durable."""
         fsync = self.options.fsync
         self._storage = storage = await self._open(errands, str(self._attempt), fsync=fsync)
@@ -284,31 +284,33 @@ class SaveJob(Job):
             return True
         return fsync
 
-    async def _close(self, storage: Storage, errands: Errands, deadline: float) -> None:
+    async def _close(self, storage: Storage, errands: AbandonableTasks, deadline: float) -> None:
         with anyio.CancelScope(deadline=deadline):
             await errands.close(storage.aclose)
 
-    async def _open(self, errands: Errands, attempt: str, *, fsync: bool) -> Storage:
-        return await open_place(
+    async def _open(self, errands: AbandonableTasks, attempt: str, *, fsync: bool) -> Storage:
+        return await open_location(
             self._host,
-            self._request.place,
+            self._request.location,
             fsync=fsync,
             run_blocking=errands.run_blocking,
             scratch=attempt,
             on_retry=errands.note_retry,
         )
 
-    async def _open_assigned(self, errands: Errands, assignment: Assignment) -> Storage:
+    async def _open_assigned(self, errands: AbandonableTasks, assignment: Assignment) -> Storage:
         """Opens the storage that the coordinator assigns; rank 0's options hold for all ranks."""
         self._told = assignment.attempt
         if self._storage is None:
             url = assignment.url.decode("utf-8", "surrogatepass")
-            if url != self._request.place.at:
+            if url != self._request.location.url:
                 self._go_to(url)
             self._storage = await self._open(errands, assignment.attempt, fsync=assignment.fsync)
         return self._storage
 
-    async def _look(self, storage: Storage, errands: Errands, deadline: float) -> Commit | None:
+    async def _look(
+        self, storage: Storage, errands: AbandonableTasks, deadline: float
+    ) -> Commit | None:
         """Runs ``_older`` with the deadline and with cancellation."""
         reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
@@ -369,7 +371,7 @@ class SaveJob(Job):
         return older
 
     async def _attempt_save(
-        self, errands: Errands, deadline: float, *, fsync: bool
+        self, errands: AbandonableTasks, deadline: float, *, fsync: bool
     ) -> CommitActor | None:
         """Runs this rank's actors to the end; returns the committer on rank 0.
 
@@ -437,7 +439,7 @@ class SaveJob(Job):
         return committer
 
     def _coordinator(
-        self, end: CoordinatorEnd, errands: Errands, deadline: float, *, fsync: bool
+        self, end: CoordinatorEnd, errands: AbandonableTasks, deadline: float, *, fsync: bool
     ) -> tuple[CoordinatorActor, CommitActor | None]:
         options, membership = self.options, self._membership
         storage = self._storage
@@ -458,7 +460,7 @@ class SaveJob(Job):
         attempt = str(self._attempt)
         decisions = SaveDecisions(
             attempt=attempt,
-            url=self._request.place.at,
+            url=self._request.location.url,
             fsync=fsync,
             save=save,
             release=RELEASE,
@@ -529,7 +531,9 @@ class SaveJob(Job):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
 
-    async def _collect(self, errands: Errands, committer: CommitActor, deadline: float) -> None:
+    async def _collect(
+        self, errands: AbandonableTasks, committer: CommitActor, deadline: float
+    ) -> None:
         """Collects garbage. Never fails the committed save, nor delays its caller for long."""
 
         async def collect() -> None:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import msgspec
 
 from actorsnap.format.manifest import Entry, ValueEntry
-from actorsnap.protocol.frames import Structure
+from actorsnap.protocol.uploader import Structure
 from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.sources import MemorySource
 

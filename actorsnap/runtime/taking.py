@@ -23,29 +23,29 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Work
 from actorsnap.errors import UsageError
 from actorsnap.format.compression import check_available
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.runtime import pacing
-from actorsnap.runtime.guarding import Guard, was_guarded
+from actorsnap.runtime.guard import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
-from actorsnap.runtime.inputs import (
+from actorsnap.runtime.job import Job, SaveRequest
+from actorsnap.runtime.limits import has_cores
+from actorsnap.runtime.location import Location, open_location, open_ready_location
+from actorsnap.runtime.offloaded import OffloadedSave
+from actorsnap.runtime.saving import SaveJob
+from actorsnap.runtime.team import Membership, Team, find_team
+from actorsnap.runtime.tracing import observe
+from actorsnap.runtime.uploader_client import Uploader, find_uploader
+from actorsnap.runtime.validation import (
     AppState,
     check_flag,
     check_metadata,
     check_step,
-    make_place,
+    make_location,
     resolve_options,
 )
-from actorsnap.runtime.job import Job, SaveRequest
-from actorsnap.runtime.limits import has_cores
-from actorsnap.runtime.observing import observe
-from actorsnap.runtime.offload import Uploader, find_uploader
-from actorsnap.runtime.offloaded import OffloadedSave
-from actorsnap.runtime.place import Place, open_place, open_ready_place
-from actorsnap.runtime.ranks import Membership, Team, find_team
-from actorsnap.runtime.saving import SaveJob
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
 from actorsnap.state.captured import Captured
@@ -57,7 +57,7 @@ __all__ = ["TakeCall", "await_pending", "await_staged", "guard", "take", "warm_u
 
 T = TypeVar("T")
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _STAGES = ("eager", "lazy")
 
@@ -148,7 +148,7 @@ def _prepare(
     options = resolve_options(call.options)
     if options.compression is not None:
         check_available()
-    place = make_place(call.path, call.storage_options)
+    location = make_location(call.path, call.storage_options)
     replicated = call.replicated
     if isinstance(replicated, str):
         raise UsageError(f"replicated must be a list of globs: [{replicated!r}]")
@@ -163,10 +163,10 @@ def _prepare(
     host = Host.get()
     observation = observe("save", options)
     # Refuses bad URLs before state_dict() runs; usually without a step on the loop.
-    if is_ready(place.at):
-        open_ready_place(host, place, fsync=options.fsync)
+    if is_ready(location.url):
+        open_ready_location(host, location, fsync=options.fsync)
     else:
-        yield lambda host: open_place(host, place, fsync=options.fsync)
+        yield lambda host: open_location(host, location, fsync=options.fsync)
     captured = capture(
         call.app_state,
         replicated=replicated,
@@ -181,7 +181,7 @@ def _prepare(
         fence = Fence(lazy, leaves)
     observation.caller.note(Work.CAPTURE)
     request = SaveRequest(
-        place=place,
+        location=location,
         overwrite=call.overwrite,
         resume=call.resume,
         step=step,
@@ -189,9 +189,9 @@ def _prepare(
         options=options,
         begun_s=call.begun_s,
     )
-    if is_async and options.offload != "thread" and is_shared(place.at):
+    if is_async and options.offload != "thread" and is_shared(location.url):
         num_ranks = 1 if membership is None else membership.team.world_size
-        uploader = _chosen_uploader(host, place, options, captured, num_ranks)
+        uploader = _chosen_uploader(host, location, options, captured, num_ranks)
         if uploader is not None:
             return OffloadedSave(
                 host,
@@ -214,14 +214,14 @@ def _prepare(
 
 
 def _chosen_uploader(
-    host: Host, place: Place, options: Options, captured: Captured, num_ranks: int
+    host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
     """Returns the uploader process if it should and can make this rank's part of the save."""
     is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
         return None
-    uploader = _usable_uploader(host, place, logging.DEBUG if is_auto else logging.WARNING)
+    uploader = _usable_uploader(host, location, logging.DEBUG if is_auto else logging.WARNING)
     if uploader is None or not is_auto:
         return uploader
     if not uploader.is_ready:
@@ -236,10 +236,10 @@ def _pays(nbytes: int, num_ranks: int) -> bool:
     return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
 
 
-def _usable_uploader(host: Host, place: Place, level: int) -> Uploader | None:
+def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | None:
     """Returns the uploader process if it can save there; otherwise logs the reason."""
     try:
-        _check_sendable(place.storage_options)
+        _check_sendable(location.storage_options)
         uploader = find_uploader(host)
     except (
         TypeError,
@@ -249,7 +249,9 @@ def _usable_uploader(host: Host, place: Place, level: int) -> Uploader | None:
         OSError,
         msgspec.MsgspecError,
     ) as error:
-        logger.log(level, "snapshot %s: no uploader process for it: %s", place.url, error)
+        logger.log(
+            level, "snapshot %s: no uploader process for it: %s", location.display_url, error
+        )
         return None
     return uploader if uploader.is_usable else None
 
@@ -292,7 +294,7 @@ def _label_of(call: TakeCall, is_async: bool) -> Label | None:
     """Returns the label that all ranks share; None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
-        return Label(kind, make_place(call.path, None).canonical, check_step(call.step))
+        return Label(kind, make_location(call.path, None).canonical, check_step(call.step))
     except Exception:  # __fspath__ of the path may raise anything
         return None
 
@@ -307,7 +309,7 @@ def _failing(
     return SaveJob(
         Host.get(),
         SaveRequest(
-            place=Place(url=str(call.path), at="", storage_options={}),
+            location=Location(display_url=str(call.path), url="", storage_options={}),
             overwrite=False,
             resume=False,
             step=None,

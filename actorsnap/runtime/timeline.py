@@ -13,15 +13,15 @@ from itertools import chain, repeat
 
 import msgspec
 
-from actorsnap.runtime.tracefile import About, Event, TraceFile
+from actorsnap.runtime.tracefile import About, TraceEvent, TraceFile
 
-__all__ = ["Longest", "Stage", "Summary", "page", "summaries"]
+__all__ = ["Longest", "StageTotals", "Summary", "page", "summaries"]
 
 _NUM_LONGEST = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageTotals:
     """One kind of work or wait, over all actors of a call.
 
     Attributes:
@@ -65,7 +65,7 @@ class Summary:
     """
 
     about: About
-    stages: tuple[Stage, ...]
+    stages: tuple[StageTotals, ...]
     moving_s: float
     overlapping_s: float
     longest: tuple[Longest, ...]
@@ -78,9 +78,9 @@ def summaries(trace: TraceFile) -> list[Summary]:
     return [_summary(events, about) for about, events in zip(trace.abouts, calls, strict=False)]
 
 
-def _events_by_call(trace: TraceFile) -> list[list[Event]]:
+def _events_by_call(trace: TraceFile) -> list[list[TraceEvent]]:
     """Returns the events of each of ``abouts``. Order decides: calls of a rank may overlap."""
-    calls: list[list[Event]] = []
+    calls: list[list[TraceEvent]] = []
     for event in trace.trace_events:
         if event.ph == "M" and event.name == "process_name":
             calls.append([])
@@ -89,13 +89,13 @@ def _events_by_call(trace: TraceFile) -> list[list[Event]]:
     return calls
 
 
-def _summary(events: Sequence[Event], about: About) -> Summary:
+def _summary(events: Sequence[TraceEvent], about: About) -> Summary:
     actors = {e.tid: str(e.args.get("name")) for e in events if e.name == "thread_name"}
     spans = [event for event in events if event.ph == "X"]
     waits = [event for event in spans if event.cat == "wait"]
     waits.sort(key=lambda event: -(event.dur or 0))
     moving = [event for event in spans if event.cat == "work" and event.args.get("bytes")]
-    by_kind: dict[str, list[Event]] = {}
+    by_kind: dict[str, list[TraceEvent]] = {}
     for event in moving:
         by_kind.setdefault(event.name, []).append(event)
     layers = [interval for of_kind in by_kind.values() for interval in _union(of_kind)]
@@ -116,21 +116,21 @@ def _summary(events: Sequence[Event], about: About) -> Summary:
     )
 
 
-def _stages(about: About, spans: Sequence[Event]) -> Iterator[Stage]:
+def _stages(about: About, spans: Sequence[TraceEvent]) -> Iterator[StageTotals]:
     nbytes: dict[str, int] = {}
     spent_s: dict[str, float] = {}
     for row in about.actors:
         nbytes[row.kind] = nbytes.get(row.kind, 0) + row.nbytes
         spent_s[row.kind] = spent_s.get(row.kind, 0.0) + row.seconds
     first: dict[str, int] = {}
-    of_kind: dict[str, list[Event]] = {}
+    of_kind: dict[str, list[TraceEvent]] = {}
     for event in spans:
         of_kind.setdefault(event.name, []).append(event)
         first[event.name] = min(first.get(event.name, event.ts or 0), event.ts or 0)
     work = sorted((kind for kind in spent_s if not _is_wait(kind)), key=lambda k: first.get(k, 0))
     waits = sorted((kind for kind in spent_s if _is_wait(kind)), key=lambda k: -spent_s[k])
     for kind in [*work, *waits]:
-        yield Stage(
+        yield StageTotals(
             kind=kind,
             nbytes=nbytes[kind],
             spent_s=spent_s[kind],
@@ -143,7 +143,7 @@ def _is_wait(kind: str) -> bool:
     return kind.startswith("wait ")
 
 
-def _union(events: Iterable[Event]) -> list[tuple[int, int]]:
+def _union(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:
     """Returns the times in which at least one of the events lasts, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(((e.ts or 0), (e.ts or 0) + (e.dur or 0)) for e in events):

@@ -4,7 +4,7 @@
 format is a rank, a thread is a row. Times are microseconds since the epoch, so files of several
 ranks can be merged into one list of events.
 
-Reference: "Trace Event Format", Google.
+Reference: "Trace TraceEvent Format", Google.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from actorsnap.actors.trace import Recorder, Wait
 from actorsnap.errors import UsageError
 
-__all__ = ["About", "ActorTotals", "Event", "TraceFile", "merge", "read", "trace_of", "write"]
+__all__ = ["About", "ActorTotals", "TraceEvent", "TraceFile", "merge", "read", "trace_of", "write"]
 
 _VERSION = 1
 
@@ -72,7 +72,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         return (self.end_us - self.begin_us) / 1e6
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An event of the format: a span (``X``), mark (``i``), sample (``C``) or name (``M``)."""
 
     ph: str
@@ -89,7 +89,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A trace file: events and the calls that they belong to. Merged files have several calls."""
 
-    trace_events: list[Event]
+    trace_events: list[TraceEvent]
     display_time_unit: str = "ms"
     other_data: dict[str, list[About]] = {}
 
@@ -125,18 +125,18 @@ def _totals(recorder: Recorder) -> Iterator[ActorTotals]:
             )
 
 
-def _names(recorder: Recorder, about: About) -> Iterator[Event]:
+def _names(recorder: Recorder, about: About) -> Iterator[TraceEvent]:
     pid = about.rank
     title = f"rank {about.rank}: {about.op} {about.url}"
-    yield Event(ph="M", name="process_name", pid=pid, tid=0, args={"name": title})
-    yield Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid})
+    yield TraceEvent(ph="M", name="process_name", pid=pid, tid=0, args={"name": title})
+    yield TraceEvent(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid})
     for number, row in enumerate(recorder.rows, 1):
-        yield Event(ph="M", name="thread_name", pid=pid, tid=number, args={"name": row.name})
+        yield TraceEvent(ph="M", name="thread_name", pid=pid, tid=number, args={"name": row.name})
         order = {"sort_index": number}
-        yield Event(ph="M", name="thread_sort_index", pid=pid, tid=number, args=order)
+        yield TraceEvent(ph="M", name="thread_sort_index", pid=pid, tid=number, args=order)
 
 
-def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[Event]:
+def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[TraceEvent]:
     for number, row in enumerate(recorder.rows, 1):
         for span in tuple(row.spans):
             # Both ends are rounded down, so that adjacent spans of a row never overlap.
@@ -146,18 +146,18 @@ def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[Event]:
             if span.key:
                 args = {"key": span.key, "offset": span.offset, "bytes": span.nbytes}
             cat = "wait" if isinstance(span.kind, Wait) else "work"
-            yield Event(
+            yield TraceEvent(
                 ph="X", name=str(span.kind), cat=cat, pid=pid, tid=number, ts=ts, dur=dur, args=args
             )
     for mark in tuple(recorder.marks):
         ts = (mark.at_ns + epoch_ns) // 1000
-        yield Event(
+        yield TraceEvent(
             ph="i", name=mark.name, cat="mark", s="p", pid=pid, tid=0, ts=ts, args=mark.details
         )
     for sample in tuple(recorder.samples):
         ts = (sample.at_ns + epoch_ns) // 1000
         value = {sample.name: sample.value}
-        yield Event(ph="C", name=sample.name, pid=pid, tid=0, ts=ts, args=value)
+        yield TraceEvent(ph="C", name=sample.name, pid=pid, tid=0, ts=ts, args=value)
 
 
 def write(path: str, trace: TraceFile) -> None:
@@ -203,7 +203,7 @@ def read(path: str) -> TraceFile:
 
 def merge(traces: Sequence[TraceFile]) -> TraceFile:
     """Returns one trace with the events of all. Each call has separate rows, also on one rank."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     num_rows: dict[int, int] = {}
     for trace in traces:
         before = dict(num_rows)

@@ -22,7 +22,8 @@ from actorsnap.errors import describe
 from actorsnap.options import Options
 from actorsnap.planning.packing import Chunk
 from actorsnap.protocol.failure import decode, encode
-from actorsnap.protocol.frames import (
+from actorsnap.protocol.save import Assignment
+from actorsnap.protocol.uploader import (
     AbsenceAsked,
     AbsenceReported,
     Begun,
@@ -45,16 +46,15 @@ from actorsnap.protocol.frames import (
     TurnAsked,
     TurnGiven,
 )
-from actorsnap.protocol.save import Assignment
-from actorsnap.runtime.commit_order import Turn
+from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.job import SaveRequest
-from actorsnap.runtime.observing import Observation
-from actorsnap.runtime.place import Place
-from actorsnap.runtime.ranks import Membership, RelayedCall, RelayedTeam, open_port
+from actorsnap.runtime.location import Location
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import rebuild_state
+from actorsnap.runtime.team import Membership, RelayedCall, RelayedTeam, open_port
 from actorsnap.runtime.tracefile import About
+from actorsnap.runtime.tracing import Observation
 from actorsnap.state.process_group import StoreAddress, StoreAt
 from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
@@ -142,9 +142,9 @@ class UploadedSave:
         self._job = SaveJob(
             host,
             SaveRequest(
-                place=Place(
-                    url=frame.url,
-                    at=frame.at.decode("utf-8", "surrogatepass"),
+                location=Location(
+                    display_url=frame.url,
+                    url=frame.at.decode("utf-8", "surrogatepass"),
                     storage_options=frame.storage_options,
                 ),
                 overwrite=frame.overwrite,
@@ -181,7 +181,7 @@ class UploadedSave:
         self._absences.append(AbsenceReported(self._number, None))
         self._has_absence.set()
         if self._turn is not None:
-            self._turn.leave_trainer(self._host.commit_order.join(self._job.place.canonical))
+            self._turn.leave_trainer(self._host.commit_order.join(self._job.location.canonical))
 
     def _ask_turn(self) -> None:
         self._trainer.send(TurnAsked(self._number))
@@ -334,13 +334,13 @@ class _LinkedTurn:
         self._ask = ask
         self._given = anyio.Event()
         self._is_unanswered = False
-        self._own: Turn | None = None
+        self._own: CommitTurn | None = None
 
     def give(self, *, is_unanswered: bool) -> None:
         self._is_unanswered = is_unanswered
         self._given.set()
 
-    def leave_trainer(self, own: Turn) -> None:
+    def leave_trainer(self, own: CommitTurn) -> None:
         """Continues with a turn of this process after the trainer's end."""
         self._own = own
         self._given.set()

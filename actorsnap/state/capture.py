@@ -28,7 +28,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
@@ -69,7 +69,7 @@ from actorsnap.state.tree import (
 
 __all__ = ["capture", "optimizers_in"]
 
-_log = Lines(__name__)
+_log = Log(__name__)
 
 _INLINE = frozenset({str, int, float, bool, type(None)})
 _CPU = torch.device("cpu")
@@ -608,7 +608,7 @@ class _Collector:
         assert isinstance(leaf.source, DeviceSource | TensorSource | ArraySource)
         return _region(leaf.source.owner)
 
-    def _share(self, group: sharing.Group, replaced: dict[int, list[Part]]) -> None:
+    def _share(self, group: sharing.AliasGroup, replaced: dict[int, list[Part]]) -> None:
         members = [self._leaf(number) for number in group.members]
         # A view needs its base, so all are replicated, or none.
         replicated = all([leaf.item.replicated for leaf in members])
@@ -689,7 +689,7 @@ def _region(owner: torch.Tensor | np.ndarray[Any, Any]) -> Region:
     return Region(owner.ctypes.data, itemsize, owner.shape, strides)
 
 
-def _span(group: sharing.Group, members: Sequence[Leaf]) -> ByteSource | None:
+def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | None:
     """Returns the memory that a group touches; None if one tensor cannot cover it."""
     size = group.stop - group.start
     owners = [leaf.source for leaf in members]

@@ -29,7 +29,7 @@ import torch
 
 from actorsnap.state.sources import Cut, Pinner
 
-__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "Reached"]
+__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "EventReached"]
 
 _SLAB_BYTES: Final = 4 << 20
 """Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
@@ -120,7 +120,7 @@ class DeviceCalls(Protocol):
         ...
 
 
-class Reached(Protocol):
+class EventReached(Protocol):
     """The tensor of a cut.
 
     Attributes:
@@ -185,7 +185,7 @@ class Lane:
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """See ``DeviceCopier``. The sources of cuts are ``Reached``."""
+        """See ``DeviceCopier``. The sources of cuts are ``EventReached``."""
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)

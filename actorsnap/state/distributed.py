@@ -17,13 +17,13 @@ import torch
 
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import TensorType
-from actorsnap.planning.placement import Cut, Placed, local_shape, place
+from actorsnap.planning.mesh import Placed, Placement, local_shape, place
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal
 
 __all__ = [
     "Describer",
-    "Piece",
+    "LocalPiece",
     "Ranks",
     "Replica",
     "Replication",
@@ -40,7 +40,7 @@ Ranks: TypeAlias = tuple[int, ...]
 # Distributed tensors --------------------------------------------------------------------------
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
+class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A box that this process holds.
 
     Attributes:
@@ -74,7 +74,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
     kind: TensorType
     requires_grad: bool
     ranks: Ranks
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
 
 
 class Describer:
@@ -126,11 +126,11 @@ class Describer:
                 "with distribute_tensor(...), or pass shape= and stride= to DTensor.from_local"
             )
         if local.numel() == 0:
-            pieces = [Piece(placed[0].box, local.reshape(shape), holders)]
+            pieces = [LocalPiece(placed[0].box, local.reshape(shape), holders)]
         elif len(placed) == 1:
-            pieces = [Piece(placed[0].box, local, holders)]
+            pieces = [LocalPiece(placed[0].box, local, holders)]
         else:
-            pieces = [Piece(p.box, _narrow(local, p.local), holders) for p in placed]
+            pieces = [LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed]
         return _sharding(tensor, shape, ranks, pieces)
 
 
@@ -155,7 +155,7 @@ def _is_sharded_tensor(value: object) -> bool:
 
 
 def _sharding(
-    tensor: torch.Tensor, shape: tuple[int, ...], ranks: Ranks, pieces: Iterable[Piece]
+    tensor: torch.Tensor, shape: tuple[int, ...], ranks: Ranks, pieces: Iterable[LocalPiece]
 ) -> Sharding | str:
     found = DTYPE_NAMES.get(tensor.dtype)
     if found is None or tensor.dtype in QUANTIZED:
@@ -236,7 +236,7 @@ def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
         if along != sorted(along):
             raise ValueError(f"the ranks along axis {axis} of the mesh, {along}, are not rising")
     cuts = [
-        Cut(
+        Placement(
             placements[axis].dim,
             ranks.shape[axis],
             coordinate[axis],
@@ -266,7 +266,7 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
         if why is not None:
             return why
         if 0 in shape:
-            pieces = [Piece(Box.whole(shape), local.reshape(shape), None)]
+            pieces = [LocalPiece(Box.whole(shape), local.reshape(shape), None)]
         elif local.numel():
             box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
             if tuple(local.shape) != box.sizes or not Box.whole(shape).contains(box):
@@ -275,7 +275,7 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
                     f"{tuple(local.shape)} at {box.offsets}, but of shape {box.sizes} in its "
                     "metadata; create it again with init_from_local_shards"
                 )
-            pieces.append(Piece(box, local, None))
+            pieces.append(LocalPiece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
     return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
 

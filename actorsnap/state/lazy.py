@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from actorsnap.lines import Lines
-from actorsnap.planning.backlog import set_aside
+from actorsnap.log import Log
+from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.captured import Leaf
 from actorsnap.state.optim import ModelState, submodules_of
@@ -37,7 +37,7 @@ from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
 
 __all__ = ["LazyState", "find_lazy", "tensors_of"]
 
-_log = Lines(__name__)
+_log = Log(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
 """Maximum bytes of eager leaves copied in the caller's thread. The caller then need not wait for

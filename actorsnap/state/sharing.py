@@ -17,7 +17,7 @@ from actorsnap.state.tensors import c_strides, extent_bytes
 
 __all__ = [
     "Extents",
-    "Group",
+    "AliasGroup",
     "Region",
     "group",
     "share_bytes",
@@ -124,7 +124,7 @@ class Extents:
         self.stops.append(stop)
 
 
-class Group(msgspec.Struct, frozen=True):
+class AliasGroup(msgspec.Struct, frozen=True):
     """Members that share memory.
 
     Attributes:
@@ -215,7 +215,7 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
     return list(pieces.values())
 
 
-def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
+def _resolve(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:
     """Returns the groups to store for members that share bytes."""
     first = regions[members[0]]
     if len(members) == 1 and not first.repeats:
@@ -231,12 +231,12 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
         None,
     )
     if base is not None:
-        return [Group(tuple(members), base, start, stop, same=False)]
+        return [AliasGroup(tuple(members), base, start, stop, same=False)]
     layouts: dict[tuple[object, ...], list[int]] = {}
     for member in members:
         layouts.setdefault(regions[member].layout, []).append(member)
     if len(layouts) == 1 and not first.repeats:
-        return [Group(tuple(members), members[0], start, stop, same=True)]
+        return [AliasGroup(tuple(members), members[0], start, stop, same=True)]
     thin: list[list[int]] = []
     dense: list[int] = []
     apart = 0
@@ -249,14 +249,14 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> list[Group]:
         else:
             dense += alike
     if stop - start <= _MAX_SPAN * apart:
-        return [Group(tuple(members), None, start, stop, same=False)]
+        return [AliasGroup(tuple(members), None, start, stop, same=False)]
     # Thin members are stored separately, and so share only with equal ones. The other extents are
     # dense enough for any span that they make, so this terminates.
     groups = [found for alike in thin for found in _resolve(alike, regions)]
     return groups + _groups(sorted(dense), regions)
 
 
-def _groups(members: list[int], regions: dict[int, Region]) -> list[Group]:
+def _groups(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:
     """Returns the groups among members that are close to each other."""
     starts = [regions[m].start for m in members]
     stops = [regions[m].stop for m in members]
@@ -271,7 +271,7 @@ def group(
     extents: Iterable[Extents],
     repeating: Iterable[int],
     region_of: Callable[[int], Region],
-) -> list[Group]:
+) -> list[AliasGroup]:
     """Finds the leaves that share memory.
 
     Args:
@@ -282,7 +282,7 @@ def group(
     Returns:
         Groups that share memory, including single members that repeat elements.
     """
-    groups: list[Group] = []
+    groups: list[AliasGroup] = []
     rest = set(repeating)
     for device in extents:
         for candidate in touching(device.starts, device.stops):

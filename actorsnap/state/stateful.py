@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from actorsnap.errors import UsageError
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.state.optim import ModelState
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "validate_app_state",
 ]
 
-_log = Lines(__name__)
+_log = Log(__name__)
 
 
 @runtime_checkable

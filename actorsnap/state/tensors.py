@@ -261,7 +261,7 @@ class DeviceSource(_Boxes):
         return self._dtype.itemsize
 
     def pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See ``devices.Reached``."""
+        """See ``devices.EventReached``."""
         return self._pairs(start, flat.view(self._dtype))
 
     def copy_into(self, start: int, out: memoryview) -> None:

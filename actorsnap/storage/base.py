@@ -65,7 +65,7 @@ class StorageContext:
     Attributes:
         options: The caller's ``storage_options``; the backend refuses unknown names.
         run_blocking: Runs blocking calls; the loop is never blocked.
-        run_waiting: Runs calls that wait for a network and can be interrupted: more of them at a
+        run_io: Runs calls that wait for a network and can be interrupted: more of them at a
             time than there are cores. None: ``run_blocking``.
         durable: False lets a backend skip fsync (scratch tiers).
         on_retry: Called on the loop with the error and the wait in seconds before each new try;
@@ -75,7 +75,7 @@ class StorageContext:
     """
 
     run_blocking: RunBlocking
-    run_waiting: RunBlocking | None = None
+    run_io: RunBlocking | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = True
     on_retry: Callable[[StorageError, float], None] | None = None

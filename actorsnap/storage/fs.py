@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 import anyio
 
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import (
     CLEANUP_S,
     Capabilities,
@@ -74,7 +74,7 @@ from actorsnap.storage.vectored import num_bytes, pread_into, pwrite_from
 
 __all__ = ["FsStorage", "open_fs"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 # Objects per thread hop of list and delete: cheap, and soon cancelled.
 _BATCH = 256

@@ -50,7 +50,7 @@ from actorsnap.errors import (
     UsageError,
     describe,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import (
     CLEANUP_S,
     Capabilities,
@@ -73,7 +73,7 @@ from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
 __all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 

@@ -645,7 +645,7 @@ class _Connections:
             session=self.session, token=self.credentials, api_root=root, api_is_dev=True
         )
         self.wire = Wire(
-            context.run_waiting or context.run_blocking,
+            context.run_io or context.run_blocking,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,

@@ -18,14 +18,14 @@ import msgspec
 
 from actorsnap.errors import ObjectExists, StorageError, UsageError
 from actorsnap.format.checksum import combine
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import CLEANUP_S, ObjectWriter, check_write
 from actorsnap.storage.gs_client import GsClient, Resource
 from actorsnap.storage.many import try_each
 
 __all__ = ["MIN_WRITE_BYTES", "GsWriter", "Sources", "GsUpload", "find_sources"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 MIN_WRITE_BYTES = 1 << 20
 """Least bytes of a write: smaller ones only make the tree of composing deeper."""

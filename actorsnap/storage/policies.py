@@ -24,7 +24,7 @@ from actorsnap.errors import (
     Throttled,
     UsageError,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, check_key
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
 
@@ -37,7 +37,7 @@ __all__ = [
     "RetryStorage",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -38,7 +38,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, UsageError
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import (
     Capabilities,
     ObjectInfo,
@@ -64,7 +64,7 @@ from actorsnap.storage.vectored import num_bytes
 
 __all__ = ["S3Storage", "open_s3"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _ONE_PUT_BYTES = 1 << 20
 _MAX_PARTS = 10_000

@@ -26,7 +26,7 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c_of
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, truncated
 from actorsnap.storage.cloud import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
@@ -41,7 +41,7 @@ from actorsnap.storage.wire import WireError, WrongLength
 
 __all__ = ["S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
 """The name of a bucket, some older than Amazon's rules, or of an access point."""
@@ -87,8 +87,8 @@ class S3Bucket:
         """The client; on the event loop that uses this storage."""
         if self._shared is None:
             context = self._context
-            run_waiting = context.run_waiting or context.run_blocking
-            self._shared = shared_client(self._options, run_waiting)
+            run_io = context.run_io or context.run_blocking
+            self._shared = shared_client(self._options, run_io)
         return self._shared
 
     async def aclose(self) -> None:

@@ -168,12 +168,10 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 )
 
 
-def shared_client(options: S3Options, run_waiting: RunBlocking) -> S3Client:
+def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
     """Returns the event loop's client for these options. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    client = clients.setdefault(
-        msgspec.msgpack.encode(options), S3Client(options, run_waiting=run_waiting)
-    )
+    client = clients.setdefault(msgspec.msgpack.encode(options), S3Client(options, run_io=run_io))
     client.num_users += 1
     return client
 
@@ -192,7 +190,7 @@ class S3Client:
         beginning: Held by the first upload, until the server's checks are known.
     """
 
-    def __init__(self, options: S3Options, *, run_waiting: RunBlocking) -> None:
+    def __init__(self, options: S3Options, *, run_io: RunBlocking) -> None:
         self.options = options
         self.num_users = 0
         self.checks_crc32c: bool | None = None
@@ -201,7 +199,7 @@ class S3Client:
         self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
         self.beginning = anyio.Lock()
-        self._run_waiting = run_waiting
+        self._run_waiting = run_io
         self._opening = anyio.Lock()
         self._session: AioSession | None = None
         self._client: Any = None

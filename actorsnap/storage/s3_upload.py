@@ -16,7 +16,7 @@ import msgspec
 
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import combine, crc32c_of
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import ObjectWriter, check_write
 from actorsnap.storage.cloud import encode_crc32c
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, error_code, etag_of
@@ -24,7 +24,7 @@ from actorsnap.storage.vectored import num_bytes, slice_views
 
 __all__ = ["PartWriter", "SmallWriter", "OlderObject", "S3Upload", "leading_parts"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 
 class OlderObject(NamedTuple):

@@ -24,11 +24,11 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from actorsnap.errors import describe, text_of
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 
 __all__ = [
     "PIECE_BYTES",
-    "Arrived",
+    "Delivered",
     "Beat",
     "Fault",
     "Frame",
@@ -40,7 +40,7 @@ __all__ = [
     "StoreStatistics",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 PIECE_BYTES = 4 << 20
 """Maximum payload of a frame, in bytes. The store's server closes a connection that sends more than
@@ -150,7 +150,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Delivered:
     """A frame with its decoded payload."""
 
     frame: Frame
@@ -215,7 +215,7 @@ class Mailbox:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.arrived: deque[Arrived | Fault] = deque()
+        self.arrived: deque[Delivered | Fault] = deque()
         self.beaten: deque[float] = deque()
         self.beat: Beat | None = None
         self.wakes_on_beat = True
@@ -337,13 +337,13 @@ class Mailbox:
 
     def _decode(
         self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]
-    ) -> Arrived | None:
+    ) -> Delivered | None:
         """Returns the frame with its content; None if further pieces follow."""
         if frame.kind is Kind.BEAT:
             self._received[2] += 1
-            return Arrived(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
+            return Delivered(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
         if frame.kind not in (Kind.UP, Kind.DOWN):
-            return Arrived(frame)
+            return Delivered(frame)
         payload = frame.payload
         place = (frame.sender, frame.token, frame.kind, frame.number)
         if not frame.is_last:
@@ -357,7 +357,7 @@ class Mailbox:
             frame = msgspec.structs.replace(frame, payload=b"")
         self._received[0] += 1
         decoder = self._up_decoder if frame.kind is Kind.UP else self._down_decoder
-        return Arrived(frame, decoder.decode(payload))
+        return Delivered(frame, decoder.decode(payload))
 
     def _send(self, store: QueueStore) -> None:
         beat_at, hello_s = 0.0, 0.0
@@ -428,11 +428,11 @@ class Mailbox:
         store.queue_push(self._keys[to], data)
         self._sent[1] += len(data)
 
-    def _post(self, arrived: Arrived | Fault) -> None:
+    def _post(self, arrived: Delivered | Fault) -> None:
         self.arrived.append(arrived)
         # While a save is in flight, the loop reads heartbeats together with other frames, or when
         # it checks for silence.
-        is_beat = isinstance(arrived, Arrived) and arrived.frame.kind is Kind.BEAT
+        is_beat = isinstance(arrived, Delivered) and arrived.frame.kind is Kind.BEAT
         if self.wakes_on_beat or not is_beat:
             self._wake()
 

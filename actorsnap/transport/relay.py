@@ -27,12 +27,12 @@ from actorsnap.protocol.messages import (
     Proceed,
     ToCoordinator,
 )
-from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, Moved, ParticipantEnd
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
 
-__all__ = ["Item", "Message", "Relay", "RelayedEnds", "Wire", "decode_item", "encode_item"]
+__all__ = ["Item", "Message", "Relay", "RelayedEnds", "RelayLink", "decode_item", "encode_item"]
 
 Message: TypeAlias = FromCoordinator | ToCoordinator
-Item: TypeAlias = FromCoordinator | ToCoordinator | Lost | Broken
+Item: TypeAlias = FromCoordinator | ToCoordinator | PeerLost | Broken
 
 _item = msgspec.msgpack.Decoder(Item)
 
@@ -48,7 +48,7 @@ def decode_item(data: bytes) -> Item:
     return item
 
 
-class Wire(Protocol):
+class RelayLink(Protocol):
     """Connects relayed ends with the mailbox. On the loop only."""
 
     def post(self, to: int | None, message: Message) -> None:
@@ -80,16 +80,16 @@ class _Relayed:
 class RelayedParticipant:
     """A rank's end; see ``transport.base.ParticipantEnd``."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: RelayLink) -> None:
         self.wire = wire
         self.items = _Relayed()
 
     async def send(self, message: ToCoordinator) -> None:
         self.wire.post(None, message)
 
-    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
         item = await self.items.next()
-        assert isinstance(item, FromCoordinator | Lost | Broken | Moved)
+        assert isinstance(item, FromCoordinator | PeerLost | Broken | Moved)
         return item
 
     def has_coordinator(self) -> bool:
@@ -99,16 +99,16 @@ class RelayedParticipant:
 class RelayedCoordinator:
     """The coordinator's end; see ``transport.base.CoordinatorEnd``."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: RelayLink) -> None:
         self.wire = wire
         self.items = _Relayed()
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
         self.wire.post(rank, message)
 
-    async def receive(self) -> ToCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
         item = await self.items.next()
-        assert isinstance(item, ToCoordinator | Lost | Broken | Moved)
+        assert isinstance(item, ToCoordinator | PeerLost | Broken | Moved)
         return item
 
     async def absence(self) -> str | None:
@@ -123,7 +123,7 @@ class RelayedEnds:
         coordinator: The coordinator's end; None except on rank 0.
     """
 
-    def __init__(self, wire: Wire, *, rank: int) -> None:
+    def __init__(self, wire: RelayLink, *, rank: int) -> None:
         self.participant = RelayedParticipant(wire)
         self.coordinator = RelayedCoordinator(wire) if rank == 0 else None
 
@@ -135,7 +135,7 @@ class RelayedEnds:
         else:
             self.participant.items.put(item)
 
-    def move(self, wire: Wire) -> None:
+    def move(self, wire: RelayLink) -> None:
         """Connects the ends to another wire; messages in transit may be lost."""
         for end in self._ends():
             end.wire = wire
@@ -156,7 +156,7 @@ class RelayedEnds:
 
 
 class Relay:
-    """The mailbox' side of one call; a ``Wire``. On the loop only.
+    """The mailbox' side of one call; a ``RelayLink``. On the loop only.
 
     Args:
         participant: This rank's end of the mailbox.
@@ -186,7 +186,7 @@ class Relay:
         # Needed to conclude the call in place of an engine that died.
         self._rounds = dict.fromkeys(range(world_size), 0)
         self._sent_outcome: Proceed | Aborted | None = None
-        self._outcome: Proceed | Aborted | Lost | Broken | None = None
+        self._outcome: Proceed | Aborted | PeerLost | Broken | None = None
         self._over = anyio.Event()
 
     async def run(self) -> None:
@@ -246,7 +246,7 @@ class Relay:
                 return verdict
             case Proceed():
                 return None
-            case Lost(rank=rank, silent_s=silent_s):
+            case PeerLost(rank=rank, silent_s=silent_s):
                 reason = CoordinatorLost.silent(rank, silent_s).reason
             case Broken(reason=reason):
                 pass
@@ -271,7 +271,7 @@ class Relay:
 
     def _note(self, item: Item) -> None:
         """Records the outcome for this rank."""
-        outcome = item if isinstance(item, Lost | Broken) else _outcome_of(item)
+        outcome = item if isinstance(item, PeerLost | Broken) else _outcome_of(item)
         if outcome is not None:
             self._outcome = outcome
             self._over.set()

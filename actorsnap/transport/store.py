@@ -14,7 +14,7 @@ arrive before the welcome are kept until then.
 
 Liveness. During a save the sending threads exchange heartbeats with the numbers of their saves:
 from each rank to rank 0, and from rank 0 to all. A rank that has not begun one of these saves yet
-sends them too. A rank that was heard in a save, or has a session when it begins, is ``Lost`` after
+sends them too. A rank that was heard in a save, or has a session when it begins, is lost after
 ``lost_after_s`` of silence. Only the deadline limits the wait for a rank without a session. Silence
 is counted in small steps: a process that was stopped itself reads its mail before it judges others.
 Rank 0 uses the times of its own heartbeats to detect that others may have lost it. Heartbeats
@@ -42,11 +42,11 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import UsageError
-from actorsnap.lines import Lines
-from actorsnap.transport.base import Began, Broken, Lost
+from actorsnap.log import Log
+from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import (
-    Arrived,
     Beat,
+    Delivered,
     Fault,
     Frame,
     Kind,
@@ -66,7 +66,7 @@ __all__ = [
     "StoreStatistics",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")
@@ -96,7 +96,7 @@ class _End(Generic[In]):
         self._number = number
         self._lost_after_s = lost_after_s
         self._look_s = min(_MAX_LOOK_S, lost_after_s / 8)
-        self._items: deque[In | Began | Lost | Broken] = deque()
+        self._items: deque[In | Began | PeerLost | Broken] = deque()
         self._came: anyio.Event | None = None
         self._heard: dict[int, float] = {}
         self._reported: set[int] = set()
@@ -106,7 +106,7 @@ class _End(Generic[In]):
         self._asked_s: float | None = None
         self._away_s = 0.0
 
-    def put(self, item: In | Began | Lost | Broken) -> None:
+    def put(self, item: In | Began | PeerLost | Broken) -> None:
         if self._is_broken:
             return
         self._is_broken = isinstance(item, Broken)
@@ -124,7 +124,7 @@ class _End(Generic[In]):
         self._heard.pop(rank, None)
         if rank not in self._reported:
             self._reported.add(rank)
-            self.put(Lost(rank=rank, silent_s=silent_s))
+            self.put(PeerLost(rank=rank, silent_s=silent_s))
 
     def close(self) -> None:
         self._is_closed = True
@@ -190,8 +190,8 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
         else:
             self._port._send_up(self._number, message)
 
-    async def receive(self) -> Down | Lost | Broken:
-        return cast("Down | Lost | Broken", await super().receive())
+    async def receive(self) -> Down | PeerLost | Broken:
+        return cast("Down | PeerLost | Broken", await super().receive())
 
 
 class StoreCoordinator(_End[Up], Generic[Up, Down]):
@@ -223,8 +223,8 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
         else:
             self._port._send_down(rank, self._number, message)
 
-    async def receive(self) -> Up | Began | Lost | Broken:
-        return cast("Up | Began | Lost | Broken", await super().receive())
+    async def receive(self) -> Up | Began | PeerLost | Broken:
+        return cast("Up | Began | PeerLost | Broken", await super().receive())
 
 
 class StoreSave(Generic[Up, Down]):
@@ -327,13 +327,13 @@ class StorePort(Generic[Up, Down]):
             session = self._token
         self._session = session
         self._before_welcome: list[tuple[int, Up]] = []
-        self._unproven: deque[Arrived] = deque()
+        self._unproven: deque[Delivered] = deque()
         self._left: set[int] = set()
 
         self._numbering = threading.Lock()
         self._next_number = first_number
         self._open: dict[int, StoreSave[Up, Down]] = {}
-        self._kept: dict[int, list[Arrived]] = {}
+        self._kept: dict[int, list[Delivered]] = {}
         self._forgotten: set[int] = set()
         self._ended: set[int] = set()
         self._ended_below = first_number
@@ -524,13 +524,13 @@ class StorePort(Generic[Up, Down]):
             for end in save._ends():
                 end.put(Broken(reason=reason))
 
-    def _on_frame(self, arrived: Arrived) -> None:
+    def _on_frame(self, arrived: Delivered) -> None:
         if self.rank == _COORDINATOR:
             self._on_frame_up(arrived)
         else:
             self._on_frame_down(arrived)
 
-    def _on_frame_up(self, arrived: Arrived) -> None:
+    def _on_frame_up(self, arrived: Delivered) -> None:
         frame = arrived.frame
         sender = frame.sender
         if not 0 < sender < self.world_size:
@@ -564,7 +564,7 @@ class StorePort(Generic[Up, Down]):
         self._mailbox.present[sender] = None
         self._on_proven(arrived)
 
-    def _on_frame_down(self, arrived: Arrived) -> None:
+    def _on_frame_down(self, arrived: Delivered) -> None:
         frame = arrived.frame
         if frame.kind is Kind.WELCOME:
             if frame.payload == self._token:
@@ -611,7 +611,7 @@ class StorePort(Generic[Up, Down]):
             save.participant.lose(_COORDINATOR, 0.0)
         self._set_beat()
 
-    def _on_proven(self, arrived: Arrived) -> None:
+    def _on_proven(self, arrived: Delivered) -> None:
         """Handles a frame of this session that concerns saves."""
         frame = arrived.frame
         if frame.kind is Kind.BEAT:
@@ -657,7 +657,7 @@ class StorePort(Generic[Up, Down]):
         if self._awaited.get(sender) != before:
             self._set_beat()
 
-    def _deliver(self, save: StoreSave[Up, Down], arrived: Arrived) -> None:
+    def _deliver(self, save: StoreSave[Up, Down], arrived: Delivered) -> None:
         if arrived.frame.kind is Kind.DOWN:
             save.participant.is_coordinated = True
             save.participant.put(arrived.content)

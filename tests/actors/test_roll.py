@@ -15,7 +15,7 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Aborted, Arrived, Failed, Labelled
 from actorsnap.protocol.roll import RollMachine
-from actorsnap.transport.base import Began, Broken, Lost
+from actorsnap.transport.ends import Began, Broken, PeerLost
 from tests.support.network import SimulatedNetwork
 
 TIMEOUT_S = 3600.0
@@ -173,14 +173,14 @@ async def test_a_lost_rank_had_not_called() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ranks.call, 0)
         await anyio.sleep(1.0)
-        ranks.network._up.put(0.0, Lost(rank=1, silent_s=30.0))
+        ranks.network._up.put(0.0, PeerLost(rank=1, silent_s=30.0))
     assert "rank 1 was not heard for 30 s" in ranks.failure(0).reason
     assert "it had not called take('/ckpt', step=7)" in ranks.failure(0).reason
     ranks = Ranks(2)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ranks.call, 1)
         await anyio.sleep(1.0)
-        ranks.network._down[1].put(0.0, Lost(rank=0, silent_s=30.0))
+        ranks.network._down[1].put(0.0, PeerLost(rank=0, silent_s=30.0))
     assert "it had not called take('/ckpt', step=7)" in ranks.failure(1).reason
 
 
@@ -200,14 +200,14 @@ async def test_after_a_refusal_only_losses_go_on() -> None:
         Labelled(1, other),
         Arrived(1, 0),
         Failed(1, Failure(reason="the other call failed", stage=Stage.JOIN, rank=1)),
-        Lost(rank=1, silent_s=30.0),
+        PeerLost(rank=1, silent_s=30.0),
         Broken(reason="the store is gone"),
     ):
         network._up.put(0.0, message)
     refused = await end.receive()
     assert isinstance(refused, Failed)
     assert isinstance(refused.failure.to_error(), UsageError)
-    assert await end.receive() == Lost(rank=1, silent_s=30.0)
+    assert await end.receive() == PeerLost(rank=1, silent_s=30.0)
     assert await end.receive() == Broken(reason="the store is gone")
 
 

@@ -12,29 +12,29 @@ import numpy as np
 import pytest
 import trio.testing
 
-from actorsnap.actors.errands import Errands
-from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
+from actorsnap.actors.shared_reads import NUM_BUFFERS, Common, ExchangeActor
 from actorsnap.errors import ActorSnapError, RestoreAborted, StorageError
 from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
-from actorsnap.planning.exchange import (
+from actorsnap.planning.restore import Part, Range
+from actorsnap.planning.shared_reads import (
+    ReadInterest,
     ReadMode,
+    ReadShare,
     Runs,
-    Share,
-    Wants,
     cut,
     plan_exchange,
     runs_of,
     shares_of,
     want_of,
 )
-from actorsnap.planning.restore import Part, Range
 from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.state.sources import MemorySink
-from actorsnap.transport.base import Lost
+from actorsnap.transport.ends import PeerLost
 from actorsnap.transport.inproc import InprocTransport
 
 T = TypeVar("T")
@@ -81,12 +81,12 @@ class World:
 
     def lose(self, rank: int) -> None:
         """As a transport says it to the coordinator."""
-        self.transport._up_send.send_nowait(Lost(rank=rank, silent_s=30.0))  # type: ignore[arg-type]
+        self.transport._up_send.send_nowait(PeerLost(rank=rank, silent_s=30.0))  # type: ignore[arg-type]
 
     def lose_coordinator(self) -> None:
         """As a transport says it to the ranks."""
         for send, _ in self.transport._down:
-            send.send_nowait(Lost(rank=0, silent_s=30.0))  # type: ignore[arg-type]
+            send.send_nowait(PeerLost(rank=0, silent_s=30.0))  # type: ignore[arg-type]
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
         self.stage = Stage.READ
@@ -293,7 +293,7 @@ class SharedWorld(World):
                 stored.append(Stored(0, at, at + size, crc))
                 at += size
         wants = [
-            Wants(
+            ReadInterest(
                 tuple(
                     want_of("k", runs_of(members), ranges_of(self.stored[runs_of(members)]))
                     for members in sets
@@ -316,7 +316,7 @@ class SharedWorld(World):
         self.reads = 0
         self.fail_at = -1
 
-    def pieces(self, share: Share) -> list[tuple[Part, ...]]:
+    def pieces(self, share: ReadShare) -> list[tuple[Part, ...]]:
         assert share.ranks is not None
         ranges = ranges_of(self.stored[share.ranks])
         return cut(ranges, num_readers=len(share.members), num_rounds=share.num_rounds)
@@ -367,7 +367,9 @@ class SharedWorld(World):
                         broadcast=passing.of(share.members.index(rank)),
                         arrive=participant.arrive,
                         run_blocking=run_inline,
-                        errands=Errands(tasks, run_blocking=run_inline, label=f"rank {rank}"),
+                        errands=AbandonableTasks(
+                            tasks, run_blocking=run_inline, label=f"rank {rank}"
+                        ),
                     ).run()
 
         await participant.perform(exchange)

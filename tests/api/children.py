@@ -22,10 +22,10 @@ import anyio.to_thread
 import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
-from actorsnap.actors import commit, errands
-from actorsnap.runtime import inputs, taking, upkeep
+from actorsnap.actors import abandonable, commit
+from actorsnap.runtime import maintenance, taking, validation
 from actorsnap.runtime.host import Host, run_sync, shutdown, wait_done
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.testing import FaultyStorage, run_blocking_in_thread
@@ -291,7 +291,7 @@ def interrupted(
     """
     raised = ""
     commit._COMMIT_GRACE_S = 0.0  # a storage that never answers is not waited for
-    errands._CLEANUP_S = 1.0
+    abandonable._CLEANUP_S = 1.0
     barrier = _InterruptingBarrier(at, stalls=stalls)
 
     def wrap(inner: Storage) -> Storage:
@@ -481,7 +481,7 @@ def save_model_and_die(url: str, storage_options: dict[str, Any], seed: int, at:
 
 def folders_and_garbage(url: str, storage_options: dict[str, Any]) -> list[int]:
     """How many attempts lie there; how many keys their collection deletes; how many are left."""
-    source = Source(inputs.make_place(url, storage_options), FAST)
+    source = Source(validation.make_location(url, storage_options), FAST)
 
     async def num_attempts() -> int:
         context = StorageContext(run_blocking=run_blocking_in_thread, options=storage_options)
@@ -492,5 +492,5 @@ def folders_and_garbage(url: str, storage_options: dict[str, Any]) -> list[int]:
             await storage.aclose()
 
     before = asyncio.run(num_attempts())
-    report = run_sync(upkeep.collect(source, force=False), name="collect")
+    report = run_sync(maintenance.collect(source, force=False), name="collect")
     return [before, len(report.deleted), asyncio.run(num_attempts())]

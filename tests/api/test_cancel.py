@@ -26,7 +26,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.actors import commit
-from actorsnap.runtime import host, place, saving
+from actorsnap.runtime import host, location, saving
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
@@ -149,14 +149,14 @@ async def test_cancelling_a_take_while_its_storage_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is asked of a storage then that may not answer."""
-    opening, open_place = threading.Event(), place.open_place
+    opening, open_place = threading.Event(), location.open_location
 
     async def open_late(*args: Any, **more: Any) -> Storage:
         opening.set()
         await anyio.sleep(0.1)
         return _Silent(await open_place(*args, **more))
 
-    monkeypatch.setattr(saving, "open_place", open_late)
+    monkeypatch.setattr(saving, "open_location", open_late)
     options = Options(fsync=False, timeout_s=10.0)
     task = asyncio.create_task(Snapshot.take(tmp_path / "s", state(1), options=options))
     assert await asyncio.to_thread(opening.wait, LIMIT_S)

@@ -15,9 +15,9 @@ import pytest
 from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, sync
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit
-from actorsnap.runtime import inputs, upkeep
+from actorsnap.runtime import maintenance, validation
 from actorsnap.runtime.host import run_async
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from actorsnap.runtime.process import host_id
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
@@ -69,7 +69,7 @@ async def test_the_commit_object_is_no_dotfile(saved: Path) -> None:
 async def test_the_older_name_is_read(saved: Path) -> None:
     make_older(saved)
     await assert_whole(saved, 1)
-    found = await run_async(upkeep.find_snapshots(source_at(saved.parent)))
+    found = await run_async(maintenance.find_snapshots(source_at(saved.parent)))
     assert found["saved"] is not None
 
 
@@ -185,11 +185,11 @@ async def test_a_reader_of_an_older_snapshot_starts_over(saved: Path) -> None:
 
 
 def source_at(path: Path) -> Source:
-    return Source(inputs.make_place(str(path), None), FAST)
+    return Source(validation.make_location(str(path), None), FAST)
 
 
-async def collect(path: Path, **how: Any) -> upkeep.CollectReport:
-    return await run_async(upkeep.collect(source_at(path), **{"force": False, **how}))
+async def collect(path: Path, **how: Any) -> maintenance.CollectReport:
+    return await run_async(maintenance.collect(source_at(path), **{"force": False, **how}))
 
 
 async def test_the_error_names_the_cause_and_the_way_out(saved: Path, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ async def test_collecting_keeps_complete_attempts(saved: Path, tmp_path: Path) -
     complete = copy_without_commit(saved, to)
     incomplete = copy_without_commit(saved, to, pid=_DEAD_PID + 1)
     (to / incomplete / "manifest" / "0.json").unlink()
-    found = await run_async(upkeep.find_leftovers(source_at(to)))
+    found = await run_async(maintenance.find_leftovers(source_at(to)))
     assert {each.attempt: each.is_complete for each in found} == {complete: True, incomplete: False}
     report = await collect(to)
     assert (report.kept, report.left) == ([complete], [])

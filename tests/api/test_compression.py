@@ -260,7 +260,7 @@ async def test_leftovers_of_the_other_kind_are_ignored(tmp_path: Path, options: 
     for url in (str(tmp_path / "s"), f"memory://{name}/s"):
         with faulty(lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs={"put_if_absent"})):
             with pytest.raises(ActorSnapError):
-                with mock.patch("actorsnap.actors.objects.RankObjects.delete"):
+                with mock.patch("actorsnap.actors.object_writers.RankObjects.delete"):
                     await Snapshot.take(faulty_url(url), state(1), options=older)
         assert await leftovers(url)
         await Snapshot.take(url, state(2), options=options, resume=True)

@@ -28,9 +28,9 @@ from actorsnap import (
 from actorsnap.format.claims import collection_key, copy_claim_key, encode_copy_claim
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import copying, inputs, upkeep
+from actorsnap.runtime import copy, maintenance, validation
 from actorsnap.runtime.host import Host, run_async
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
@@ -72,8 +72,8 @@ async def objects(url: object) -> dict[str, bytes]:
 
 async def collect(url: str, *, force: bool = False) -> list[str]:
     """What ``actorsnap rm --garbage`` deletes."""
-    source = Source(inputs.make_place(url, None), Options())
-    return (await run_async(upkeep.collect(source, force=force))).deleted
+    source = Source(validation.make_location(url, None), Options())
+    return (await run_async(maintenance.collect(source, force=force))).deleted
 
 
 async def attempt_at(url: str) -> str:
@@ -600,14 +600,14 @@ async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None
 async def test_two_copies_at_once(kind: str, saved: str, memory: str, tmp_path: Path) -> None:
     to = memory if kind == "memory" else str(tmp_path / "to")
 
-    async def copy() -> object:
+    async def try_copy() -> object:
         try:
             return await Snapshot(saved, options=_SMALL_CHUNKS).copy_to(to)
         except ActorSnapError as error:
             return error
 
-    ended = await asyncio.gather(*[copy() for _ in range(3)])
-    copied = [each for each in ended if isinstance(each, copying.CopyReport)]
+    ended = await asyncio.gather(*[try_copy() for _ in range(3)])
+    copied = [each for each in ended if isinstance(each, copy.CopyReport)]
     assert len([report for report in copied if not report.was_there]) == 1
     for each in ended:
         if isinstance(each, Exception):
@@ -638,8 +638,8 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
     claim = claimed_by(to, attempt)
     with pytest.raises(StorageError, match="another copy of this snapshot"):
         await Snapshot(saved).copy_to(str(to))
-    monkeypatch.setattr(copying, "_STALE_S", -1.0)
-    monkeypatch.setattr(copying._Copy, "_check_renewed", lambda self: None)
+    monkeypatch.setattr(copy, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy._Copy, "_check_renewed", lambda self: None)
     report = await Snapshot(saved).copy_to(str(to))
     assert report.num_skipped == 2
     assert not claim.exists()
@@ -649,7 +649,7 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
 async def test_a_copy_that_cannot_renew_its_claim_gives_up(
     saved: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy, "_STALE_S", -1.0)
     with pytest.raises(StorageError, match="stood still"):
         await Snapshot(saved).copy_to(memory)
     assert COMMIT_KEY not in await objects(memory)

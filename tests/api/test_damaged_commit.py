@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from actorsnap import ChecksumMismatch, ObjectExists, Options, UnsupportedFormat, cli, sync
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import inputs, upkeep
+from actorsnap.runtime import maintenance, validation
 from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from tests.api.damage import rewrite_commit
 from tests.api.places import assert_whole, leftovers, make_both, state
 
@@ -68,9 +68,9 @@ def test_on_the_command_line(damaged: Path) -> None:
     assert asyncio.run(leftovers(damaged)) == []
 
 
-def collect(url: Path, *, force: bool = False) -> upkeep.CollectReport:
-    source = Source(inputs.make_place(str(url), None), FAST)
-    return run_sync(upkeep.collect(source, force=force), name="collect")
+def collect(url: Path, *, force: bool = False) -> maintenance.CollectReport:
+    source = Source(validation.make_location(str(url), None), FAST)
+    return run_sync(maintenance.collect(source, force=force), name="collect")
 
 
 def test_garbage_next_to_it(damaged: Path) -> None:

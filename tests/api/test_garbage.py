@@ -15,13 +15,13 @@ import anyio
 import pytest
 
 from actorsnap import Options, Snapshot, SnapshotAborted, sync
-from actorsnap.actors import errands
+from actorsnap.actors import abandonable
 from actorsnap.errors import StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
-from actorsnap.runtime import inputs, upkeep
+from actorsnap.runtime import maintenance, validation
 from actorsnap.runtime.host import Host, run_sync, shutdown
-from actorsnap.runtime.place import Source
+from actorsnap.runtime.location import Source
 from actorsnap.runtime.process import host_id
 from actorsnap.storage import posix
 from actorsnap.storage.wrapper import Wrapper
@@ -221,7 +221,7 @@ async def test_a_stalled_collection_does_not_hold_up_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path / "s")
-    monkeypatch.setattr(errands, "_CLEANUP_S", 3.0)
+    monkeypatch.setattr(abandonable, "_CLEANUP_S", 3.0)
     with faulty(lambda inner: FaultyStorage(inner, stall=["list_folders"])):
         await Snapshot.take(faulty_url(url), state(1), options=Options(fsync=False, timeout_s=0.5))
         assert Host.get()._calls, "the caller has waited for it"
@@ -281,9 +281,9 @@ def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> Non
     assert decode_commit((url / COMMIT_KEY).read_bytes()) == before
 
 
-def collected(url: object, **how: Any) -> upkeep.CollectReport:
-    source = Source(inputs.make_place(str(url), None), FAST)
-    return run_sync(upkeep.collect(source, **{"force": False, **how}), name="collect")
+def collected(url: object, **how: Any) -> maintenance.CollectReport:
+    source = Source(validation.make_location(str(url), None), FAST)
+    return run_sync(maintenance.collect(source, **{"force": False, **how}), name="collect")
 
 
 def dead_attempt() -> str:

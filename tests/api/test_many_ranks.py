@@ -16,11 +16,11 @@ import actorsnap
 from actorsnap import IncompatibleState, Options, RNGState, StateDict, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import CompositeEntry, ContainerEntry, Entry, ValueEntry
-from actorsnap.planning.exchange import ReadMode
+from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.place import Place, Source
-from actorsnap.runtime.restoring import RestoreReport, restore_by
+from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.restore import RestoreReport, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.storage.base import StorageContext
@@ -69,8 +69,8 @@ def written(folder: Path, *more: list[Part | Entry], world: int = 2) -> Path:
 
 def restored_by(rank: int, path: Path, app_state: Any, *, strict: bool = True) -> RestoreReport:
     """What the rank of a larger group does."""
-    place = Place(url=str(path), at=str(path), storage_options={})
-    source = Source(place, Options())
+    location = Location(display_url=str(path), url=str(path), storage_options={})
+    source = Source(location, Options())
     steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
     return run_sync(restore_by(steps, source, app_state, strict=strict), name="restore")
 

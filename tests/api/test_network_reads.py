@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actorsnap import ChecksumMismatch, Options, StateDict
-from actorsnap.actors import reader
+from actorsnap.actors import fetcher
 from actorsnap.storage.base import Storage
 from actorsnap.storage.memory import forget_space
 from actorsnap.storage.vectored import num_bytes
@@ -134,10 +134,10 @@ def test_a_chunk_is_verified_while_the_next_one_comes(
     Snapshot.take(url, {"model": StateDict(tensors)})
     target = {"model": StateDict(w0=torch.zeros_like(tensors["w0"]))}
     options = Options(chunk_bytes=2 * MIB, num_uploaders=2)
-    verify = reader._verify_all
+    verify = fetcher._verify_all
     storages: list[Counting] = []
 
-    def verify_late(targets: Sequence[reader._Target]) -> None:
+    def verify_late(targets: Sequence[fetcher._Target]) -> None:
         assert storages[0].has_two.wait(60), "no read has begun meanwhile"
         verify(targets)
 
@@ -145,7 +145,7 @@ def test_a_chunk_is_verified_while_the_next_one_comes(
         storages.append(Counting(inner))
         return storages[0]
 
-    monkeypatch.setattr(reader, "_verify_all", verify_late)
+    monkeypatch.setattr(fetcher, "_verify_all", verify_late)
     with faulty(wrap):
         Snapshot(url, options=options).restore(target)
     assert torch.equal(target["model"]["w0"], tensors["w0"])

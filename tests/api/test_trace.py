@@ -27,7 +27,7 @@ from actorsnap import (
 )
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.observing import observe
+from actorsnap.runtime.tracing import observe
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from actorsnap import Options, StateDict
-from actorsnap.actors import ledger
+from actorsnap.actors import checksum_ledger
 from actorsnap.format.checksum import choose_block_bytes
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import saving
@@ -51,7 +51,7 @@ def make(folder: Path) -> None:
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
         mock.patch.object(Host, "new_attempt", return_value=attempt),
-        mock.patch.object(ledger, "choose_block_bytes", block_bytes_of_a_shard),
+        mock.patch.object(checksum_ledger, "choose_block_bytes", block_bytes_of_a_shard),
         mock.patch.object(saving, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         # A chunk ends inside of the larger ones.

@@ -21,8 +21,8 @@ from actorsnap.protocol.failure import (
     encode_value,
     restore_aborted,
 )
-from actorsnap.protocol.frames import Finished, FromProcess
 from actorsnap.protocol.messages import Aborted, Failed, FromCoordinator, ToCoordinator
+from actorsnap.protocol.uploader import Finished, FromProcess
 from tests.held.actorsnap_raising import KINDS
 
 CLASSES = sorted(

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
-from actorsnap.planning.exchange import ReadMode, ReadPlan, Want, Wants
+from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan, Want
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
+from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
 from actorsnap.protocol.rounds import Continue
 
 MIB = 1 << 20
-WANTS = Wants((Want("model", None, b"d", 9 * MIB),), 2 * MIB, "")
+WANTS = ReadInterest((Want("model", None, b"d", 9 * MIB),), 2 * MIB, "")
 
 
 def decide(decisions: RestoreDecisions, round: int, *ranks: Any) -> Continue:
@@ -76,8 +76,8 @@ def test_a_dry_run_adds_up() -> None:
     weighed = (Weighed(10, 12, 3), Weighed(10, 10, 1))
     decision = decide(decisions, 2, *weighed)
     assert decision.is_last
-    totals = msgspec.msgpack.decode(decision.common, type=Totals)
-    assert totals == Totals(weighed, ("m/a",), (), ())
+    totals = msgspec.msgpack.decode(decision.common, type=RestoreTotals)
+    assert totals == RestoreTotals(weighed, ("m/a",), (), ())
 
 
 def test_what_has_a_place_on_no_rank_is_unexpected() -> None:

@@ -20,18 +20,18 @@ from actorsnap.planning.inventory import (
 )
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Token
+from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,
     InventoryAnswer,
     ItemsAnswer,
     Joined,
+    ManifestStored,
     Question,
     SaveDecisions,
     ShardedAnswer,
-    Stored,
     decode,
     encode,
 )
@@ -61,7 +61,7 @@ class Ranks:
         self,
         *items: tuple[Item, ...],
         sharded: tuple[tuple[Sharded, ...], ...] = (),
-        memory: Memory | None = None,
+        memory: PlanCache | None = None,
     ) -> None:
         self.items = items
         self.sharded = sharded or ((),) * len(items)
@@ -69,7 +69,7 @@ class Ranks:
             inventory_of(*own, sharded=parts)
             for own, parts in zip(items, self.sharded, strict=True)
         ]
-        self.memory = memory or Memory()
+        self.memory = memory or PlanCache()
         self.asked: list[dict[int, Question]] = []
 
     def join(self, *plans: bytes) -> Decision:
@@ -196,7 +196,9 @@ def test_ranks_that_share_objects_exchange_tokens_and_wait_for_each_other() -> N
 
 
 def test_the_manifests_to_commit() -> None:
-    records = decisions(2).records({1: encode(Stored(20, 2)), 0: encode(Stored(10, 1))})
+    records = decisions(2).records(
+        {1: encode(ManifestStored(20, 2)), 0: encode(ManifestStored(10, 1))}
+    )
     assert [(each.key, each.size, each.crc32c) for each in records] == [
         (manifest_key(ATTEMPT, 0), 10, 1),
         (manifest_key(ATTEMPT, 1), 20, 2),

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from actorsnap import Options, StateDict
-from actorsnap.actors.ledger import ChecksumLedger
-from actorsnap.actors.objects import RankObjects
+from actorsnap.actors.checksum_ledger import ChecksumLedger
+from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.saver import Saver
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.protocol.rounds import Coordinator, Participant

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from actorsnap import Options, StateDict
-from actorsnap.runtime import offload, taking
+from actorsnap.runtime import taking, uploader_client
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job
-from actorsnap.runtime.offload import Uploader, find_uploader
+from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.ranks.models import STATES
 from tests.ranks.troubles import outcome, state
@@ -446,9 +446,9 @@ def direct_plain(num_ranks: int, path: str) -> list[Any]:
 def obey(me: Rank, cannot_start: Sequence[int] = (), how: str = "") -> None:
     """Saves as the director says, in a storage that it holds."""
     sys.path.insert(0, str(ROOT / "tests" / "held"))
-    offload._SILENT_S = 10.0
+    uploader_client._SILENT_S = 10.0
     if me.rank in cannot_start:
-        offload._BOOT = "raise SystemExit(3)"
+        uploader_client._BOOT = "raise SystemExit(3)"
     if how == "torchrun":
         me.follow_torchrun()
     else:

@@ -17,8 +17,8 @@ from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.rounds import Continue
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host, Script, run_sync
-from actorsnap.runtime.ranks import find_team
 from actorsnap.runtime.rounds import Arrive, Rounds, call_together
+from actorsnap.runtime.team import find_team
 from tests.worlds import Rank, World
 
 __all__ = ["direct_go"]

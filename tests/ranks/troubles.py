@@ -196,7 +196,7 @@ def direct_wrong(num_ranks: int, **arguments: Any) -> list[Any]:
 def two_at_once(me: Rank, path: str) -> dict[str, Any]:
     """Two saves in flight, and a third with the same structure: it says little."""
     me.join_gloo()
-    from actorsnap.runtime.ranks import find_team
+    from actorsnap.runtime.team import find_team
 
     app = state(me.rank)
     # With heartbeats so seldom that few of them count.

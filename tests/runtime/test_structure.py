@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from actorsnap import StateDict
-from actorsnap.protocol.frames import Structure
+from actorsnap.protocol.uploader import Structure
 from actorsnap.runtime.structure import describe_state, rebuild_state
 from actorsnap.state.capture import capture
 from actorsnap.state.captured import Captured, Leaf

@@ -36,11 +36,11 @@ from torch.nn.parallel import DistributedDataParallel
 from actorsnap import Options
 from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
-from actorsnap.planning.exchange import ReadMode
+from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.place import Place, Source
-from actorsnap.runtime.restoring import restore_by
+from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.restore import restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.state.capture import capture
 from actorsnap.state.distributed import (
@@ -588,7 +588,9 @@ def check_restored(state: ModelState, change: Callable[[], None]) -> None:
         before = copy_of(state.state_dict())
         saved_by_all(folder, before)
         change()
-        source = Source(Place(url=str(folder), at=str(folder), storage_options={}), Options())
+        source = Source(
+            Location(display_url=str(folder), url=str(folder), storage_options={}), Options()
+        )
         # Their own ways: the store of this group is a file, which carries no messages.
         steps = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=dist.get_rank())
         script = restore_by(steps, source, {"s": state}, strict=True)

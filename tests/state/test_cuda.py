@@ -15,7 +15,7 @@ import torch
 
 from actorsnap import Options, SnapshotAborted, StateDict, shutdown
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.offload import find_uploader
+from actorsnap.runtime.uploader_client import find_uploader
 from actorsnap.state import devices
 from actorsnap.state.stateful import RNGState
 from actorsnap.sync import Snapshot, warm_up

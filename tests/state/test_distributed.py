@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from actorsnap.format.geometry import Box, covers_exactly
-from actorsnap.planning.placement import Cut, local_shape, place
+from actorsnap.planning.mesh import Placement, local_shape, place
 from actorsnap.state.distributed import (
     Describer,
     Replica,
@@ -74,7 +74,7 @@ def test_boxes_are_where_torch_cuts(layout: Any) -> None:
     for coordinate in product(*map(range, mesh)):
         local = torch_cuts(whole, mesh, axes, coordinate)
         cuts = [
-            Cut(cut[0], mesh[axis], coordinate[axis], cut[1])
+            Placement(cut[0], mesh[axis], coordinate[axis], cut[1])
             for axis, cut in enumerate(axes)
             if cut is not None
         ]
@@ -98,12 +98,17 @@ def test_boxes_are_where_torch_cuts(layout: Any) -> None:
 
 
 def test_few_boxes_and_no_wrong_cuts() -> None:
-    halves = [Cut(0, 2, 1, 2), Cut(0, 2, 1)]
+    halves = [Placement(0, 2, 1, 2), Placement(0, 2, 1)]
     assert [p.box for p in place((8,), halves)] == [Box((6,), (2,))]
     assert [p.box for p in place((8,), halves[:1])] == [Box((2,), (2,)), Box((6,), (2,))]
-    assert len(place((8, 8), [Cut(0, 2, 0, 2), Cut(1, 2, 1, 2)])) == 4
+    assert len(place((8, 8), [Placement(0, 2, 0, 2), Placement(1, 2, 1, 2)])) == 4
     assert place((), []) != []
-    for wrong in (Cut(1, 2, 0), Cut(0, 2, 2), Cut(0, 2, 0, 0), Cut(-1, 2, 0)):
+    for wrong in (
+        Placement(1, 2, 0),
+        Placement(0, 2, 2),
+        Placement(0, 2, 0, 0),
+        Placement(-1, 2, 0),
+    ):
         with pytest.raises(ValueError, match="does not cut"):
             place((4,), [wrong])
 

@@ -244,7 +244,7 @@ async def test_secrets_are_not_shown(asyncmemory: str) -> None:
 def test_handles_do_not_show_secrets() -> None:
     for url in (f"sftp://user:{SECRET}@host/run", f"https://host/run?sig={SECRET}"):
         snapshot = sync.Snapshot(url)
-        shown = f"{snapshot!r} {snapshot.path} {snapshot._source.place!r}"
+        shown = f"{snapshot!r} {snapshot.path} {snapshot._source.location!r}"
         assert "host/run" in shown
         assert SECRET not in shown
 

@@ -235,14 +235,14 @@ async def test_transfers_wait_where_there_is_room_for_many(
 ) -> None:
     num_waiting = 0
 
-    async def run_waiting(fn: Any, /, *args: Any) -> Any:
+    async def run_io(fn: Any, /, *args: Any) -> Any:
         nonlocal num_waiting
         num_waiting += 1
         return await run_blocking_in_thread(fn, *args)
 
     context = StorageContext(
         run_blocking=run_blocking_in_thread,
-        run_waiting=run_waiting,
+        run_io=run_io,
         options=fake_gcs.storage_options(),
     )
     storage = open_gs(fake_gcs.url(bucket), context)

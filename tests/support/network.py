@@ -19,7 +19,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
-from actorsnap.transport.base import Began, Broken, CoordinatorEnd, Lost, ParticipantEnd
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["SimulatedNetwork"]
 
@@ -71,7 +71,7 @@ class SimulatedNetwork:
         rng: Draws what happens.
         max_delay_s: Of a message between two processes; less than ``lost_after_s``.
         repeats: The share of these that come twice, the second time late.
-        lost_after_s: A rank that began, and then was silent for so long, is ``Lost``.
+        lost_after_s: A rank that began, and then was silent for so long, is ``PeerLost``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SimulatedNetwork:
         if for_s <= self.lost_after_s or rank not in self._begun or rank in self._lost:
             return
         self._lost.add(rank)
-        lost = Lost(rank=rank, silent_s=self.lost_after_s)
+        lost = PeerLost(rank=rank, silent_s=self.lost_after_s)
         for inbox in self._down[1:] if rank == 0 else [self._up]:
             inbox.put(now + self.lost_after_s, lost)
 
@@ -161,8 +161,8 @@ class _Participant:
         await anyio.lowlevel.checkpoint()
         self._network._carry(self._rank, self._network._up, message)
 
-    async def receive(self) -> FromCoordinator | Lost | Broken:
-        item: FromCoordinator | Lost | Broken = await self._network._down[self._rank].receive()
+    async def receive(self) -> FromCoordinator | PeerLost | Broken:
+        item: FromCoordinator | PeerLost | Broken = await self._network._down[self._rank].receive()
         return item
 
     def has_coordinator(self) -> bool:
@@ -177,8 +177,8 @@ class _Coordinator:
         await anyio.lowlevel.checkpoint()
         self._network._carry(0, self._network._down[rank], message)
 
-    async def receive(self) -> ToCoordinator | Began | Lost | Broken:
-        item: ToCoordinator | Began | Lost | Broken = await self._network._up.receive()
+    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken:
+        item: ToCoordinator | Began | PeerLost | Broken = await self._network._up.receive()
         return item
 
     async def absence(self) -> str | None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import anyio
 
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.commit import CommitActor, CommitTemplate
-from actorsnap.actors.errands import Errands
 from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveSettings
 from actorsnap.actors.trace import ProgressBoard
@@ -26,7 +26,7 @@ from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.memory import Memory
+from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -83,7 +83,7 @@ class SimulatedSave:
     budget_bytes: int = 64 * _MIB
     chunk_bytes: int = 2 * _MIB
     release_of: Mapping[int, str] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
+    memory: PlanCache = field(default_factory=PlanCache)
     remembered: Mapping[int, tuple[bytes, RankPlan]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,10 +121,10 @@ class SimulatedSave:
             await anyio.sleep(self.late_s.get(rank, 0.0))
             label = f"simulated {self.attempt} rank {rank}"
             async with anyio.create_task_group() as left:
-                errands = Errands(left, run_blocking=self.run_blocking, label=label)
+                errands = AbandonableTasks(left, run_blocking=self.run_blocking, label=label)
                 await self._save(rank, errands)
 
-    async def _save(self, rank: int, errands: Errands) -> None:
+    async def _save(self, rank: int, errands: AbandonableTasks) -> None:
         storage = FaultyStorage(self.storages[rank], before=partial(self._pass, rank))
 
         async def open_storage(_: Assignment) -> Storage:
@@ -164,7 +164,9 @@ class SimulatedSave:
                 self.memory = memory
         self._network.silence(rank)
 
-    def _coordinator(self, storage: Storage, errands: Errands, memory: Memory) -> CoordinatorActor:
+    def _coordinator(
+        self, storage: Storage, errands: AbandonableTasks, memory: PlanCache
+    ) -> CoordinatorActor:
         save = SaveRecord(
             world_size=len(self.states),
             features=features_of(is_compressed=self.codec is not None),

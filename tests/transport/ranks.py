@@ -20,7 +20,7 @@ import torch.distributed as dist
 from actorsnap import UsageError
 from actorsnap.runtime.host import Host
 from actorsnap.state.process_group import Group, find_group
-from actorsnap.transport.base import Broken, Lost
+from actorsnap.transport.ends import Broken, PeerLost
 from actorsnap.transport.store import StorePort, StoreSave
 from tests.worlds import LIMIT_S, Rank, World
 
@@ -96,10 +96,10 @@ async def first_trouble(save: Save, world_size: int) -> dict[str, Any]:
         item = await end.receive()
         if isinstance(item, Done):
             return {"done": True}
-        if isinstance(item, Lost) and save.coordinator is not None:
+        if isinstance(item, PeerLost) and save.coordinator is not None:
             for rank in range(1, world_size):
                 await save.coordinator.send(rank, Done())
-        if isinstance(item, Lost):
+        if isinstance(item, PeerLost):
             return {"lost": item.rank, "silent_s": item.silent_s, "at": time.monotonic()}
         if isinstance(item, Broken):
             return {"broken": item.reason, "at": time.monotonic()}

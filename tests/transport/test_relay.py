@@ -12,7 +12,7 @@ import pytest
 
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed
-from actorsnap.transport.base import Broken, Lost, Moved
+from actorsnap.transport.ends import Broken, Moved, PeerLost
 from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 
 DEAD = Failure(reason="the uploader process was killed", stage=Stage.STORE, rank=1)
@@ -103,7 +103,7 @@ async def never() -> bool | None:
         Ask(0, b"more", 1),
         Proceed(3, is_last=True),
         Aborted(FULL),
-        Lost(rank=1, silent_s=3.5),
+        PeerLost(rank=1, silent_s=3.5),
         Broken(reason="the store is gone"),
     ],
 )
@@ -117,10 +117,10 @@ async def test_an_engine_has_both_ends() -> None:
         assert ends.coordinator is not None
         assert box.coordinator is not None
         box.participant.give(Proceed(0))
-        box.coordinator.give(Arrived(1, 0), Lost(rank=2, silent_s=9.0))
+        box.coordinator.give(Arrived(1, 0), PeerLost(rank=2, silent_s=9.0))
         assert await ends.participant.receive() == Proceed(0)
         assert await ends.coordinator.receive() == Arrived(1, 0)
-        assert await ends.coordinator.receive() == Lost(rank=2, silent_s=9.0)
+        assert await ends.coordinator.receive() == PeerLost(rank=2, silent_s=9.0)
         await ends.participant.send(Arrived(0, 0))
         await ends.coordinator.send(2, Proceed(0))
         await box.relay.flush()
@@ -189,7 +189,7 @@ async def test_a_rank_without_its_engine_waits_for_the_verdict(
 @pytest.mark.parametrize("found", [True, False, None])
 async def test_a_rank_that_loses_rank_0_as_well_looks_in_the_storage(found: bool | None) -> None:
     async with mailbox(1) as box:
-        box.participant.give(Lost(rank=0, silent_s=9.0))
+        box.participant.give(PeerLost(rank=0, silent_s=9.0))
         await anyio.wait_all_tasks_blocked()
         outcome = await box.relay.conclude(DEAD, looks(found))
     if found:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from actorsnap.transport.base import Began, Broken, Lost
+from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
@@ -275,8 +275,8 @@ async def test_a_rank_takes_its_leave(store: Any, open_port: Opener) -> None:
     assert await received(saves[0].coordinator) == Ask(1)
     await closed(ports[1])
     assert isinstance(await received(saves[1].participant), Broken)
-    assert await received(saves[0].coordinator) == Lost(rank=1, silent_s=0.0)
-    assert await received(coordinator(ports[0].begin())) == Lost(rank=1, silent_s=0.0)
+    assert await received(saves[0].coordinator) == PeerLost(rank=1, silent_s=0.0)
+    assert await received(coordinator(ports[0].begin())) == PeerLost(rank=1, silent_s=0.0)
     # It comes back.
     again = open_port(store, 1, first_number=2).begin()
     await again.participant.send(Ask(1, b"again"))
@@ -290,7 +290,7 @@ async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) ->
     await saves[1].participant.send(Ask(1))
     assert await received(saves[0].coordinator) == Ask(1)
     await closed(ports[0])
-    assert await received(saves[1].participant) == Lost(rank=0, silent_s=0.0)
+    assert await received(saves[1].participant) == PeerLost(rank=0, silent_s=0.0)
     saves[1].close()
     # A new port of it has a session of its own.
     new = open_port(store, 0, first_number=1).begin()
@@ -310,7 +310,7 @@ async def test_silence(store: Any, open_port: Opener) -> None:
     assert coordinator(save)._heard.keys() == {1}
     other.close()
     found = await received(save.coordinator)
-    assert isinstance(found, Lost)
+    assert isinstance(found, PeerLost)
     assert found.rank == 1
     assert 1.2 < found.silent_s < 60
     await nothing(save.coordinator)
@@ -344,7 +344,7 @@ async def test_who_is_gone_since_the_save_before_is_lost(
     save = ports[1 - gone].begin(lost_after_s=0.6)
     end = save.participant if save.coordinator is None else save.coordinator
     lost = await received(end)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, PeerLost)
     assert lost.rank == gone
     save.close()
 

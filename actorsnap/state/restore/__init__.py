@@ -11,9 +11,9 @@ from actorsnap.state.restore.aliasing import (
     find_conflicts,
     mark_written,
 )
+from actorsnap.state.restore.allocation import Wanted, slice_stored
 from actorsnap.state.restore.build import KeyRestore, prepare, read_one
 from actorsnap.state.restore.match import Match, entries_by_key, match_key
-from actorsnap.state.restore.memory import Wanted, slice_stored
 
 __all__ = [
     "Destination",

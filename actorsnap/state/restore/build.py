@@ -21,16 +21,16 @@ from actorsnap.state import objects
 from actorsnap.state.composite import assemble
 from actorsnap.state.distributed import is_distributed
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Destination, Target, is_writable
-from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
-from actorsnap.state.restore.memory import (
+from actorsnap.state.restore.allocation import (
+    Allocation,
     Fresh,
-    Memory,
     Wanted,
     find_memory,
     lay_over,
     stand_in,
     typed,
 )
+from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import carried, refusal, slices_of
 from actorsnap.state.tree import escape, human, parent_of, part_path
@@ -51,7 +51,7 @@ class KeyRestore:
             replaced. Or a line per optimizer with other parameter groups.
         on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
             ``MODEL`` and ``NOTHING``.
-        destinations: Memory of the target that is written to.
+        destinations: Allocation of the target that is written to.
         reads: Stored ranges and their sinks. Nothing else is written to a target before
             ``build``. A range may appear twice.
         surplus_bytes: Bytes of ``reads`` outside of the boxes of the target. They share checksum
@@ -67,7 +67,7 @@ class KeyRestore:
     reads: Sequence[Wanted]
     surplus_bytes: int
     _match: Match
-    _memory: Memory
+    _memory: Allocation
 
     def has_target(self, path: str) -> bool:
         """Whether the target has a leaf at ``path``; True if there is no target."""

@@ -17,13 +17,13 @@ import anyio
 import anyio.abc
 
 from actorsnap.errors import StorageError, describe
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking
 from actorsnap.storage.foreign_errors import ends_this_task
 
-__all__ = ["Errands", "first_error"]
+__all__ = ["AbandonableTasks", "first_error"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 
@@ -39,13 +39,13 @@ _CLOSE_S = 5.0
 """Time limit for closing a storage, in seconds; exceeding it loses nothing."""
 
 
-class Errands:
+class AbandonableTasks:
     """The errands of one call. For use on one event loop.
 
     Args:
         tasks: Task group of the errands. It ends when the last one has returned.
         run_blocking: Runs their blocking calls.
-        run_bulk: Runs blocking calls that move bytes; None: ``run_blocking``.
+        run_cpu: Runs blocking calls that move bytes; None: ``run_blocking``.
         label: Names the call in messages.
         on_retry: See ``StorageContext``.
         deadline: The loop's time at which the call, clean-up included, has to end.
@@ -56,14 +56,14 @@ class Errands:
         tasks: anyio.abc.TaskGroup,
         *,
         run_blocking: RunBlocking,
-        run_bulk: RunBlocking | None = None,
+        run_cpu: RunBlocking | None = None,
         label: str,
         on_retry: Callable[[StorageError, float], None] | None = None,
         deadline: float = math.inf,
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
-        self._run_bulk = run_bulk or run_blocking
+        self._run_bulk = run_cpu or run_blocking
         self._label = label
         self._on_retry = on_retry
         self._deadline = deadline
@@ -79,7 +79,7 @@ class Errands:
         finally:
             self._num_calls -= 1
 
-    async def run_bulk(self, fn: Callable[..., T], /, *args: Any) -> T:
+    async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
         """``run_blocking`` for work that moves bytes."""
         self._num_calls += 1
         try:

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.planning.exchange import (
+from actorsnap.planning.restore import Range
+from actorsnap.planning.shared_reads import (
     MIN_SHARING_RANKS,
     Exchange,
+    ExchangeTurn,
+    ReadInterest,
     ReadMode,
     ReadPlan,
     Runs,
-    Turn,
     Want,
-    Wants,
     count_rounds,
     cut,
     plan_exchange,
@@ -27,7 +28,6 @@ from actorsnap.planning.exchange import (
     shares_of,
     want_of,
 )
-from actorsnap.planning.restore import Range
 
 MIB = 1 << 20
 MODEL = want_of("model", None, [Range("o", 0, 5 * MIB), Range("o", 5 * MIB, 6 * MIB)])
@@ -84,9 +84,9 @@ def test_a_small_request_is_not_cut_a_large_one_is() -> None:
     assert len(pieces) == 12
 
 
-def wants(*alike: Want, **changes: object) -> Wants:
+def wants(*alike: Want, **changes: object) -> ReadInterest:
     values = {"alike": alike, "piece_bytes": 4 * MIB, "obstacle": ""}
-    return Wants(**(values | changes))  # type: ignore[arg-type]
+    return ReadInterest(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_the_digest_tells_what_is_wanted() -> None:
@@ -113,7 +113,7 @@ def test_auto_shares_where_many_want_the_same() -> None:
         "Options.read_mode 'auto' 8 or more share"
     )
     many = plan_exchange([wants(MODEL, OPTIM)] * MIN_SHARING_RANKS, ReadMode.AUTO)
-    turn = Turn(1, (Exchange(None, ("model", "optim")),))
+    turn = ExchangeTurn(1, (Exchange(None, ("model", "optim")),))
     assert many == ReadPlan(ReadMode.SHARED, many.reason, 4 * MIB, (turn,))
     assert many.reason == "all 8 ranks want the same 7340032 bytes, and read each of them once"
 
@@ -123,11 +123,11 @@ def test_only_what_is_wanted_alike_is_shared() -> None:
     plan = plan_exchange(
         [wants(MODEL, OPTIM), wants(other, OPTIM, piece_bytes=2 * MIB)], ReadMode.SHARED
     )
-    assert plan.turns == (Turn(1, (Exchange(None, ("optim",)),)),)
+    assert plan.turns == (ExchangeTurn(1, (Exchange(None, ("optim",)),)),)
     assert plan.piece_bytes == 2 * MIB
 
 
-def hsdp(copies: int, shards: int, *more: Want, nbytes: int = 40 * MIB) -> list[Wants]:
+def hsdp(copies: int, shards: int, *more: Want, nbytes: int = 40 * MIB) -> list[ReadInterest]:
     """What ranks of a mesh of two axes want: their shard, of two keys."""
     found = []
     for rank in range(copies * shards):
@@ -139,7 +139,7 @@ def hsdp(copies: int, shards: int, *more: Want, nbytes: int = 40 * MIB) -> list[
 
 def test_auto_decides_for_each_set_and_says_so() -> None:
     plan = plan_exchange(hsdp(4, 2, MODEL), ReadMode.AUTO)
-    assert plan.turns == (Turn(1, (Exchange(None, ("model",)),)),)
+    assert plan.turns == (ExchangeTurn(1, (Exchange(None, ("model",)),)),)
     assert plan.reason == (
         "all 8 ranks want the same 6291456 bytes, and read each of them once; 2 x 4 ranks want "
         "the same 167772160 bytes, which each of them reads: with Options.read_mode 'auto' 8 or "
@@ -155,8 +155,8 @@ def test_auto_decides_for_each_set_and_says_so() -> None:
 def test_the_sets_of_a_mesh_share_in_the_same_rounds() -> None:
     plan = plan_exchange(hsdp(2, 4, MODEL), ReadMode.SHARED)
     everybody, copies = plan.turns
-    assert everybody == Turn(1, (Exchange(None, ("model",)),))
-    assert copies == Turn(14, (Exchange(((0, 2, 4),), ("model", "optim"), 4, 1),))
+    assert everybody == ExchangeTurn(1, (Exchange(None, ("model",)),))
+    assert copies == ExchangeTurn(14, (Exchange(((0, 2, 4),), ("model", "optim"), 4, 1),))
     for rank in range(8):
         first, second = shares_of(plan, rank, 8)
         assert first.members == tuple(range(8))
@@ -177,7 +177,7 @@ def test_a_set_that_not_all_agree_on_reads_for_itself() -> None:
     ranks = hsdp(2, 2)
     ranks[3] = wants(want_of("model", ((1, 2, 2),), [Range("other", 0, 5)]))
     plan = plan_exchange(ranks, ReadMode.SHARED)
-    assert plan.turns == (Turn(14, (Exchange(((0, 2, 2),), ("model", "optim")),)),)
+    assert plan.turns == (ExchangeTurn(14, (Exchange(((0, 2, 2),), ("model", "optim")),)),)
     assert [bool(share.members) for share in shares_of(plan, 3, 4)] == [False]
 
 
@@ -188,7 +188,7 @@ def test_ranks_as_runs() -> None:
 
 
 @st.composite
-def claims(draw: st.DrawFn) -> list[Wants]:
+def claims(draw: st.DrawFn) -> list[ReadInterest]:
     """Ranks that want things alike with any others: partitions, and sets that overlap."""
     num_ranks = draw(st.integers(2, 12))
     some = st.sets(st.integers(0, num_ranks - 1), min_size=2).map(
@@ -214,7 +214,7 @@ def claims(draw: st.DrawFn) -> list[Wants]:
 
 @given(claims(), st.randoms(use_true_random=False))
 def test_who_shares_agrees_with_all_that_it_shares_with(
-    ranks: list[Wants], rng: random.Random
+    ranks: list[ReadInterest], rng: random.Random
 ) -> None:
     plan = plan_exchange(ranks, ReadMode.SHARED)
     assert plan_exchange([wants(*shuffled(own, rng)) for own in ranks], ReadMode.SHARED) == plan
@@ -249,7 +249,7 @@ def test_who_shares_agrees_with_all_that_it_shares_with(
         assert (want in shared) == (len(holders) > 1 and holders == list(named))
 
 
-def shuffled(own: Wants, rng: random.Random) -> list[Want]:
+def shuffled(own: ReadInterest, rng: random.Random) -> list[Want]:
     return rng.sample(own.alike, len(own.alike))
 
 
@@ -258,7 +258,7 @@ def spread(ranks: Runs) -> list[int]:
 
 
 def test_why_it_is_direct() -> None:
-    def reason(*ranks: Wants, mode: ReadMode = ReadMode.SHARED) -> str:
+    def reason(*ranks: ReadInterest, mode: ReadMode = ReadMode.SHARED) -> str:
         plan = plan_exchange(ranks, mode)
         assert plan == ReadPlan(ReadMode.DIRECT, plan.reason)
         return plan.reason

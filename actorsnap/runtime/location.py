@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.reader import (
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.fetcher import (
     Commits,
     FetcherPool,
     SnapshotReader,
@@ -37,10 +37,10 @@ from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
 from actorsnap.format.foreign import HEAD_BYTES
 from actorsnap.format.layout import Attempt, manifest_prefix
 from actorsnap.format.manifest import OLDER_COMMIT_KEY, Commit, ManifestRecord, RankManifest
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
+from actorsnap.planning.garbage import collectable, resumable, unclaimed
 from actorsnap.planning.index import Index, index_of
-from actorsnap.planning.retention import collectable, resumable, unclaimed
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, StorageContext
@@ -58,18 +58,18 @@ __all__ = [
     "MAX_SMALL_READS",
     "Claims",
     "Collected",
-    "Place",
+    "Location",
     "Source",
     "collect_garbage",
     "find_attempts",
     "find_claims",
     "find_collectable",
     "find_resumable",
-    "open_place",
-    "open_ready_place",
+    "open_location",
+    "open_ready_location",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
@@ -93,27 +93,27 @@ _MAY_RUN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Location:
     """The location of a snapshot.
 
     Attributes:
-        url: The caller's URL without secrets, for messages.
+        display_url: The caller's URL without secrets, for messages.
         at: The full URL, independent of the working folder.
     """
 
-    url: str
-    at: str = field(repr=False)
+    display_url: str
+    url: str = field(repr=False)
     storage_options: dict[str, Any] = field(repr=False)  # may contain secrets
 
     @property
     def canonical(self) -> str:
         """The URL form in which ranks compare places."""
-        return canonical(self.at)
+        return canonical(self.url)
 
 
-async def open_place(
+async def open_location(
     host: Host,
-    place: Place,
+    location: Location,
     *,
     fsync: bool,
     run_blocking: RunBlocking | None = None,
@@ -130,31 +130,31 @@ async def open_place(
         UsageError: unknown scheme or storage option.
         StorageError: the factory of another package failed.
     """
-    context = _context(host, place, fsync, run_blocking or host.run_blocking, scratch, on_retry)
-    if is_ready(place.at):
-        return translate_opening(place.url, lambda: open_storage(place.at, context))
-    opener = await host.run_blocking(find_opener, place.at)
-    return translate_opening(place.url, lambda: opener(context))
+    context = _context(host, location, fsync, run_blocking or host.run_blocking, scratch, on_retry)
+    if is_ready(location.url):
+        return translate_opening(location.display_url, lambda: open_storage(location.url, context))
+    opener = await host.run_blocking(find_opener, location.url)
+    return translate_opening(location.display_url, lambda: opener(context))
 
 
-def open_ready_place(host: Host, place: Place, *, fsync: bool) -> Storage:
-    """``open_place`` for a backend that ``is_ready``."""
-    context = _context(host, place, fsync, host.run_blocking)
-    return translate_opening(place.url, lambda: open_storage(place.at, context))
+def open_ready_location(host: Host, location: Location, *, fsync: bool) -> Storage:
+    """``open_location`` for a backend that ``is_ready``."""
+    context = _context(host, location, fsync, host.run_blocking)
+    return translate_opening(location.display_url, lambda: open_storage(location.url, context))
 
 
 def _context(
     host: Host,
-    place: Place,
+    location: Location,
     fsync: bool,
     run_blocking: RunBlocking,
     scratch: str = "",
     on_retry: OnRetry | None = None,
 ) -> StorageContext:
     return StorageContext(
-        options=place.storage_options,
+        options=location.storage_options,
         run_blocking=run_blocking,
-        run_waiting=host.run_waiting,
+        run_io=host.run_io,
         durable=fsync,
         on_retry=on_retry,
         scratch=scratch,
@@ -172,8 +172,8 @@ class _Known:
 class Source:
     """A snapshot that may exist: its place, the options, and the cached index."""
 
-    def __init__(self, place: Place, options: Options) -> None:
-        self.place = place
+    def __init__(self, location: Location, options: Options) -> None:
+        self.location = location
         self.options = options
         self._known = _Known()
         self._is_one_call = False
@@ -203,7 +203,7 @@ class Source:
         op: str,
         attempt: str | None = None,
         on_retry: OnRetry | None = None,
-    ) -> AsyncIterator[tuple[Storage, SnapshotReader, Errands]]:
+    ) -> AsyncIterator[tuple[Storage, SnapshotReader, AbandonableTasks]]:
         """Opens the storage for one operation within ``timeout_s``; those of one call share it.
 
         Work that does not write to the caller's memory runs as an errand. Only errands can be
@@ -221,12 +221,12 @@ class Source:
             StorageError: timed out; quotes the last error that was retried.
         """
         host.set_budget(self.options.memory_budget_bytes)
-        async with _errands(host, f"{op} {self.place.url}", on_retry) as errands:
+        async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
             with anyio.CancelScope(deadline=self._begin()) as scope:
                 run_blocking = errands.run_blocking
-                storage = await open_place(
+                storage = await open_location(
                     host,
-                    self.place,
+                    self.location,
                     fsync=True,
                     run_blocking=run_blocking,
                     on_retry=errands.note_retry,
@@ -251,7 +251,7 @@ class Source:
             raise StorageError(
                 op=op,
                 key="",
-                backend=self.place.url,
+                backend=self.location.display_url,
                 detail=f"timeout_s={self.options.timeout_s:g} is over; "
                 f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
                 "for a slow storage",
@@ -260,13 +260,13 @@ class Source:
 
     async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
         """Returns the first bytes of the file or object with this exact URL; None if none."""
-        parts = folder_and_name(self.place.at)
+        parts = folder_and_name(self.location.url)
         if parts is None:
             return None
         folder, name = parts
         try:
-            beside = await open_place(
-                host, replace(self.place, at=folder), fsync=False, run_blocking=run_blocking
+            beside = await open_location(
+                host, replace(self.location, url=folder), fsync=False, run_blocking=run_blocking
             )
             try:
                 size = (await beside.stat(name)).size
@@ -284,7 +284,7 @@ class Source:
         except Exception as error:
             found = first_error(error)
             if isinstance(found, FormatError):
-                found.name_snapshot(self.place.url)
+                found.name_snapshot(self.location.display_url)
             raise
 
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
@@ -324,7 +324,9 @@ class Source:
 
 
 @asynccontextmanager
-async def _errands(host: Host, label: str, on_retry: OnRetry | None) -> AsyncIterator[Errands]:
+async def _errands(
+    host: Host, label: str, on_retry: OnRetry | None
+) -> AsyncIterator[AbandonableTasks]:
     """Provides errands in a separate call, which ends when the last errand has returned."""
     tasks = anyio.create_task_group()
     begun, over = anyio.Event(), anyio.Event()
@@ -338,7 +340,9 @@ async def _errands(host: Host, label: str, on_retry: OnRetry | None) -> AsyncIte
     host.submit(keep())
     try:
         await begun.wait()
-        yield Errands(tasks, run_blocking=host.run_blocking, label=label, on_retry=on_retry)
+        yield AbandonableTasks(
+            tasks, run_blocking=host.run_blocking, label=label, on_retry=on_retry
+        )
     finally:
         over.set()
 

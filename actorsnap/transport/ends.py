@@ -3,7 +3,7 @@
 A transport carries messages between the participants (one per rank) and the coordinator of one
 save. It keeps the order of messages between two parties, never mixes saves, and knows nothing of
 the messages' meaning. It may lose messages after a party is gone. ``receive`` also returns its own
-observations, ``Lost`` and ``Broken``, in order with the messages.
+observations, ``PeerLost`` and ``Broken``, in order with the messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
-__all__ = ["Began", "Broken", "CoordinatorEnd", "Lost", "Moved", "ParticipantEnd"]
+__all__ = ["Began", "Broken", "CoordinatorEnd", "PeerLost", "Moved", "ParticipantEnd"]
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Began(msgspec.Struct, frozen=True, kw_only=True):
     tag: bytes
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Lost"):
+class PeerLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="PeerLost"):
     """A rank that took part in this save has fallen silent. Received once per rank.
 
     A rank that was never heard, in this save or one before, is not lost: the deadline covers it.
@@ -64,7 +64,7 @@ class ParticipantEnd(Protocol):
     async def send(self, message: ToCoordinator) -> None:
         """Queues a message."""
 
-    async def receive(self) -> FromCoordinator | Lost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
         """Returns the next message. Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
@@ -77,7 +77,7 @@ class CoordinatorEnd(Protocol):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """Queues a message."""
 
-    async def receive(self) -> ToCoordinator | Began | Lost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | Moved:
         """Returns the next message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:

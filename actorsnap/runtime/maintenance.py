@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actorsnap.actors.reader import (
-    Request,
+from actorsnap.actors.fetcher import (
+    RangeRequest,
     SnapshotReader,
     find_commit,
     is_complete,
@@ -44,11 +44,11 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.compressed_ranges import check_chunks
 from actorsnap.planning.index import holes
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.place import (
+from actorsnap.runtime.location import (
     MAX_SMALL_READS,
     Source,
     collect_garbage,
@@ -73,7 +73,7 @@ __all__ = [
     "verify",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _NUMBER = re.compile("([0-9]+)")
 
@@ -112,7 +112,11 @@ def delete(source: Source) -> Script[None]:
                 except (NotASnapshot, UnsupportedFormat):
                     raise
                 except FormatError:
-                    logger.info("%s: deleting a damaged snapshot", source.place.url, exc_info=True)
+                    logger.info(
+                        "%s: deleting a damaged snapshot",
+                        source.location.display_url,
+                        exc_info=True,
+                    )
                 older = (await read_commits(storage)).older
                 superseded = [each.attempt for each in (newer, older) if isinstance(each, Commit)]
                 for attempt in superseded:
@@ -334,7 +338,7 @@ class DataCheck:
         level: str,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._url = source.place.url
+        self._url = source.location.display_url
         self._storage = storage
         self._run_blocking = run_blocking
         self._level = level
@@ -420,7 +424,7 @@ class DataCheck:
         try:
             part = await self._run_blocking(leaf.restore)
             await self._pool.fetch(
-                [Request(leaf.index, want.stored, want.sink) for want in part.reads]
+                [RangeRequest(leaf.index, want.stored, want.sink) for want in part.reads]
             )
             await self._run_blocking(part.build)
         except FormatError as error:
@@ -440,7 +444,7 @@ class DataCheck:
         if self._level == "full":
             await read_intact(self._storage, lambda: self._check_header(record))
             requests = [
-                Request(manifest, at, _NullSink(at.stop - at.start, self._meter.add))
+                RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._meter.add))
                 for manifest, at in self._held[record.key].leaves
             ]
             await self._pool.fetch(requests)
@@ -472,7 +476,7 @@ class DataCheck:
         sink = MemorySink(header.ctypes.data, len(header), header)
         manifest, number = self._held[record.key].opener()
         at = Stored(number, 0, len(header), ())
-        await self._unverified.fetch([Request(manifest, at, sink)])
+        await self._unverified.fetch([RangeRequest(manifest, at, sink)])
         return header.tobytes()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.reader import FetcherPool, Request
+from actorsnap.actors.fetcher import FetcherPool, RangeRequest
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, StoredChunk
 from actorsnap.planning.index import Index
@@ -62,7 +62,7 @@ async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
     )
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pool.fetch, [Request(manifest, Stored(0, 0, size, ()), sink)])
+        tasks.start_soon(pool.fetch, [RangeRequest(manifest, Stored(0, 0, size, ()), sink)])
         await anyio.to_thread.run_sync(storage.has_begun.wait, 20)
         tasks.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
@@ -96,8 +96,10 @@ async def test_what_another_rank_compressed_may_be_a_gap(tmp_path: Path) -> None
     )
     await pool.fetch(
         [
-            Request(index, Stored(0, 0, 10, ()), MemorySink(target.ctypes.data, 10, target)),
-            Request(index, Stored(2, 20, 30, ()), MemorySink(target.ctypes.data + 10, 10, target)),
+            RangeRequest(index, Stored(0, 0, 10, ()), MemorySink(target.ctypes.data, 10, target)),
+            RangeRequest(
+                index, Stored(2, 20, 30, ()), MemorySink(target.ctypes.data + 10, 10, target)
+            ),
         ]
     )
     assert target.tolist() == [1] * 10 + [3] * 10

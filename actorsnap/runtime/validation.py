@@ -11,7 +11,7 @@ import msgspec
 from actorsnap.errors import UsageError
 from actorsnap.format.validate import check_json
 from actorsnap.options import Options, from_env
-from actorsnap.runtime.place import Place
+from actorsnap.runtime.location import Location
 from actorsnap.storage.registry import absolute, check_url, without_secrets
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "check_flag",
     "check_metadata",
     "check_step",
-    "make_place",
+    "make_location",
     "resolve_options",
 ]
 
@@ -29,7 +29,9 @@ AppState: TypeAlias = Mapping[str, Any]
 ``dict[str, object]`` for a dict display with objects of several classes."""
 
 
-def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
+def make_location(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Location:
     """Checks a path and its storage options.
 
     Raises:
@@ -39,8 +41,10 @@ def make_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     if storage_options is not None and not isinstance(storage_options, Mapping):
         # Names only the type: the value may contain secrets.
         raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
-    return Place(
-        url=without_secrets(url), at=absolute(url), storage_options=dict(storage_options or {})
+    return Location(
+        display_url=without_secrets(url),
+        url=absolute(url),
+        storage_options=dict(storage_options or {}),
     )
 
 

@@ -23,7 +23,7 @@ from actorsnap.errors import (
     describe,
     printable,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime import telemetry, tracefile
 from actorsnap.runtime.host import Host, wait_done
@@ -31,7 +31,7 @@ from actorsnap.runtime.tracefile import About
 
 __all__ = ["Observation", "Sink", "error_text", "observe"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 Sink: TypeAlias = Callable[[Recorder, About, int], None]
 """Exports a recording, given the call and the offset of the recorder's clock to the epoch in

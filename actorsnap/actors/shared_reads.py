@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from actorsnap.actors.errands import Errands
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part
 from actorsnap.state.restore import slice_stored
@@ -65,7 +65,7 @@ class ExchangeActor:
         broadcast: Callable[[memoryview, int], Awaitable[None]],
         arrive: Callable[[], Awaitable[object]],
         run_blocking: RunBlocking,
-        errands: Errands,
+        errands: AbandonableTasks,
     ) -> None:
         self._commons = commons
         self._rounds = [pieces[at : at + num_ranks] for at in range(0, len(pieces), num_ranks)]

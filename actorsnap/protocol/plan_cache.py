@@ -12,10 +12,10 @@ from actorsnap.planning.inventory import Inventory
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.planning.save import SavePlan, plan_save
 
-__all__ = ["Memory"]
+__all__ = ["PlanCache"]
 
 
-class Memory:
+class PlanCache:
     """Memory of a group's last save; its size is bounded by one save.
 
     Attributes:
@@ -33,9 +33,9 @@ class Memory:
         self._made_from: object = None
         self._plan: SavePlan | None = None
 
-    def copy(self) -> Memory:
+    def copy(self) -> PlanCache:
         """Returns a copy for one save, to be kept once that save has planned."""
-        other = Memory()
+        other = PlanCache()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
         other.agreed, other.several = self.agreed, self.several
         other._plan, other._made_from = self._plan, self._made_from

@@ -40,7 +40,7 @@ __all__ = [
     "Logged",
     "MessageSent",
     "Progressed",
-    "Ready",
+    "ProcessStarted",
     "Recorded",
     "Remember",
     "Save",
@@ -140,7 +140,7 @@ class Save(_Frame, frozen=True, tag="s"):
     Attributes:
         number: Number of the save, in all frames about it.
         values: Values that differ from those in ``Remember``: index among the values, and entry.
-        url, at, storage_options: See ``runtime.place.Place``.
+        url, at, storage_options: See ``runtime.location.Location``.
         options, metadata: As msgpack, and as JSON.
         left_s: Seconds left of ``Options.timeout_s``.
         step: See ``SaveRequest``.
@@ -306,7 +306,7 @@ ToProcess: TypeAlias = (
 # Frames from the process --------------------------------------------------------------------
 
 
-class Ready(_Frame, frozen=True, tag="r"):
+class ProcessStarted(_Frame, frozen=True, tag="r"):
     """The process listens."""
 
     release: str
@@ -421,7 +421,7 @@ class Logged(_Frame, frozen=True, tag="l"):
 
 
 FromProcess: TypeAlias = (
-    Ready
+    ProcessStarted
     | MessageSent
     | AbsenceAsked
     | TurnAsked

@@ -36,7 +36,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
 from actorsnap.state.composite import take_apart
-from actorsnap.state.distributed import Piece, Ranks, is_distributed
+from actorsnap.state.distributed import LocalPiece, Ranks, is_distributed
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.restore.aliasing import (
     Destination,
@@ -71,7 +71,7 @@ from actorsnap.state.tree import part_path
 
 __all__ = [
     "Fresh",
-    "Memory",
+    "Allocation",
     "Wanted",
     "find_memory",
     "lay_over",
@@ -114,14 +114,14 @@ class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 @dataclass(slots=True)
-class Memory:
+class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
         reads: Stored ranges and their sinks. A range may appear twice.
         surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets. They share
             checksum blocks with wanted bytes.
-        destinations: Memory of the target that is written to.
+        destinations: Allocation of the target that is written to.
         values: Targets that the reads complete, by path.
         fresh: Leaves in fresh memory.
         buffers: Leaves that are decoded from raw bytes.
@@ -145,14 +145,14 @@ class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
     region: Region
 
 
-def find_memory(match: Match) -> Memory:
+def find_memory(match: Match) -> Allocation:
     """Finds memory for all leaves of ``match``.
 
     Raises:
         FormatError: Shards do not cover their tensor, or overlap.
         MemoryError: The memory could not be allocated; names the leaf.
     """
-    memory = Memory()
+    memory = Allocation()
     views: dict[str, list[_Member]] = {}
     for pair in match.pairs:
         entry = pair.entry
@@ -197,7 +197,7 @@ def _empty(
         raise MemoryError(f"{path!r}: {error}") from error
 
 
-def _add_buffer(memory: Memory, match: Match, pair: Pair, entry: BytesEntry) -> None:
+def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry) -> None:
     nbytes = entry.data.stop - entry.data.start
     try:
         data = bytearray(nbytes)
@@ -211,7 +211,7 @@ def _add_buffer(memory: Memory, match: Match, pair: Pair, entry: BytesEntry) -> 
     memory.buffers.append((pair, data))
 
 
-def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) -> None:
+def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry) -> None:
     """Adds a tensor or array that no view refers to."""
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
@@ -242,7 +242,7 @@ def _add_tensor(memory: Memory, match: Match, pair: Pair, entry: TensorEntry) ->
 
 
 def _add_view(
-    memory: Memory, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
+    memory: Allocation, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
     """Adds a leaf that is a view of stored bytes, perhaps among others."""
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
@@ -257,7 +257,9 @@ def _add_view(
     views.setdefault(base, []).append(member)
 
 
-def _add_parts(memory: Memory, match: Match, views: dict[str, list[_Member]], pair: Pair) -> None:
+def _add_parts(
+    memory: Allocation, match: Match, views: dict[str, list[_Member]], pair: Pair
+) -> None:
     """Adds the parts of a composite in fresh memory; the composite is copied to its target."""
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
@@ -281,7 +283,7 @@ def _add_parts(memory: Memory, match: Match, views: dict[str, list[_Member]], pa
 
 
 def _add_boxes(
-    memory: Memory,
+    memory: Allocation,
     pair: Pair,
     entry: TensorEntry | ShardedEntry,
     shards: Sequence[Shard],
@@ -313,7 +315,7 @@ def _add_boxes(
         else:
             memory.values[path] = target
             memory.destinations += destination(path, target, base)
-        memory.reads += _box_reads(planned, shards, [Piece(whole, tensor, None)], None)
+        memory.reads += _box_reads(planned, shards, [LocalPiece(whole, tensor, None)], None)
         return
     memory.values[path] = target
     memory.destinations += _destinations_of_pieces(pair, base)
@@ -335,7 +337,7 @@ def _destinations_of_pieces(pair: Pair, base: str) -> list[Destination]:
 def _box_reads(
     planned: Sequence[BoxRead],
     shards: Sequence[Shard],
-    pieces: Sequence[Piece],
+    pieces: Sequence[LocalPiece],
     default: Ranks | None,
 ) -> list[Wanted]:
     """Returns planned reads with their sinks.
@@ -343,7 +345,7 @@ def _box_reads(
     Args:
         planned: Reads for the boxes of ``pieces``.
         shards: Shards that the plan refers to.
-        pieces: Memory to fill. Its elements must not share memory.
+        pieces: Allocation to fill. Its elements must not share memory.
         default: Holders of pieces without holders.
     """
     wanted: list[Wanted] = []
@@ -382,7 +384,7 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
     return _Member(entry, target, Region(0, itemsize, entry.shape, c_strides(entry.shape)))
 
 
-def _place(memory: Memory, match: Match, base: TensorEntry, members: list[_Member]) -> None:
+def _place(memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]) -> None:
     """Finds memory for the stored bytes of ``base`` that members use."""
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
@@ -412,7 +414,7 @@ def _place(memory: Memory, match: Match, base: TensorEntry, members: list[_Membe
     memory.reads.extend(Wanted(data, sink, _holders(match, base)) for sink in sinks)
 
 
-def _find_sinks(memory: Memory, nbytes: int, members: list[_Member]) -> list[ByteSink]:
+def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list[ByteSink]:
     """Finds memory for ``nbytes`` bytes; each sink takes all of them."""
     sinks: list[ByteSink] = []
     left = _take_spans(memory, nbytes, members, sinks)
@@ -425,7 +427,7 @@ def _find_sinks(memory: Memory, nbytes: int, members: list[_Member]) -> list[Byt
 
 
 def _take_spans(
-    memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
+    memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
     """Takes targets with the layout of the stored bytes; returns the other members."""
     left: list[_Member] = []
@@ -453,7 +455,7 @@ def _take_spans(
 
 
 def _take_whole(
-    memory: Memory, nbytes: int, members: list[_Member], sinks: list[ByteSink]
+    memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
     """Takes targets of another layout that need all bytes in order; returns the other members."""
     left: list[_Member] = []
@@ -488,7 +490,7 @@ def _is_separable(region: Region) -> bool:
     )
 
 
-def _take_elements(memory: Memory, member: _Member) -> ByteSink:
+def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
     """Takes a view that is read alone; drops bytes between its elements."""
     target, region = member.target, member.region
     if target is not None and is_writable(target):
@@ -508,7 +510,7 @@ def _take_elements(memory: Memory, member: _Member) -> ByteSink:
     return StridedSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
 
 
-def _take_fresh(memory: Memory, nbytes: int, members: Sequence[_Member]) -> ByteSink:
+def _take_fresh(memory: Allocation, nbytes: int, members: Sequence[_Member]) -> ByteSink:
     """Adds members as views of fresh memory; later those with a target are copied to it."""
     raw = _empty(members[0].entry.path, (nbytes,), torch.uint8)
     for member in members:

@@ -16,24 +16,24 @@ from datetime import timedelta
 from typing import Any
 
 from actorsnap.actors.roll import Caller, Roll
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
-from actorsnap.protocol.frames import LeaveTeam, TakeOver, TeamRank
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.memory import Memory
 from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
+from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.roll import RollMachine
+from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
-from actorsnap.transport.base import CoordinatorEnd, ParticipantEnd
+from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
 from actorsnap.transport.store import StorePort, StoreSave
 
-__all__ = ["Call", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
+__all__ = ["TeamCall", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _AGAIN_S = 10.0
 _ANSWER = timedelta(seconds=30)
@@ -69,7 +69,7 @@ class Team:
         self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
-        self.memory = Memory()
+        self.memory = PlanCache()
         self.remembered: tuple[bytes, RankPlan] | None = None
         # A store that is gone has most likely not come back, and no rank is starting.
         again: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Team:
             self._has_warned = True
             logger.warning("%s", text)
 
-    def begin(self, label: Label | None, options: Options) -> Call:
+    def begin(self, label: Label | None, options: Options) -> TeamCall:
         """Takes the number of the next common call of all ranks, and reports its label
         (``protocol.roll``). The result must be closed.
 
@@ -186,7 +186,7 @@ class Team:
                 timeout_s=options.timeout_s,
                 renew=renew_all,
             )
-        call = Call(save, caller, roll)
+        call = TeamCall(save, caller, roll)
 
         async def start() -> None:
             for end in (caller, roll):
@@ -217,7 +217,7 @@ class Team:
         """Returns the description of the rank for the uploader process."""
         return TeamRank(self.number, self.rank, self.world_size)
 
-    async def take_over(self, number: int, call: Call) -> TakeOver:
+    async def take_over(self, number: int, call: TeamCall) -> TakeOver:
         """Returns the data with which another process continues this rank's part of a call. Only
         after a message from rank 0.
 
@@ -240,7 +240,7 @@ class Team:
         )
 
 
-class Call:
+class TeamCall:
     """This process' view of a common call of all ranks.
 
     Attributes:
@@ -288,7 +288,7 @@ class Call:
 
 
 class RelayedCall:
-    """A ``Call`` whose mailbox another process owns."""
+    """A ``TeamCall`` whose mailbox another process owns."""
 
     def __init__(self, ends: RelayedEnds) -> None:
         self.participant = ends.participant
@@ -302,7 +302,7 @@ class RelayedTeam:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.memory = Memory()
+        self.memory = PlanCache()
         self.remembered: tuple[bytes, RankPlan] | None = None
 
 
@@ -329,7 +329,7 @@ class Membership:
         memory: The coordinator's memory of the last save.
     """
 
-    def __init__(self, team: Team | RelayedTeam, call: Call | RelayedCall) -> None:
+    def __init__(self, team: Team | RelayedTeam, call: TeamCall | RelayedCall) -> None:
         self.team = team
         self.call = call
         self.memory = team.memory.copy()

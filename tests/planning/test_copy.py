@@ -13,10 +13,10 @@ from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, Stored, TensorEntry
-from actorsnap.planning.copying import (
+from actorsnap.planning.copy import (
+    ByteRange,
     CopyPlan,
     ObjectCopy,
-    Span,
     cut,
     plan_copy,
     sort_leftovers,
@@ -33,7 +33,7 @@ def object_of(sizes: list[int]) -> ObjectCopy:
         num_blocks = -(-size // MAX_BLOCK_BYTES)
         data.append(Stored(0, at, at + size, tuple(range(num_blocks))))
         at += size
-    return ObjectCopy(key="a", size=at, head=Span(0, _HEADER, 1), data=tuple(data))
+    return ObjectCopy(key="a", size=at, head=ByteRange(0, _HEADER, 1), data=tuple(data))
 
 
 @given(
@@ -108,7 +108,7 @@ def test_bytes_without_a_checksum_are_refused(manifests: list[RankManifest], say
 
 
 def test_only_what_was_noted_as_complete_is_kept() -> None:
-    data = tuple([ObjectCopy(key=key, size=8, head=Span(0, 8, 0)) for key in "abcd"])
+    data = tuple([ObjectCopy(key=key, size=8, head=ByteRange(0, 8, 0)) for key in "abcd"])
     found = {"a": 8, "b": 8, "c": 7, "other": 8}
     leftovers = sort_leftovers(CopyPlan(data=data, manifests=()), found, ["a", "c", "d", "other"])
     assert leftovers.complete == {"a"}

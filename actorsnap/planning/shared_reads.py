@@ -27,10 +27,10 @@ __all__ = [
     "ReadMode",
     "ReadPlan",
     "Runs",
-    "Share",
-    "Turn",
+    "ReadShare",
+    "ExchangeTurn",
     "Want",
-    "Wants",
+    "ReadInterest",
     "count_rounds",
     "cut",
     "plan_exchange",
@@ -76,7 +76,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Wants(msgspec.Struct, frozen=True, array_like=True):
+class ReadInterest(msgspec.Struct, frozen=True, array_like=True):
     """The common bytes that a rank wants, and its ability to pass bytes on.
 
     Attributes:
@@ -106,7 +106,7 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
     step: int = 0
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class ExchangeTurn(msgspec.Struct, frozen=True, array_like=True):
     """Exchanges of sets without a common rank. All ranks take part in its rounds."""
 
     num_rounds: int
@@ -126,14 +126,14 @@ class ReadPlan(msgspec.Struct, frozen=True, array_like=True):
     mode: ReadMode
     reason: str
     piece_bytes: int = 0
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[ExchangeTurn, ...] = ()
 
     @property
     def num_rounds(self) -> int:
         return sum(turn.num_rounds for turn in self.turns)
 
 
-class Share(msgspec.Struct, frozen=True):
+class ReadShare(msgspec.Struct, frozen=True):
     """One rank's part in a turn.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Set(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
+def plan_exchange(wants: Sequence[ReadInterest], mode: ReadMode) -> ReadPlan:
     """Returns the plan for these wants, given in rank order.
 
     ``mode`` comes from the coordinator's caller. ``SHARED`` shares only bytes that several ranks
@@ -212,16 +212,16 @@ def plan_exchange(wants: Sequence[Wants], mode: ReadMode) -> ReadPlan:
     return ReadPlan(ReadMode.SHARED, reason, piece_bytes, turns)
 
 
-def shares_of(plan: ReadPlan, rank: int, num_ranks: int) -> list[Share]:
+def shares_of(plan: ReadPlan, rank: int, num_ranks: int) -> list[ReadShare]:
     """Returns the part of ``rank`` in each turn."""
     shares = []
     for turn in plan.turns:
-        share = Share(turn.num_rounds)
+        share = ReadShare(turn.num_rounds)
         for exchange in turn.exchanges:
             for ranks in _each_set(exchange):
                 members = _members(ranks, num_ranks)
                 if rank in members:
-                    share = Share(turn.num_rounds, ranks, members, exchange.keys)
+                    share = ReadShare(turn.num_rounds, ranks, members, exchange.keys)
         shares.append(share)
     return shares
 
@@ -279,7 +279,7 @@ def _each_set(exchange: Exchange) -> Iterator[Runs | None]:
         yield None if ranks is None else _moved(ranks, number * exchange.step)
 
 
-def _sets(wants: Sequence[Wants]) -> list[_Set]:
+def _sets(wants: Sequence[ReadInterest]) -> list[_Set]:
     """Returns the sets of at least two ranks that want the same bytes; large ones first."""
     brought: dict[Want, list[int]] = {}
     for rank, own in enumerate(wants):
@@ -311,7 +311,7 @@ def _in_turns(sets: Sequence[_Set], num_ranks: int) -> list[list[_Set]]:
     return turns
 
 
-def _turn(sets: Sequence[_Set], piece_bytes: int) -> Turn:
+def _turn(sets: Sequence[_Set], piece_bytes: int) -> ExchangeTurn:
     num_rounds = max(
         count_rounds(one.nbytes, num_readers=len(one.members), piece_bytes=piece_bytes)
         for one in sets
@@ -323,7 +323,7 @@ def _turn(sets: Sequence[_Set], piece_bytes: int) -> Turn:
             exchanges.append(Exchange(one.ranks, one.keys))
         else:
             exchanges[-1] = longer
-    return Turn(num_rounds, tuple(exchanges))
+    return ExchangeTurn(num_rounds, tuple(exchanges))
 
 
 def _joined(exchange: Exchange, one: _Set) -> Exchange | None:

@@ -24,21 +24,21 @@ from actorsnap.errors import (
     printable,
 )
 from actorsnap.format.manifest import TensorEntry, ViewEntry
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import Options
-from actorsnap.planning.exchange import ReadMode, ReadPlan, Wants
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, Totals, Weighed
-from actorsnap.runtime.exchange import Reading
+from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.inputs import AppState, check_flag
-from actorsnap.runtime.observing import Observation, error_text, observe
-from actorsnap.runtime.place import Source
-from actorsnap.runtime.ranks import Team, find_team
+from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.shared_reads import Reading
+from actorsnap.runtime.team import Team, find_team
+from actorsnap.runtime.tracing import Observation, error_text, observe
+from actorsnap.runtime.validation import AppState, check_flag
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
@@ -64,7 +64,7 @@ __all__ = [
     "restore_by",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
         num_requests: Number of read requests to the storage.
         bytes_read_by_rank: Bytes to read, by rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. Lines that not all ranks have in
+        missing, unexpected, mismatched: See ``IncompatibleState``. Log that not all ranks have in
             common begin with the rank.
     """
 
@@ -147,7 +147,7 @@ def restore(
     def body(rounds: Rounds) -> Script[RestoreReport]:
         return _watched(rounds, source, app_state, strict=strict)
 
-    label = Label(CallKind.RESTORE, source.place.canonical)
+    label = Label(CallKind.RESTORE, source.location.canonical)
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
@@ -158,7 +158,7 @@ def _watched(
     observation = observe("restore", source.options)
     end = functools.partial(
         observation.end,
-        url=source.place.url,
+        url=source.location.display_url,
         rank=rounds.rank,
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
@@ -225,7 +225,7 @@ def plan_restore(
         plan = yield from _agree(rounds, compared.message(reading.wants(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
-        totals = msgspec.msgpack.decode(payload, type=Totals)
+        totals = msgspec.msgpack.decode(payload, type=RestoreTotals)
         return RestorePlan(
             mode=str(plan.mode),
             reason=plan.reason,
@@ -238,7 +238,7 @@ def plan_restore(
             mismatched=totals.mismatched,
         )
 
-    label = Label(CallKind.PLAN_RESTORE, source.place.canonical)
+    label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
@@ -253,7 +253,7 @@ def _compare(
     index = yield from load_view(source, rounds.rank)
     observation.attempt = index.attempt
     observation.caller.note(Work.INDEX)
-    ready = Ready(printable(source.place.url), index.attempt)
+    ready = Ready(printable(source.location.display_url), index.attempt)
     yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = state_dicts(app_state, rounds.team)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
@@ -352,7 +352,7 @@ class Compared:
                 states[key].pop("optim", None)
         return states
 
-    def message(self, wants: Wants) -> Comparison:
+    def message(self, wants: ReadInterest) -> Comparison:
         return Comparison(
             wants,
             tuple(self.missing),

@@ -14,13 +14,13 @@ import msgspec
 
 from actorsnap.format.geometry import Box
 
-__all__ = ["Cut", "Placed", "local_shape", "place"]
+__all__ = ["Placement", "Placed", "local_shape", "place"]
 
 Run: TypeAlias = tuple[int, int]
 """Indices ``[start, stop)`` along a dim."""
 
 
-class Cut(msgspec.Struct, frozen=True, gc=False):
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """A mesh axis that cuts a dim of a tensor, seen from one rank.
 
     Attributes:
@@ -75,7 +75,7 @@ def _select(runs: Sequence[Run], wanted: Iterable[Run]) -> list[Run]:
     return found
 
 
-def _runs(size: int, cuts: Iterable[Cut]) -> list[Run]:
+def _runs(size: int, cuts: Iterable[Placement]) -> list[Run]:
     """Returns the indices of a dim that a rank holds, in the order of its local tensor."""
     runs = [(0, size)] if size else []
     held = size
@@ -91,14 +91,14 @@ def _runs(size: int, cuts: Iterable[Cut]) -> list[Run]:
     return runs
 
 
-def _all_runs(shape: Sequence[int], cuts: Sequence[Cut]) -> list[list[Run]]:
+def _all_runs(shape: Sequence[int], cuts: Sequence[Placement]) -> list[list[Run]]:
     for cut in cuts:
         if not 0 <= cut.dim < len(shape) or not 0 <= cut.index < cut.parts or cut.groups < 1:
             raise ValueError(f"{cut} does not cut a tensor of shape {tuple(shape)}")
     return [_runs(size, [cut for cut in cuts if cut.dim == dim]) for dim, size in enumerate(shape)]
 
 
-def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, ...]:
     """Returns the shape of a rank's local tensor, for a tensor of ``shape``.
 
     Cuts are applied in the given order.
@@ -109,7 +109,7 @@ def local_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     return tuple([sum([stop - start for start, stop in runs]) for runs in _all_runs(shape, cuts)])
 
 
-def place(shape: Sequence[int], cuts: Sequence[Cut]) -> list[Placed]:
+def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
     One box, or several if a dim is cut in groups; empty if the rank holds nothing. For a tensor

@@ -19,8 +19,8 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.errands import Errands, first_error
-from actorsnap.actors.reader import SnapshotReader, find_commit, read_intact
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.fetcher import SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -34,19 +34,19 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.claims import copy_claim_key, decode_copy_claim, encode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.options import chunk_within
-from actorsnap.planning.copying import CopyPlan, ObjectCopy, Span, cut, plan_copy, sort_leftovers
+from actorsnap.planning.copy import ByteRange, CopyPlan, ObjectCopy, cut, plan_copy, sort_leftovers
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.place import (
+from actorsnap.runtime.location import (
     Claims,
-    Place,
+    Location,
     Source,
     collect_garbage,
     find_attempts,
     find_claims,
     find_collectable,
-    open_place,
+    open_location,
 )
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.storage.base import ObjectWriter, Storage
@@ -54,7 +54,7 @@ from actorsnap.storage.many import for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _UNCLAIMED = (
     "objects of the same attempt are there, and `actorsnap cp` did not write them. If they are "
@@ -123,7 +123,7 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
 @begins_anew
 def copy(
     source: Source,
-    to: Place,
+    to: Location,
     *,
     overwrite: bool,
     on_event: Callable[[CopyEvent], object] | None = None,
@@ -142,12 +142,12 @@ def copy(
 
 @asynccontextmanager
 async def _destination(
-    host: Host, to: Place, errands: Errands
+    host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
     """Yields the destination storage and the name of the copy's own attempt."""
     copier = host.new_attempt()
     try:
-        target = await open_place(
+        target = await open_location(
             host,
             to,
             fsync=True,
@@ -171,7 +171,7 @@ class _Copy:
         storage: Storage,
         target: Storage,
         copier: str,
-        errands: Errands,
+        errands: AbandonableTasks,
         on_event: Callable[[CopyEvent], object] | None,
     ) -> None:
         self._host = host
@@ -510,7 +510,7 @@ class _Copy:
             writer = await self._target.writer(copied.key, copied.size)
         moved_bytes = 0
 
-        async def move(spans: tuple[Span, ...]) -> None:
+        async def move(spans: tuple[ByteRange, ...]) -> None:
             nonlocal moved_bytes
             await self._move(copied, spans, writer)
             moved_bytes += spans[-1].stop - spans[0].start
@@ -530,7 +530,7 @@ class _Copy:
     async def _is_whole(self, copied: ObjectCopy) -> bool:
         """Returns whether all bytes of an object at the destination match."""
 
-        async def check(spans: tuple[Span, ...]) -> None:
+        async def check(spans: tuple[ByteRange, ...]) -> None:
             nbytes = spans[-1].stop - spans[0].start
             with await self._host.budget.lease(nbytes) as lease:
                 with self._writing():
@@ -545,7 +545,7 @@ class _Copy:
         return is_whole
 
     async def _for_each_write(
-        self, copied: ObjectCopy, perform: Callable[[tuple[Span, ...]], Awaitable[None]]
+        self, copied: ObjectCopy, perform: Callable[[tuple[ByteRange, ...]], Awaitable[None]]
     ) -> None:
         """Calls ``perform`` for each write of an object, several at a time."""
         limits = self._target.capabilities
@@ -556,14 +556,14 @@ class _Copy:
             max_writes=limits.max_writes,
         )
 
-        async def in_turn(spans: tuple[Span, ...]) -> None:
+        async def in_turn(spans: tuple[ByteRange, ...]) -> None:
             async with self._moving:
                 await perform(spans)
 
         await for_each(writes, in_turn, at_once=self._source.options.num_uploaders)
 
     async def _move(
-        self, copied: ObjectCopy, spans: tuple[Span, ...], writer: ObjectWriter
+        self, copied: ObjectCopy, spans: tuple[ByteRange, ...], writer: ObjectWriter
     ) -> None:
         start = spans[0].start
         nbytes = spans[-1].stop - start
@@ -575,7 +575,7 @@ class _Copy:
         await self._tell(CopyEventKind.MOVED, copied.key, nbytes)
 
     async def _read(
-        self, storage: Storage, copied: ObjectCopy, spans: tuple[Span, ...], view: memoryview
+        self, storage: Storage, copied: ObjectCopy, spans: tuple[ByteRange, ...], view: memoryview
     ) -> int:
         """Reads into ``view`` and verifies the bytes; returns their checksum.
 
@@ -661,7 +661,7 @@ def _side(name: str, url: str) -> Iterator[None]:
         raise named from error
 
 
-def _checked(key: str, spans: tuple[Span, ...], view: memoryview) -> int:
+def _checked(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
     """Verifies bytes span by span; returns the checksum of all of them."""
     first = spans[0].start
     total = 0

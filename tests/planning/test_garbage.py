@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from actorsnap.format.layout import Attempt
-from actorsnap.planning.retention import MAX_ATTEMPT_S, collectable, resumable, unclaimed
+from actorsnap.planning.garbage import MAX_ATTEMPT_S, collectable, resumable, unclaimed
 
 NOW = 1_800_000_000.0
 

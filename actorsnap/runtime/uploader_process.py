@@ -24,7 +24,7 @@ import anyio.abc
 
 from actorsnap.errors import printable
 from actorsnap.protocol.failure import encode_value
-from actorsnap.protocol.frames import (
+from actorsnap.protocol.uploader import (
     Alive,
     AttemptsEnded,
     CancelSave,
@@ -36,7 +36,7 @@ from actorsnap.protocol.frames import (
     FromProcess,
     LeaveTeam,
     Logged,
-    Ready,
+    ProcessStarted,
     Remember,
     Save,
     StagingWaits,
@@ -49,7 +49,7 @@ from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.process import is_running
-from actorsnap.runtime.ranks import RelayedTeam
+from actorsnap.runtime.team import RelayedTeam
 from actorsnap.runtime.uploaded import UploadedSave
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
@@ -130,7 +130,7 @@ class _Service:
             tasks.start_soon(self._link.flush_forever)
             tasks.start_soon(self._tick)
             self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
-            self._link.send(Ready(RELEASE))
+            self._link.send(ProcessStarted(RELEASE))
             while (frame := await self._link.receive()) is not None:
                 self._take(frame)
             await self._outlive_trainer(tasks)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.planning.backlog import Backlog, leaves_in, set_aside
+from actorsnap.planning.lazy_order import Backlog, leaves_in, set_aside
 from actorsnap.planning.packing import Item, PackingRules, pack, write_order
 
 MIB = 1 << 20

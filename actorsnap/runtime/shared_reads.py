@@ -8,30 +8,30 @@ from typing import TypeAlias
 import numpy as np
 
 from actorsnap.actors.budget import Purpose
-from actorsnap.actors.exchange import NUM_BUFFERS, Common, ExchangeActor
-from actorsnap.actors.reader import Request
+from actorsnap.actors.fetcher import RangeRequest
+from actorsnap.actors.shared_reads import NUM_BUFFERS, Common, ExchangeActor
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
 from actorsnap.planning.compressed_ranges import chunk_maps
-from actorsnap.planning.exchange import (
+from actorsnap.planning.index import Index
+from actorsnap.planning.restore import Part, Range, plan_reads
+from actorsnap.planning.shared_reads import (
+    ReadInterest,
     ReadPlan,
+    ReadShare,
     Runs,
-    Share,
-    Wants,
     cut,
     runs_of,
     shares_of,
     want_of,
 )
-from actorsnap.planning.index import Index
-from actorsnap.planning.restore import Part, Range, plan_reads
 from actorsnap.protocol.restore import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.observing import Observation
-from actorsnap.runtime.place import Source
-from actorsnap.runtime.ranks import Team
+from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import fetch_wanted, mark
+from actorsnap.runtime.team import Team
+from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import KeyRestore, Wanted
 from actorsnap.state.sources import ByteSink, MemorySink
 
@@ -75,14 +75,14 @@ class Reading:
         wanted = sum(_size(want) for part in self._parts.values() for want in part.reads)
         return wanted - sum(part.surplus_bytes for part in self._parts.values())
 
-    def wants(self, host: Host) -> Wants:
+    def wants(self, host: Host) -> ReadInterest:
         """Returns this rank's message about shared wants."""
         # The buffers of an exchange must fit into the budget.
         piece_bytes = chunk_within(
             self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
         )
         alike = [want_of(*place, self._ranges(own)) for place, own in self._commons.items()]
-        return Wants(tuple(alike), piece_bytes, obstacle())
+        return ReadInterest(tuple(alike), piece_bytes, obstacle())
 
     async def read(
         self, host: Host, plan: ReadPlan, arrive: Callable[[], Awaitable[object]], scope: str
@@ -188,11 +188,11 @@ class Reading:
             found.append(Range(self._key(stored), begin + part.start, begin + part.stop))
         return found
 
-    def _shares(self, plan: ReadPlan) -> list[Share]:
+    def _shares(self, plan: ReadPlan) -> list[ReadShare]:
         team = self._team
         return [] if team is None else shares_of(plan, team.rank, team.world_size)
 
-    def _shared(self, share: Share) -> list[Common]:
+    def _shared(self, share: ReadShare) -> list[Common]:
         return [one for key in share.keys for one in self._commons[key, share.ranks]]
 
     def _rest(self, plan: ReadPlan) -> list[Wanted]:
@@ -204,7 +204,7 @@ class Reading:
             if self._place(key, want) not in shared
         ]
 
-    def _pieces(self, share: Share, commons: Sequence[Common]) -> list[tuple[Part, ...]]:
+    def _pieces(self, share: ReadShare, commons: Sequence[Common]) -> list[tuple[Part, ...]]:
         return cut(
             self._ranges(commons),
             num_readers=len(share.members),
@@ -215,7 +215,7 @@ class Reading:
         self,
         host: Host,
         plan: ReadPlan,
-        share: Share,
+        share: ReadShare,
         arrive: Callable[[], Awaitable[object]],
         scope: str,
     ) -> None:
@@ -233,7 +233,7 @@ class Reading:
                 for stored, memory in wanted:
                     raw = np.frombuffer(memory, np.uint8)
                     sink = MemorySink(raw.ctypes.data, len(memory), raw)
-                    requests.append(Request(self._index, stored, sink))
+                    requests.append(RangeRequest(self._index, stored, sink))
                 await fetcher.fetch(requests)
 
             # One lease for all buffers: with two, the second might wait for ever.

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from actorsnap import Options, SnapshotAborted, StateDict
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.offload import find_uploader
+from actorsnap.runtime.uploader_client import find_uploader
 from actorsnap.sync import Snapshot
 
 
@@ -79,7 +79,7 @@ def test_an_exception_that_cannot_be_shown_breaks_no_line(
     kind: type[BaseException],
 ) -> None:
     with caplog.at_level(logging.INFO):
-        Lines("some").warning("of %d: %s", 3, Unspeakable(kind))
+        Log("some").warning("of %d: %s", 3, Unspeakable(kind))
     (record,) = caplog.records
     assert record.getMessage() == f"of 3: <its __str__ raises {kind.__name__}>"
     assert capsys.readouterr().err == ""
@@ -88,7 +88,7 @@ def test_an_exception_that_cannot_be_shown_breaks_no_line(
 @pytest.mark.usefixtures("own_fields")
 def test_fields_of_the_application_stay_its_own(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        Lines("some").info("of %d", 3, extra={"rank": 3, "message": "no", "key": "k"})
+        Log("some").info("of %d", 3, extra={"rank": 3, "message": "no", "key": "k"})
     (record,) = caplog.records
     assert record.getMessage() == "of 3"
     assert (vars(record)["rank"], vars(record)["key"]) == ("seven", "k")
@@ -100,7 +100,7 @@ def test_fields_of_the_application_stay_its_own(caplog: pytest.LogCaptureFixture
 
 def test_what_nobody_wants_is_no_record(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        Lines("some").info("of %d", 3)
+        Log("some").info("of %d", 3)
     assert not caplog.records
 
 
@@ -109,9 +109,9 @@ def test_a_failure_is_shown_below_its_line(caplog: pytest.LogCaptureFixture) -> 
         raise RuntimeError("of the day before")
     except RuntimeError as error:
         kept = error
-        Lines("some").warning("now", exc_info=True)
-        Lines("some").exception("still")
-    Lines("some").warning("later", exc_info=kept)
+        Log("some").warning("now", exc_info=True)
+        Log("some").exception("still")
+    Log("some").warning("later", exc_info=kept)
     for record in caplog.records:
         assert record.exc_info is not None
         assert record.exc_info[1] is kept
@@ -121,7 +121,7 @@ def test_a_failure_is_shown_below_its_line(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.usefixtures("broken_handler")
 def test_a_handler_that_raises_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines("actorsnap.any").warning("of %d", 3)
+    Log("actorsnap.any").warning("of %d", 3)
     assert "this handler is broken" in capsys.readouterr().err
 
 
@@ -132,7 +132,7 @@ def test_a_factory_that_raises_is_shown(
         raise RuntimeError("this factory is broken")
 
     monkeypatch.setattr(logging, "_logRecordFactory", make)
-    Lines("some").warning("of %d", 3)
+    Log("some").warning("of %d", 3)
     shown = capsys.readouterr().err
     assert "this factory is broken" in shown
     assert "Message: 'of %d'" in shown
@@ -189,7 +189,7 @@ def test_an_exception_that_cannot_be_shown() -> None:
         raise Unnoted
     except Unnoted:
         try:
-            Lines("actorsnap.test").warning("it failed", exc_info=True)
+            Log("actorsnap.test").warning("it failed", exc_info=True)
         except RuntimeError as error:
             raised = str(error)
     assert not raised

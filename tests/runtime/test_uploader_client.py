@@ -36,12 +36,12 @@ from actorsnap import (
     shutdown,
 )
 from actorsnap.planning.packing import Item, ObjectPlan, pack
-from actorsnap.protocol.frames import Save
-from actorsnap.runtime import offload, taking, timeline, tracefile
+from actorsnap.protocol.uploader import Save
+from actorsnap.runtime import taking, timeline, tracefile, uploader_client
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.inputs import make_place
-from actorsnap.runtime.offload import Uploader, find_uploader
 from actorsnap.runtime.offloaded import OffloadedSave
+from actorsnap.runtime.uploader_client import Uploader, find_uploader
+from actorsnap.runtime.validation import make_location
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
@@ -249,7 +249,7 @@ def test_an_equal_state_is_packed_once(tmp_path: Path, monkeypatch: pytest.Monke
         calls.append(len(items))
         return pack(items, **kwargs)
 
-    monkeypatch.setattr("actorsnap.runtime.offload.pack", counted)
+    monkeypatch.setattr("actorsnap.runtime.uploader_client.pack", counted)
     for number in range(3):
         save(tmp_path / str(number), number).wait()
     Snapshot.async_take(str(tmp_path / "other"), state(4, 2 << 20), options=OFFLOADED).wait()
@@ -365,8 +365,8 @@ def test_what_the_process_would_get_otherwise_is_opened_here(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any]
 ) -> None:
     def chosen(storage_options: dict[str, Any]) -> Uploader | None:
-        place = make_place(tmp_path / "s", storage_options)
-        return taking._usable_uploader(Host.get(), place, logging.WARNING)
+        location = make_location(tmp_path / "s", storage_options)
+        return taking._usable_uploader(Host.get(), location, logging.WARNING)
 
     assert chosen({"auth": ["me", 1, None, 0.5], "nested": {"a": True}}) is uploader()
     assert not caplog.records
@@ -535,14 +535,14 @@ def test_a_save_that_begins_while_a_dead_process_is_waited_for_is_made_by_the_ne
     """That one does not know what the first was told, nor what was sent to nobody."""
     save(tmp_path / "first", 1).wait()
     is_dead, goes_on = threading.Event(), threading.Event()
-    end = offload._end
+    end = uploader_client._end
 
     def held(dead: subprocess.Popen[bytes]) -> str:
         is_dead.set()
         assert goes_on.wait(PATIENCE_S)
         return end(dead)
 
-    monkeypatch.setattr(offload, "_end", held)
+    monkeypatch.setattr(uploader_client, "_end", held)
     process().kill()
     assert is_dead.wait(PATIENCE_S)
     with ThreadPoolExecutor(1) as thread:
@@ -644,15 +644,15 @@ def test_a_fault_at_this_end_leaves_no_save_waiting(
 def test_a_process_that_is_stopped_is_replaced(
     tmp_path: Path, holds: Holds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "_SILENT_S", 1.0)
-    monkeypatch.setattr(offload, "_LOOK_S", 0.6)
+    monkeypatch.setattr(uploader_client, "_SILENT_S", 1.0)
+    monkeypatch.setattr(uploader_client, "_LOOK_S", 0.6)
     holds.hold("manifest")
     pending = save(f"held://{tmp_path}/s", 1)
     holds.wait_held("manifest")
     first = process()
     first.send_signal(signal.SIGSTOP)
     wait_until(lambda: uploader().pid not in (None, first.pid))
-    monkeypatch.setattr(offload, "_SILENT_S", 60.0)
+    monkeypatch.setattr(uploader_client, "_SILENT_S", 60.0)
     holds.let("manifest")
     pending.wait()
     assert number_at(tmp_path / "s") == 1
@@ -665,7 +665,7 @@ def test_without_a_process_that_starts_it_is_saved_here(
     if how == "no such program":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     elif how == "it ends at once":
-        monkeypatch.setattr(offload, "_BOOT", "raise SystemExit(3)")
+        monkeypatch.setattr(uploader_client, "_BOOT", "raise SystemExit(3)")
     else:
         monkeypatch.setattr(sys, "path", [*sys.path, "no\0path"])
     with caplog.at_level(logging.WARNING):
@@ -680,7 +680,9 @@ def test_a_process_that_is_not_there_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save ends at its own deadline; the process is there for later ones."""
-    monkeypatch.setattr(offload, "_BOOT", f"import time; time.sleep(15); {offload._BOOT}")
+    monkeypatch.setattr(
+        uploader_client, "_BOOT", f"import time; time.sleep(15); {uploader_client._BOOT}"
+    )
     impatient = Options(offload="process", fsync=False, timeout_s=1.0)
     with pytest.raises(SnapshotAborted) as caught:
         save(tmp_path / "s", 1, impatient).wait()
@@ -697,7 +699,9 @@ def test_the_process_gets_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A deadline counts from the call, not from when the process is there."""
-    monkeypatch.setattr(offload, "_BOOT", f"import time; time.sleep(2); {offload._BOOT}")
+    monkeypatch.setattr(
+        uploader_client, "_BOOT", f"import time; time.sleep(2); {uploader_client._BOOT}"
+    )
     frames: list[Save] = []
     send = Uploader.send
 
@@ -744,7 +748,7 @@ def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed
         import torch
         from actorsnap import Options, StateDict
         from actorsnap.runtime.host import Host
-        from actorsnap.runtime.offload import find_uploader
+        from actorsnap.runtime.uploader_client import find_uploader
         from actorsnap.sync import Snapshot
         uploader = find_uploader(Host.get())
         if {is_later}:
@@ -850,7 +854,7 @@ def trainer(
         import torch
         from actorsnap import Options, StateDict
         from actorsnap.runtime.host import Host
-        from actorsnap.runtime.offload import find_uploader
+        from actorsnap.runtime.uploader_client import find_uploader
         from actorsnap.sync import Snapshot
         OFFLOADED = Options(offload="process", fsync=False)
         def save(url, number, options=OFFLOADED):
@@ -1015,7 +1019,7 @@ def test_the_users_main_is_not_imported(tmp_path: Path, how: str) -> None:
         import torch
         from actorsnap import Options, StateDict
         from actorsnap.runtime.host import Host
-        from actorsnap.runtime.offload import find_uploader
+        from actorsnap.runtime.uploader_client import find_uploader
         from {facade} import Snapshot
         path, state = {str(tmp_path / "s")!r}, {{"s": StateDict(x=torch.ones(3))}}
         options = Options(offload="process")

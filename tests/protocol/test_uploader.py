@@ -7,7 +7,7 @@ import msgspec
 from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.failure import EncodedError
-from actorsnap.protocol.frames import (
+from actorsnap.protocol.uploader import (
     AbsenceAsked,
     AbsenceReported,
     Alive,
@@ -23,8 +23,8 @@ from actorsnap.protocol.frames import (
     LeaveTeam,
     Logged,
     MessageSent,
+    ProcessStarted,
     Progressed,
-    Ready,
     Remember,
     Save,
     StagingEnded,
@@ -94,7 +94,7 @@ def test_frames_come_back_as_they_were() -> None:
         Alive(),
     ]
     from_process: list[FromProcess] = [
-        Ready("0.1.0"),
+        ProcessStarted("0.1.0"),
         MessageSent(7, None, b"m"),
         MessageSent(7, 1, b"m"),
         AbsenceAsked(7),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from actorsnap.actors.compressing import CompressedObject
+from actorsnap.actors.compressor import CompressedObject
 from actorsnap.actors.trace import Recorder, Work
 from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key

@@ -23,35 +23,10 @@ from typing import Protocol, TypeAlias
 
 import anyio
 
-from actorsnap.actors.errands import first_error
-from actorsnap.lines import Lines
+from actorsnap.actors.abandonable import first_error
+from actorsnap.log import Log
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.frames import (
-    AbsenceAsked,
-    Alive,
-    AttemptsEnded,
-    Begun,
-    CancelSave,
-    ChangeEnvironment,
-    ChangeLogLevel,
-    ChangePace,
-    ChunksReleased,
-    EndSave,
-    Finished,
-    FromProcess,
-    Logged,
-    MessageSent,
-    Progressed,
-    Ready,
-    Recorded,
-    Remember,
-    Save,
-    StagingWanted,
-    TakeOverPrepared,
-    ToProcess,
-    TurnAsked,
-)
 from actorsnap.protocol.supervisor import (
     AbortSave,
     AskedToCancel,
@@ -74,6 +49,31 @@ from actorsnap.protocol.supervisor import (
     SupervisorEvent,
     SupervisorState,
 )
+from actorsnap.protocol.uploader import (
+    AbsenceAsked,
+    Alive,
+    AttemptsEnded,
+    Begun,
+    CancelSave,
+    ChangeEnvironment,
+    ChangeLogLevel,
+    ChangePace,
+    ChunksReleased,
+    EndSave,
+    Finished,
+    FromProcess,
+    Logged,
+    MessageSent,
+    ProcessStarted,
+    Progressed,
+    Recorded,
+    Remember,
+    Save,
+    StagingWanted,
+    TakeOverPrepared,
+    ToProcess,
+    TurnAsked,
+)
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.structure import Described
@@ -81,11 +81,11 @@ from actorsnap.state.captured import Captured
 
 __all__ = ["HandedSave", "Uploader", "find_uploader"]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[5:]; "
-    "from actorsnap.runtime.uploading import main; main(*map(int, sys.argv[1:5]))"
+    "from actorsnap.runtime.uploader_process import main; main(*map(int, sys.argv[1:5]))"
 )
 
 _LOOK_S = 1.0
@@ -386,7 +386,7 @@ class Uploader:
 
     def _take(self, frame: FromProcess) -> None:
         match frame:
-            case Ready():
+            case ProcessStarted():
                 self.set_duty(self._host.pace.duty)
                 self.send(AttemptsEnded(self._host.ended_attempts()))
                 self._handle(ProcessReady())
@@ -395,7 +395,7 @@ class Uploader:
                 if frame.number in self._saves:
                     self._saves[frame.number].on_begun()
             case Logged():
-                Lines(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)
+                Log(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)
             case AttemptsEnded():
                 self._host.note_ended(frame.attempts)
             case Alive():

@@ -26,10 +26,10 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.compressed_ranges import check_chunks
 
-__all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "Span", "cut", "plan_copy", "sort_leftovers"]
+__all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "ByteRange", "cut", "plan_copy", "sort_leftovers"]
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class ByteRange(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of an object, and their CRC32C."""
 
     start: int
@@ -48,17 +48,17 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     key: str
     size: int
-    head: Span
+    head: ByteRange
     data: tuple[Stored, ...] = ()
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[ByteRange]:
         """Yields all bytes, in order."""
         yield self.head
         for stored in self.data:
             start, block_bytes = stored.start, stored.block_bytes
             for crc32c in stored.crc32c:
                 stop = min(start + block_bytes, stored.stop)
-                yield Span(start, stop, crc32c)
+                yield ByteRange(start, stop, crc32c)
                 start = stop
 
 
@@ -118,7 +118,7 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
         ),
         manifests=tuple(
             [
-                ObjectCopy(key=m.key, size=m.size, head=Span(0, m.size, m.crc32c))
+                ObjectCopy(key=m.key, size=m.size, head=ByteRange(0, m.size, m.crc32c))
                 for m in commit.manifests
             ]
         ),
@@ -131,7 +131,7 @@ def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> lis
         ObjectCopy(
             key=chunk_key(record.key, chunk.start),
             size=chunk.size,
-            head=Span(0, chunk.size, chunk.crc32c),
+            head=ByteRange(0, chunk.size, chunk.crc32c),
         )
         for chunk in check_chunks(record.key, record.size, chunks)
     ]
@@ -146,13 +146,13 @@ def _data_object(record: ObjectRecord, data: Collection[Stored]) -> ObjectCopy:
             detail = f"the bytes from {min(at, start)} up to {max(at, start)} {what}"
             raise FormatError(key=record.key, detail=detail)
         at = stop
-    head = Span(0, record.header_bytes, record.header_crc32c)
+    head = ByteRange(0, record.header_bytes, record.header_crc32c)
     return ObjectCopy(key=record.key, size=record.size, head=head, data=ordered)
 
 
 def cut(
     copied: ObjectCopy, *, chunk_bytes: int, min_write_bytes: int = 1, max_writes: int | None = None
-) -> Iterator[tuple[Span, ...]]:
+) -> Iterator[tuple[ByteRange, ...]]:
     """Yields the object's spans, write by write.
 
     Args:
@@ -164,7 +164,7 @@ def cut(
     enough = max(chunk_bytes - MAX_BLOCK_BYTES, min_write_bytes, 1)
     if max_writes is not None:
         enough = max(enough, -(-copied.size // max_writes))
-    batch: list[Span] = []
+    batch: list[ByteRange] = []
     for span in copied.spans():
         batch.append(span)
         if span.stop - batch[0].start >= enough:

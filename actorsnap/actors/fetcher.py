@@ -44,7 +44,7 @@ from actorsnap.format.manifest import (
     decode_rank_manifest,
     world_size_of,
 )
-from actorsnap.lines import Lines
+from actorsnap.log import Log
 from actorsnap.planning.compressed_ranges import ChunkMap, Extent, chunk_maps
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import Range, Read, plan_reads
@@ -55,7 +55,7 @@ from actorsnap.storage.many import for_each
 __all__ = [
     "Commits",
     "FetcherPool",
-    "Request",
+    "RangeRequest",
     "SnapshotReader",
     "find_commit",
     "is_complete",
@@ -63,7 +63,7 @@ __all__ = [
     "read_intact",
 ]
 
-logger = Lines(__name__)
+logger = Log(__name__)
 
 T = TypeVar("T")
 
@@ -294,7 +294,7 @@ class SnapshotReader:
         return NotASnapshot(key=self.storage.url, detail=detail, found=found)
 
 
-class Request:
+class RangeRequest:
     """Stored bytes of one leaf, and their destination.
 
     Args:
@@ -359,7 +359,7 @@ class FetcherPool:
         self._num_fetchers = num_fetchers
         self._recorder = recorder
 
-    async def fetch(self, requests: Sequence[Request]) -> None:
+    async def fetch(self, requests: Sequence[RangeRequest]) -> None:
         """Fills every sink.
 
         Raises:
@@ -428,7 +428,7 @@ class FetcherPool:
             )
 
     def _plan(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[RangeRequest]
     ) -> tuple[list[Read], list[Read], dict[str, ChunkMap]]:
         """Returns reads that need only a thread, the other reads, and the compressed objects."""
         reads = plan_reads(
@@ -452,7 +452,7 @@ class FetcherPool:
         return in_place, others, chunks
 
     async def _fetch_one(
-        self, requests: Sequence[Request], read: Read, chunks: ChunkMap | None, row: Row
+        self, requests: Sequence[RangeRequest], read: Read, chunks: ChunkMap | None, row: Row
     ) -> None:
         if chunks is not None:
             await self._fetch_compressed(requests, read, chunks, row)
@@ -477,7 +477,7 @@ class FetcherPool:
                 await self._run_blocking(self._deliver, requests, read, lease.view, row)
 
     async def _fetch_compressed(
-        self, requests: Sequence[Request], read: Read, chunks: ChunkMap, row: Row
+        self, requests: Sequence[RangeRequest], read: Read, chunks: ChunkMap, row: Row
     ) -> None:
         nbytes = read.stop - read.start
         if _is_addressable(requests, read):
@@ -494,7 +494,7 @@ class FetcherPool:
 
     async def _fill(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RangeRequest],
         read: Read,
         chunks: ChunkMap,
         views: Sequence[memoryview],
@@ -533,7 +533,7 @@ class FetcherPool:
         if extent.frames:
             decompress(extent, stored[0], into, row)
 
-    def _read_in_place(self, requests: Sequence[Request], read: Read, row: Row) -> int:
+    def _read_in_place(self, requests: Sequence[RangeRequest], read: Read, row: Row) -> int:
         """Returns the number of bytes filled and verified."""
         filled: list[int] = []
         batches = self._batches(requests, read, row, filled)
@@ -541,7 +541,7 @@ class FetcherPool:
         return sum(filled)
 
     def _batches(
-        self, requests: Sequence[Request], read: Read, row: Row, filled: list[int]
+        self, requests: Sequence[RangeRequest], read: Read, row: Row, filled: list[int]
     ) -> Iterator[Sequence[memoryview]]:
         """Yields views to fill, up to 1 MiB at a time; verifies them while in the CPU's cache."""
         at, nbytes = read.start, 0
@@ -568,7 +568,7 @@ class FetcherPool:
             row.note(Work.VERIFY, key, at, nbytes)
 
     def _read_through(
-        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row
+        self, requests: Sequence[RangeRequest], read: Read, memory: memoryview, row: Row
     ) -> None:
         row.note(Wait.THREAD)
         self._storage.read_into_blocking(read.key, read.start, [[memory]])
@@ -576,7 +576,7 @@ class FetcherPool:
         self._deliver(requests, read, memory, row)
 
     def _deliver(
-        self, requests: Sequence[Request], read: Read, memory: memoryview, row: Row
+        self, requests: Sequence[RangeRequest], read: Read, memory: memoryview, row: Row
     ) -> None:
         at = 0
         for gap, part in zip(read.gaps, read.parts, strict=True):
@@ -601,7 +601,7 @@ def _missing_is_damage(read: Read) -> Iterator[None]:
         raise ChecksumMismatch(key=error.key or read.key, detail="the object is missing") from error
 
 
-def _is_addressable(requests: Sequence[Request], read: Read) -> bool:
+def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:
     return all(requests[part.request].sink.is_addressable for part in read.parts)
 
 
@@ -629,7 +629,7 @@ class _Window:
 
 
 def _decompress(
-    requests: Sequence[Request],
+    requests: Sequence[RangeRequest],
     read: Read,
     extent: Extent,
     stored: memoryview,
@@ -668,7 +668,7 @@ def _decompress(
     row.note(Work.DECOMPRESS, extent.key, extent.start, extent.stop - extent.start)
 
 
-def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -> str:
+def _wanted_of(requests: Sequence[RangeRequest], read: Read, start: int, stop: int) -> str:
     """Returns the leaves of a read that have bytes in ``[start, stop)`` of the object."""
     paths: dict[str, None] = {}
     at = read.start
@@ -688,12 +688,12 @@ def _wanted_of(requests: Sequence[Request], read: Read, start: int, stop: int) -
 class _Target(NamedTuple):
     """Memory to fill: part of a leaf, or a gap (``request`` is None)."""
 
-    request: Request | None
+    request: RangeRequest | None
     start: int
     view: memoryview
 
 
-def _targets(requests: Sequence[Request], read: Read) -> Iterator[_Target]:
+def _targets(requests: Sequence[RangeRequest], read: Read) -> Iterator[_Target]:
     """Yields the targets of a read in order; large parts are split into blocks of maximum size."""
     for gap, part in zip(read.gaps, read.parts, strict=True):
         if gap:
@@ -713,7 +713,7 @@ def _verify_all(targets: Sequence[_Target]) -> None:
             _verify(target.request, target.start, target.view)
 
 
-def _verify(request: Request, start: int, view: memoryview) -> None:
+def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
     """Verifies a leaf's bytes from ``start`` (the beginning of a block) against its checksums."""
     stored = request.stored
     # A single block covers the whole view. Most leaves have one block where there are many leaves.

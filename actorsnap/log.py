@@ -14,7 +14,7 @@ from types import TracebackType
 
 from actorsnap.errors import text_of
 
-__all__ = ["Lines"]
+__all__ = ["Log"]
 
 _Failure = (
     bool
@@ -25,7 +25,7 @@ _Failure = (
 )
 
 
-class Lines(logging.LoggerAdapter[logging.Logger]):
+class Log(logging.LoggerAdapter[logging.Logger]):
     """The logger of a module. Its methods never raise.
 
     Failures of handlers are reported as ``logging`` reports its own.

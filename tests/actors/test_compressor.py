@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.compressing import CompressedStore, shrinks
+from actorsnap.actors.compressor import CompressedStore, shrinks
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Wait
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker, count_frames
