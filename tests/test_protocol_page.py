@@ -22,7 +22,7 @@ def test_diagrams_show_what_tables_and_rules_lead_to() -> None:
     assert "passed --> [*]" not in coordinator  # the outcome is repeated
     rank = parts()["rounds rank diagram"]
     assert "waiting --> working : Ask, Proceed" in rank
-    assert "failed --> ended : Aborted, CoordinatorGone, Proceed" in rank
+    assert "failed --> ended : Aborted, Lost, Proceed" in rank
     assert "failed --> working" not in rank
     assert "failed --> [*]" not in rank
     assert "ended --> [*]" in rank

@@ -12,9 +12,8 @@ import anyio.abc
 import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
-from actorsnap.protocol import rounds
-from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss, explain_loss
+from actorsnap.protocol.labels import named_ranks
 from actorsnap.protocol.messages import Failed
 from actorsnap.protocol.rounds import (
     Abort,
@@ -22,7 +21,6 @@ from actorsnap.protocol.rounds import (
     Continue,
     Coordinator,
     CoordinatorEvent,
-    CoordinatorGone,
     Decide,
     Decided,
     Decision,
@@ -31,6 +29,7 @@ from actorsnap.protocol.rounds import (
     FromCoordinator,
     FromRank,
     Hurry,
+    Lost,
     Overdue,
     Participant,
     ParticipantEvent,
@@ -38,7 +37,6 @@ from actorsnap.protocol.rounds import (
     Report,
     SendTo,
     TakenOver,
-    WorkFailed,
 )
 from actorsnap.transport.ends import Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
 
@@ -176,17 +174,21 @@ class CoordinatorActor:
             # checks this itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, PeerLost):
-            reason = RankLost(message.rank, message.silent_s).reason
-            return rounds.Lost(self._failure(reason, message.rank))
+            reason = explain_loss(message.rank, message.silent_s)
+            return Lost(self._failure(reason, message.rank))
         if isinstance(message, Moved):
             return TakenOver()
         assert isinstance(message, FromRank), message
         return message
 
     def _overdue(self) -> Overdue:
-        awaited = self._machine.awaited
-        passed = DeadlinePassed(self._timeout_s, self._trouble())
-        reason = passed.reason(awaited) if awaited else passed.is_over
+        awaited, trouble = self._machine.awaited, self._trouble()
+        reason = f"timeout_s={self._timeout_s:g} is over" + (f"; {trouble}" if trouble else "")
+        if awaited:
+            reason += (
+                f"; still waiting for {named_ranks(awaited)}. Raise Options.timeout_s if the "
+                "storage is that slow"
+            )
         return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
 
     def _failure(self, reason: str, rank: int | None) -> Failure:
@@ -304,7 +306,7 @@ class ParticipantActor:
 
     async def fail(self, failure: Failure) -> None:
         """Reports that this rank cannot continue, and waits for the outcome."""
-        await self._handle(WorkFailed(failure))
+        await self._handle(Failed(self._machine.rank, failure))
         await self._over.wait()
 
     async def wait(self) -> End:
@@ -314,7 +316,7 @@ class ParticipantActor:
 
     def abandon(self, failure: Failure) -> None:
         """Ends the call on this rank now; does nothing if the outcome is known."""
-        for command in self._machine.handle(CoordinatorGone(failure)):
+        for command in self._machine.handle(Lost(failure)):
             assert isinstance(command, End)
             self._finish(command)
 
@@ -337,24 +339,23 @@ class ParticipantActor:
     async def _next_event(self) -> ParticipantEvent:
         message = await self._end.receive()
         if isinstance(message, PeerLost):
-            lost = CoordinatorLost.silent(message.rank, message.silent_s)
-            return self._gone(lost.reason, lost.rank)
+            return self._lost(explain_coordinator_loss(message.silent_s), message.rank)
         if isinstance(message, Broken):
-            return self._gone(message.reason, None)
+            return self._lost(message.reason, None)
         if isinstance(message, Moved):
             return TakenOver()
         assert isinstance(message, FromCoordinator), message
         return message
 
-    def _overdue(self) -> CoordinatorGone:
-        return self._gone(
+    def _overdue(self) -> Lost:
+        return self._lost(
             f"timeout_s={self._timeout_s:g} is over, and rank 0, which coordinates, does not "
             "answer",
             0,
         )
 
-    def _gone(self, reason: str, rank: int | None) -> CoordinatorGone:
-        return CoordinatorGone(self._aborted(reason, self.stage, rank))
+    def _lost(self, reason: str, rank: int | None) -> Lost:
+        return Lost(self._aborted(reason, self.stage, rank))
 
     async def _handle(self, event: ParticipantEvent) -> None:
         commands = deque(self._machine.handle(event))

@@ -36,6 +36,8 @@ __all__ = [
     "decode",
     "encode",
     "encode_value",
+    "explain_coordinator_loss",
+    "explain_loss",
     "restore_aborted",
 ]
 
@@ -271,3 +273,19 @@ def restore_aborted(
     error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
     error.__cause__ = cause
     return Failure.of(error, stage=stage, rank=rank)
+
+
+def explain_loss(rank: int, silent_s: float) -> str:
+    """Describes a rank that was silent for ``silent_s`` seconds; 0.0: it has left."""
+    if not silent_s:
+        return f"rank {rank} has left: its process ended"
+    return (
+        f"rank {rank} was not heard for {silent_s:.0f} s: it was killed or stopped, or its machine "
+        "or network is gone"
+    )
+
+
+def explain_coordinator_loss(silent_s: float) -> str:
+    """As ``explain_loss``, of rank 0 as the other ranks see it."""
+    how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
+    return f"rank 0, which coordinates, {how}"

@@ -47,7 +47,6 @@ __all__ = [
     "AskMore",
     "Continue",
     "Coordinator",
-    "CoordinatorGone",
     "CoordinatorState",
     "Decide",
     "Decided",
@@ -65,7 +64,6 @@ __all__ = [
     "Report",
     "SendTo",
     "TakenOver",
-    "WorkFailed",
 ]
 
 
@@ -122,7 +120,10 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Event: a rank was lost."""
+    """Event: a rank was lost; for a rank: the coordinator was lost or does not answer.
+
+    A rank ends with ``failure`` unless it finds a commit.
+    """
 
     failure: Failure
 
@@ -322,21 +323,6 @@ class Reached(msgspec.Struct, frozen=True):
     commits: bool = False
 
 
-class WorkFailed(msgspec.Struct, frozen=True):
-    """Event: the rank cannot continue, or its caller has cancelled the call."""
-
-    failure: Failure
-
-
-class CoordinatorGone(msgspec.Struct, frozen=True):
-    """Event: the coordinator was lost or does not answer.
-
-    The rank ends with ``failure`` unless it finds a commit.
-    """
-
-    failure: Failure
-
-
 class Report(msgspec.Struct, frozen=True):
     """Command: send ``message`` to the coordinator."""
 
@@ -376,7 +362,7 @@ class ParticipantState(StrEnum):
     ENDED = "ended"
 
 
-ParticipantEvent: TypeAlias = FromCoordinator | Reached | WorkFailed | CoordinatorGone | TakenOver
+ParticipantEvent: TypeAlias = FromCoordinator | Reached | Failed | Lost | TakenOver
 ParticipantCommand: TypeAlias = Report | Enter | Answer | End
 
 _P = ParticipantState
@@ -398,9 +384,10 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         self._has_arrived_to_commit |= event.commits
         return self._report(Arrived(self.rank, self.round, event.payload, self._num_asked))
 
-    def _on_work_failed(self, event: WorkFailed) -> list[ParticipantCommand]:
+    def _on_failed(self, event: Failed) -> list[ParticipantCommand]:
+        """Handles a failure of this rank, or a cancellation by its caller."""
         self.state = _P.FAILED
-        return self._report(Failed(self.rank, event.failure))
+        return self._report(event)
 
     def _on_ask(self, event: Ask) -> list[ParticipantCommand]:
         if (event.round, event.num_asked) != (self.round, self._num_asked + 1):
@@ -427,7 +414,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
     def _on_aborted(self, event: Aborted) -> list[ParticipantCommand]:
         return self._end(End(event.failure))
 
-    def _on_gone(self, event: CoordinatorGone) -> list[ParticipantCommand]:
+    def _on_lost(self, event: Lost) -> list[ParticipantCommand]:
         return self._end(End(event.failure, is_unknown=self._has_arrived_to_commit))
 
     def _on_repeat(self, event: Repeat | TakenOver) -> list[ParticipantCommand]:
@@ -484,7 +471,7 @@ _COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
 _MP = Participant
 _ALWAYS: Row[ParticipantCommand] = {
     Aborted: _MP._on_aborted,
-    CoordinatorGone: _MP._on_gone,
+    Lost: _MP._on_lost,
     Repeat: _MP._on_repeat,
     TakenOver: _MP._on_repeat,
 }
@@ -492,20 +479,20 @@ _PARTICIPANT: Table[ParticipantState, ParticipantCommand] = {
     _P.WORKING: {
         **_ALWAYS,
         Reached: _MP._on_reached,
-        WorkFailed: _MP._on_work_failed,
+        Failed: _MP._on_failed,
         Ask: _MP._ignore,
         Proceed: _MP._ignore,
     },
     _P.WAITING: {
         **_ALWAYS,
-        WorkFailed: _MP._on_work_failed,
+        Failed: _MP._on_failed,
         Ask: _MP._on_ask,
         Proceed: _MP._on_proceed,
     },
     _P.FAILED: {
         **_ALWAYS,
         Reached: _MP._ignore,
-        WorkFailed: _MP._ignore,
+        Failed: _MP._ignore,
         Ask: _MP._ignore,
         Proceed: _MP._on_late_proceed,
     },

@@ -22,7 +22,7 @@ from actorsnap.planning.packing import RankPlan
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.roll import RollMachine
+from actorsnap.protocol.roll import RollCall
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
@@ -179,10 +179,9 @@ class Team:
         )
         roll = None
         if save.coordinator is not None:
-            machine = RollMachine(label=shown, world_size=self.world_size)
             roll = Roll(
                 save.coordinator,
-                machine=machine,
+                roll_call=RollCall(label=shown, world_size=self.world_size),
                 timeout_s=options.timeout_s,
                 renew=renew_all,
             )

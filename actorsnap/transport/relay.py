@@ -17,8 +17,7 @@ from typing import Protocol, TypeAlias
 import anyio
 import msgspec
 
-from actorsnap.protocol.calls import CoordinatorLost
-from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -246,8 +245,8 @@ class Relay:
                 return verdict
             case Proceed():
                 return None
-            case PeerLost(rank=rank, silent_s=silent_s):
-                reason = CoordinatorLost.silent(rank, silent_s).reason
+            case PeerLost(silent_s=silent_s):
+                reason = explain_coordinator_loss(silent_s)
             case Broken(reason=reason):
                 pass
         return None if await look() else self._unknown(reason)

@@ -35,7 +35,6 @@ from actorsnap.protocol.rounds import (
     AskMore,
     Continue,
     Coordinator,
-    CoordinatorGone,
     CoordinatorState,
     Decide,
     Decided,
@@ -53,7 +52,6 @@ from actorsnap.protocol.rounds import (
     Report,
     SendTo,
     TakenOver,
-    WorkFailed,
 )
 
 COMMIT_ROUND = 3
@@ -145,7 +143,7 @@ class World:
         # Silence happens only where messages were lost with a process that died.
         assert not waiting or not self.is_coordinator_here or self.coordinator.is_over
         for rank in waiting:
-            self.rank_event(rank, CoordinatorGone(GONE))
+            self.rank_event(rank, Lost(GONE))
         return bool(waiting)
 
     def deliver_up(self, rank: int) -> None:
@@ -171,7 +169,7 @@ class World:
     def fail(self, rank: int) -> None:
         self.failures -= 1
         self.work.pop(rank, None)
-        self.rank_event(rank, WorkFailed(failure(f"rank {rank} failed")))
+        self.rank_event(rank, Failed(rank, failure(f"rank {rank} failed")))
 
     def take_over(self, rank: int) -> None:
         """What the dead process had received, and not handled, is lost."""
@@ -233,7 +231,7 @@ class World:
     def rank_event(
         self,
         rank: int,
-        event: FromCoordinator | Reached | WorkFailed | CoordinatorGone | TakenOver,
+        event: FromCoordinator | Reached | Failed | Lost | TakenOver,
     ) -> None:
         before = self.ranks[rank].round
         for command in self.ranks[rank].handle(event):
@@ -486,18 +484,18 @@ def test_a_commit_under_way_is_only_hurried() -> None:
 def test_a_rank_cancelled_after_its_last_arrival_takes_the_outcome() -> None:
     rank = Participant(rank=0)
     rank.handle(Reached(commits=True))
-    rank.handle(WorkFailed(GONE))
+    rank.handle(Failed(0, GONE))
     assert rank.handle(Proceed(0, b"x", 1, True)) == [End(None, payload=b"x")]
 
 
 def test_only_after_the_commit_round_the_outcome_is_unknown() -> None:
     rank = Participant(rank=0)
     rank.handle(Reached())
-    assert copy.deepcopy(rank).handle(CoordinatorGone(GONE)) == [End(GONE)]
+    assert copy.deepcopy(rank).handle(Lost(GONE)) == [End(GONE)]
     rank.handle(Proceed(0, b"", 1))
     rank.handle(Reached(commits=True))
-    rank.handle(WorkFailed(failure("cancelled")))
-    assert rank.handle(CoordinatorGone(GONE)) == [End(GONE, is_unknown=True)]
+    rank.handle(Failed(0, failure("cancelled")))
+    assert rank.handle(Lost(GONE)) == [End(GONE, is_unknown=True)]
 
 
 def test_what_cannot_happen_is_a_defect() -> None:
