@@ -28,7 +28,7 @@ from actorsnap.planning.inventory import Inventory, Scope, inventory_digest, ite
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
 from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import ToCoordinator, Token
+from actorsnap.protocol.messages import ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import (
     Answer,
@@ -49,12 +49,12 @@ from actorsnap.protocol.rounds import (
 )
 from actorsnap.protocol.save import (
     Assignment,
-    InventoryAnswer,
-    ItemsAnswer,
+    Details,
     Joined,
     ManifestStored,
     Question,
     SaveDecisions,
+    Token,
     decode,
     encode,
 )
@@ -233,9 +233,9 @@ class Rank:
     def answer(self, payload: bytes) -> Reached:
         question = decode(payload, Question)
         if question.inventory:
-            return Reached(encode(InventoryAnswer(self._held.inventory)))
+            return Reached(encode(Details(self._held.inventory)))
         lists = {digest: self._held.lists[digest] for digest in question.lists}
-        return Reached(encode(ItemsAnswer(lists)))
+        return Reached(encode(Details(lists=lists)))
 
     def _work(self) -> Generator[Reached, bytes, None]:
         remembered = b"" if self.plan is None else self.plan[0]

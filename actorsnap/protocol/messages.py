@@ -27,7 +27,6 @@ __all__ = [
     "Proceed",
     "Repeat",
     "ToCoordinator",
-    "Token",
 ]
 
 
@@ -43,33 +42,6 @@ class Labelled(_Message, frozen=True, tag="l"):
 
     rank: int
     label: Label
-
-
-class Token(_Message, frozen=True):
-    """Input of ``Storage.join_writer`` for one object.
-
-    Attributes:
-        key: Without the attempt's folder; for a safetensors object also without ``data/`` and the
-            suffix. Other keys begin with a slash.
-        token: Empty if it equals the whole key.
-    """
-
-    key: str
-    token: bytes = b""
-
-    @classmethod
-    def of(cls, attempt: str, key: str, token: bytes) -> Token:
-        """Returns the token of the object ``key``."""
-        begin, end = f"{attempt}/data/", ".safetensors"
-        is_data = key.startswith(begin) and key.endswith(end)
-        short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
-        return cls(short, b"" if token == key.encode() else token)
-
-    def opened(self, attempt: str) -> tuple[str, bytes]:
-        """Returns the key and the token given to ``of``."""
-        short = self.key
-        key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
-        return key, self.token or key.encode()
 
 
 class Arrived(_Message, frozen=True, tag="a"):

@@ -9,14 +9,14 @@ The rounds:
 2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
 
-Inventories, item lists and the plan are remembered by their digests (``protocol.memory``): a rank
-that saves the same state again sends digests only.
+``protocol.plan_cache`` remembers inventories, item lists and the plan by their digests: a rank that
+saves the same state again sends digests only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -31,20 +31,17 @@ from actorsnap.planning.inventory import (
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.messages import Token
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 
 __all__ = [
-    "Answer",
+    "Details",
     "Assignment",
-    "InventoryAnswer",
-    "ItemsAnswer",
     "Joined",
+    "ManifestStored",
     "Question",
     "SaveDecisions",
-    "ShardedAnswer",
-    "ManifestStored",
+    "Token",
     "aborted",
     "decode",
     "encode",
@@ -84,21 +81,12 @@ class Question(_Payload, frozen=True):
     sharded: bool = False
 
 
-class InventoryAnswer(_Payload, frozen=True, tag="n"):
-    inventory: Inventory
+class Details(_Payload, frozen=True, omit_defaults=True):
+    """The requested content; item lists by digest."""
 
-
-class ItemsAnswer(_Payload, frozen=True, tag="i"):
-    """Item lists, by digest."""
-
-    lists: dict[bytes, tuple[Item, ...]]
-
-
-class ShardedAnswer(_Payload, frozen=True, tag="h"):
-    tensors: tuple[Sharded, ...]
-
-
-Answer: TypeAlias = InventoryAnswer | ItemsAnswer | ShardedAnswer
+    inventory: Inventory | None = None
+    lists: dict[bytes, tuple[Item, ...]] = {}
+    sharded: tuple[Sharded, ...] = ()
 
 
 class Assignment(_Payload, frozen=True):
@@ -128,6 +116,33 @@ class Assignment(_Payload, frozen=True):
     shares_objects: bool
 
 
+class Token(_Payload, frozen=True):
+    """Input of ``Storage.join_writer`` for one object.
+
+    Attributes:
+        key: Without the attempt's folder; for a safetensors object also without ``data/`` and the
+            suffix. Other keys begin with a slash.
+        token: Empty if it equals the whole key.
+    """
+
+    key: str
+    token: bytes = b""
+
+    @classmethod
+    def of(cls, attempt: str, key: str, token: bytes) -> Token:
+        """Returns the token of the object ``key``."""
+        begin, end = f"{attempt}/data/", ".safetensors"
+        is_data = key.startswith(begin) and key.endswith(end)
+        short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
+        return cls(short, b"" if token == key.encode() else token)
+
+    def opened(self, attempt: str) -> tuple[str, bytes]:
+        """Returns the key and the token given to ``of``."""
+        short = self.key
+        key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
+        return key, self.token or key.encode()
+
+
 class ManifestStored(_Payload, frozen=True):
     """Size and CRC32C of the rank manifest."""
 
@@ -136,7 +151,6 @@ class ManifestStored(_Payload, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(payload: object) -> bytes:
@@ -243,14 +257,13 @@ class SaveDecisions:
     def _on_answers(self, payloads: Mapping[int, bytes]) -> Decision:
         wanted: list[tuple[int, bytes]] = []
         for rank, payload in payloads.items():
-            match _answers.decode(payload):
-                case InventoryAnswer(inventory):
-                    self._memory.inventories[self._joined[rank].inventory] = inventory
-                    wanted += [(rank, scope.digest) for scope in inventory.scopes]
-                case ItemsAnswer(lists):
-                    self._memory.lists.update(lists)
-                case ShardedAnswer(tensors):
-                    self._sharded[self._inventory(rank).sharded] = tensors
+            answer = decode(payload, Details)
+            if answer.inventory is not None:
+                self._memory.inventories[self._joined[rank].inventory] = answer.inventory
+                wanted += [(rank, scope.digest) for scope in answer.inventory.scopes]
+            self._memory.lists.update(answer.lists)
+            if answer.sharded:
+                self._sharded[self._inventory(rank).sharded] = answer.sharded
         questions: dict[int, tuple[bytes, ...]] = {}
         for digest, rank in _firsts(wanted, self._memory.lists).items():
             questions[rank] = (*questions.get(rank, ()), digest)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actorsnap.protocol.messages import Token
+from actorsnap.protocol.save import Token
 
 
 @pytest.mark.parametrize("key", ["a/data/x/0-0.safetensors", "a/data/x/0-0.chunks/7", "a/x"])

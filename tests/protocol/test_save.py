@@ -20,18 +20,16 @@ from actorsnap.planning.inventory import (
 )
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.messages import Token
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,
-    InventoryAnswer,
-    ItemsAnswer,
+    Details,
     Joined,
     ManifestStored,
     Question,
     SaveDecisions,
-    ShardedAnswer,
+    Token,
     decode,
     encode,
 )
@@ -91,11 +89,11 @@ class Ranks:
 
     def answer(self, rank: int, question: Question) -> bytes:
         if question.inventory:
-            return encode(InventoryAnswer(self.inventories[rank]))
+            return encode(Details(self.inventories[rank]))
         if question.sharded:
-            return encode(ShardedAnswer(self.sharded[rank]))
+            return encode(Details(sharded=self.sharded[rank]))
         own = {item_digest(self.items[rank]): self.items[rank]}
-        return encode(ItemsAnswer({digest: own[digest] for digest in question.lists}))
+        return encode(Details(lists={digest: own[digest] for digest in question.lists}))
 
     def assignments(self, *plans: bytes) -> list[Assignment]:
         decision = self.join(*plans)
