@@ -29,7 +29,7 @@ from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
 from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
-from actorsnap.transport.store import StorePort, StoreSave
+from actorsnap.transport.store import PortTiming, StorePort, StoreSave
 
 __all__ = ["TeamCall", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
 
@@ -74,7 +74,10 @@ class Team:
         # A store that is gone has most likely not come back, and no rank is starting.
         again: dict[str, Any] = {}
         if before is not None:
-            again = {"first_number": before.port.next_number, "connect_s": _AGAIN_S}
+            again = {
+                "first_number": before.port.next_number,
+                "timing": PortTiming(connect_s=_AGAIN_S),
+            }
         self.port: StorePort[Any, Any] = StorePort(
             group.store,
             namespace=group.name,

@@ -35,6 +35,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
@@ -58,6 +59,7 @@ from actorsnap.transport.mailbox import (
 )
 
 __all__ = [
+    "PortTiming",
     "QueueStore",
     "StoreCoordinator",
     "StoreParticipant",
@@ -154,7 +156,7 @@ class _End(Generic[In]):
         now = self._port._look(2 * self._look_s)
         if self._asked_s is None:
             self._asked_s = now
-        connect_s = self._port.connect_s
+        connect_s = self._port._timing.connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
             self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
@@ -275,6 +277,21 @@ class StoreSave(Generic[Up, Down]):
         return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortTiming:
+    """Intervals and limits of a port.
+
+    Attributes:
+        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` of a save reduces it.
+        connect_s: Time limit for the store to answer, in seconds.
+        clock: Returns seconds; measures silence only.
+    """
+
+    beat_s: float = 5.0
+    connect_s: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+
+
 class StorePort(Generic[Up, Down]):
     """One process' access to the mailboxes of a group. Its threads are daemons.
 
@@ -285,10 +302,8 @@ class StorePort(Generic[Up, Down]):
         up: Type of messages to the coordinator, for msgspec.
         down: Type of messages to participants.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
-        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` of a save reduces it.
-        clock: Returns seconds; measures silence only.
+        timing: Intervals and limits.
         first_number: Number of the first save; continues those of an earlier port in this process.
-        connect_s: Time limit for the store to answer, in seconds.
         session: Session of another process' port to continue; on rank 0 that port's own. None: a
             new session.
     """
@@ -303,10 +318,8 @@ class StorePort(Generic[Up, Down]):
         up: Any,
         down: Any,
         call_soon: Callable[[Callable[[], None]], None],
-        beat_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
+        timing: PortTiming | None = None,
         first_number: int = 0,
-        connect_s: float = 60.0,
         session: bytes | None = None,
     ) -> None:
         self.rank = rank
@@ -314,9 +327,8 @@ class StorePort(Generic[Up, Down]):
         self.namespace = namespace
         self._label = f"{namespace}/{rank}"
         self._call_soon = call_soon
-        self._beat_s = beat_s
-        self._clock = clock
-        self.connect_s = connect_s
+        self._timing = timing or PortTiming()
+        self._clock = self._timing.clock
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
@@ -342,7 +354,7 @@ class StorePort(Generic[Up, Down]):
         self._awaited: dict[int, Pulse] = {}
 
         self._active_s = 0.0
-        self._looked_s = self._beaten_s = clock()
+        self._looked_s = self._beaten_s = self._clock()
 
         self._num_dropped = 0
         self._is_dispatch_due = False
@@ -354,7 +366,7 @@ class StorePort(Generic[Up, Down]):
             up=up,
             down=down,
             wake=self._wake,
-            clock=clock,
+            clock=self._clock,
         )
         self._mailbox.start()
         _ports.add(self)
@@ -759,7 +771,7 @@ class StorePort(Generic[Up, Down]):
                     self._mailbox.put(other, frame)
             return
         every_s = min(
-            self._beat_s,
+            self._timing.beat_s,
             *[save.lost_after_s / 6 for save in self._open.values()],
             *[pulse.every_s for pulse in self._awaited.values()],
         )
