@@ -18,8 +18,8 @@ from typing import Any, get_args
 import msgspec
 
 from actorsnap.protocol import rounds
-from actorsnap.protocol.machine import Table
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.rounds import Table
 
 PAGE = Path(__file__).parent / "protocol.md"
 

@@ -13,13 +13,13 @@ import anyio
 
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage, explain_loss
-from actorsnap.protocol.labels import Label
 from actorsnap.protocol.messages import (
     Aborted,
     Absent,
     AskLabel,
     Failed,
     FromCoordinator,
+    Label,
     Labelled,
     ToCoordinator,
 )
@@ -32,7 +32,8 @@ from actorsnap.protocol.roll import (
     awaiting,
     overdue,
 )
-from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.protocol.rounds import TakenOver
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Caller", "Roll"]
 
@@ -133,9 +134,9 @@ class Caller:
         """Whether a call has ended that this rank has not made: not the one that it makes now."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
         while self._withdrawn is None:
-            message: FromCoordinator | PeerLost | Broken | Moved | None = None
+            message: FromCoordinator | PeerLost | Broken | TakenOver | None = None
             end = self._end
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
                 try:
@@ -239,13 +240,13 @@ class Roll:
             return False
         return await self._renew(Aborted(message.failure, message.left))
 
-    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
         """See ``CoordinatorEnd``.
 
         Returns ``Failed`` once if the call is refused; then only ``PeerLost`` and ``Broken``.
         """
         while True:
-            message: ToCoordinator | Began | PeerLost | Broken | Moved | None = None
+            message: ToCoordinator | Began | PeerLost | Broken | TakenOver | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
                 message = await self._end.receive()
             if message is None:
@@ -260,8 +261,8 @@ class Roll:
                 self._settled_s = min(self._settled_s, anyio.current_time() + SETTLE_S)
 
     async def _filter(
-        self, message: ToCoordinator | Began | PeerLost | Broken | Moved
-    ) -> ToCoordinator | PeerLost | Broken | Moved | None:
+        self, message: ToCoordinator | Began | PeerLost | Broken | TakenOver
+    ) -> ToCoordinator | PeerLost | Broken | TakenOver | None:
         """Handles the messages of the roll call; returns those for the call's coordinator."""
         roll_call = self._roll_call
         match message:

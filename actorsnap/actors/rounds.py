@@ -12,21 +12,21 @@ import anyio.abc
 import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
-from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss, explain_loss
-from actorsnap.protocol.labels import named_ranks
-from actorsnap.protocol.messages import Failed
+from actorsnap.protocol.failure import (
+    Failure,
+    Stage,
+    explain_coordinator_loss,
+    explain_loss,
+    named_ranks,
+)
+from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import (
-    Abort,
-    Answer,
     Continue,
     Coordinator,
     CoordinatorEvent,
     Decide,
-    Decided,
     Decision,
     End,
-    Enter,
-    FromCoordinator,
     FromRank,
     Hurry,
     Lost,
@@ -34,11 +34,11 @@ from actorsnap.protocol.rounds import (
     Participant,
     ParticipantEvent,
     Reached,
-    Report,
     SendTo,
     TakenOver,
+    ToRank,
 )
-from actorsnap.transport.ends import Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.transport.ends import Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
 
@@ -147,7 +147,7 @@ class CoordinatorActor:
                 case Decide(commits=True) as command:
                     self._tasks.start_soon(self._commit, command.payloads)
                 case Decide() as command:
-                    commands += self._machine.handle(Decided(self._decide(command)))
+                    commands += self._machine.handle(self._decide(command))
                 case Hurry(failure, has_grace):
                     assert self._committer is not None
                     self._committer.hurry(failure.reason, has_grace=has_grace)
@@ -158,12 +158,12 @@ class CoordinatorActor:
         try:
             return self._decisions.decide(command.round, command.payloads)
         except ActorSnapError as error:
-            return Abort(Failure.of(error, stage=self._decisions.stage))
+            return Failure.of(error, stage=self._decisions.stage)
 
     async def _commit(self, payloads: Mapping[int, bytes]) -> None:
         assert self._committer is not None
         failure = await self._committer.commit(payloads)
-        await self._handle(Decided(Abort(failure) if failure else Continue(is_last=True)))
+        await self._handle(failure or Continue(is_last=True))
 
     async def _next_event(self) -> CoordinatorEvent:
         message = await self._end.receive()
@@ -176,9 +176,7 @@ class CoordinatorActor:
         if isinstance(message, PeerLost):
             reason = explain_loss(message.rank, message.silent_s)
             return Lost(self._failure(reason, message.rank))
-        if isinstance(message, Moved):
-            return TakenOver()
-        assert isinstance(message, FromRank), message
+        assert isinstance(message, FromRank | TakenOver), message
         return message
 
     def _overdue(self) -> Overdue:
@@ -342,9 +340,7 @@ class ParticipantActor:
             return self._lost(explain_coordinator_loss(message.silent_s), message.rank)
         if isinstance(message, Broken):
             return self._lost(message.reason, None)
-        if isinstance(message, Moved):
-            return TakenOver()
-        assert isinstance(message, FromCoordinator), message
+        assert isinstance(message, ToRank | TakenOver), message
         return message
 
     def _overdue(self) -> Lost:
@@ -361,11 +357,11 @@ class ParticipantActor:
         commands = deque(self._machine.handle(event))
         while commands:
             match commands.popleft():
-                case Report(message):
+                case Arrived() | Failed() as message:
                     await self._end.send(message)
-                case Answer(question):
+                case Ask(payload=question):
                     commands += self._machine.handle(Reached(self._answer(question)))
-                case Enter(payload):
+                case Proceed(payload=payload):
                     self.stage, self._payload = self._then, payload
                     self._proceed.set()
                 case End() as end:

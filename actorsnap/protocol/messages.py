@@ -8,12 +8,13 @@ their attempt: the transport separates saves.
 
 from __future__ import annotations
 
+import hashlib
+from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.labels import Label
 
 __all__ = [
     "Aborted",
@@ -21,8 +22,10 @@ __all__ = [
     "Arrived",
     "Ask",
     "AskLabel",
+    "CallKind",
     "Failed",
     "FromCoordinator",
+    "Label",
     "Labelled",
     "Proceed",
     "Repeat",
@@ -30,21 +33,58 @@ __all__ = [
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
+_MAX_SHOWN_URL = 160
+
+
+class CallKind(StrEnum):
+    """Kind of a call, named as the method."""
+
+    TAKE = "take"
+    ASYNC_TAKE = "async_take"
+    RESTORE = "restore"
+    PLAN_RESTORE = "plan_restore"
+
+    @property
+    def is_save(self) -> bool:
+        return self in (CallKind.TAKE, CallKind.ASYNC_TAKE)
+
+
+class Label(msgspec.Struct, frozen=True, array_like=True):
+    """Identifies a call; must be equal on all ranks.
+
+    Attributes:
+        url: Normalised URL of the path, without secrets.
+        step: The caller's step; None if not given.
+    """
+
+    kind: CallKind
+    url: str
+    step: int | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """8-byte digest of the label."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+
+    def __str__(self) -> str:
+        url = self.url
+        if len(url) > _MAX_SHOWN_URL:
+            url = "..." + url[-_MAX_SHOWN_URL:]
+        step = "" if self.step is None else f", step={self.step}"
+        return f"{self.kind}({url!r}{step})"
 
 
 # To the coordinator -------------------------------------------------------------------------
 
 
-class Labelled(_Message, frozen=True, tag="l"):
+class Labelled(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """The answer to ``AskLabel``."""
 
     rank: int
     label: Label
 
 
-class Arrived(_Message, frozen=True, tag="a"):
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """The rank is ready for ``round`` (``protocol.rounds``).
 
     Attributes:
@@ -58,7 +98,7 @@ class Arrived(_Message, frozen=True, tag="a"):
     num_asked: int = 0
 
 
-class Failed(_Message, frozen=True, tag="f"):
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The rank cannot continue.
 
     Attributes:
@@ -73,17 +113,17 @@ class Failed(_Message, frozen=True, tag="f"):
 # To a rank ----------------------------------------------------------------------------------
 
 
-class AskLabel(_Message, frozen=True, tag="B"):
+class AskLabel(msgspec.Struct, frozen=True, array_like=True, tag="B"):
     """Send your label: it differs from rank 0's."""
 
 
-class Absent(_Message, frozen=True, tag="W"):
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """These ranks have not made the call yet."""
 
     ranks: tuple[int, ...]
 
 
-class Ask(_Message, frozen=True, tag="Q"):
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     """The decision needs more data of this rank, which arrives at the same round again.
 
     Attributes:
@@ -95,7 +135,7 @@ class Ask(_Message, frozen=True, tag="Q"):
     num_asked: int
 
 
-class Proceed(_Message, frozen=True, tag="P"):
+class Proceed(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Every rank has arrived at ``round``.
 
     Attributes:
@@ -110,11 +150,11 @@ class Proceed(_Message, frozen=True, tag="P"):
     is_last: bool = False
 
 
-class Repeat(_Message, frozen=True, tag="R"):
+class Repeat(msgspec.Struct, frozen=True, array_like=True, tag="R"):
     """Another process continues as the coordinator: send your last message again."""
 
 
-class Aborted(_Message, frozen=True, tag="X"):
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="X"):
     """The attempt ended without commit.
 
     Attributes:

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from actorsnap.errors import UsageError
-from actorsnap.protocol.failure import Failure, Stage, explain_loss, restore_aborted
-from actorsnap.protocol.labels import Label, named_ranks
+from actorsnap.protocol.failure import Failure, Stage, explain_loss, named_ranks, restore_aborted
+from actorsnap.protocol.messages import Label
 
 __all__ = [
     "REMIND_AFTER_S",

@@ -11,64 +11,110 @@ Rules:
 1. A rank leaves a round only after every rank that takes part in it has arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
 3. The commit round is decided once, after all ranks have arrived. From then on only its result
-   counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
+   counts: failures and the deadline merely hurry it, and a lost rank does not matter.
 4. A rank that has arrived at the commit round and then loses the coordinator does not know the
    outcome, even if it has failed or was cancelled: its caller looks in the storage. Before that
    round nothing can have been committed.
 5. Messages may be late or repeated. Another process may take over either end: it repeats the last
    message of that end, and the other end answers as before.
 
-Both machines are tables (``protocol/machine.py``): an event without a rule is a defect, but late
-and repeated messages have no effect.
+Both machines are tables: each state has a row with a rule for each event that can occur there. A
+rule changes the machine and returns commands, nothing else. The machine's owner performs them and
+reports their results as events. An event without a rule is a defect. Late and repeated messages
+have rules, and no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.machine import Machine, Row, Table
-from actorsnap.protocol.messages import (
-    Aborted,
-    Arrived,
-    Ask,
-    Failed,
-    Proceed,
-    Repeat,
-)
+from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed, Repeat
 
 __all__ = [
-    "Abort",
-    "Answer",
     "AskMore",
     "Continue",
     "Coordinator",
+    "CoordinatorEvent",
     "CoordinatorState",
     "Decide",
-    "Decided",
     "Decision",
     "End",
-    "Enter",
-    "FromCoordinator",
     "FromRank",
     "Hurry",
     "Lost",
+    "Machine",
     "Overdue",
     "Participant",
+    "ParticipantEvent",
     "ParticipantState",
+    "ProtocolViolation",
     "Reached",
-    "Report",
     "SendTo",
+    "Table",
     "TakenOver",
+    "ToRank",
 ]
 
+StateT = TypeVar("StateT", bound=StrEnum)
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
 
 FromRank: TypeAlias = Arrived | Failed
-FromCoordinator: TypeAlias = Ask | Proceed | Repeat | Aborted
+ToRank: TypeAlias = Ask | Proceed | Repeat | Aborted
+
+Row: TypeAlias = Mapping[type, Callable[..., list[CommandT]]]
+"""The rules of a state, by event type. A final state has none."""
+
+Table: TypeAlias = Mapping[StateT, Row[CommandT]]
+"""The row of every state."""
+
+
+class ProtocolViolation(AssertionError):
+    """An event that cannot happen in this state: a defect, never an operating condition."""
+
+
+class Machine(Generic[StateT, EventT, CommandT]):
+    """Base class of a machine with a table.
+
+    Args:
+        table: Its rules are methods of the machine.
+        first: The initial state.
+    """
+
+    def __init__(self, table: Table[StateT, CommandT], first: StateT) -> None:
+        self.state = first
+        self._table = table
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the machine has ended: it ignores all events."""
+        return not self._table[self.state]
+
+    def handle(self, event: EventT) -> list[CommandT]:
+        """Handles one event; returns the commands to perform.
+
+        Raises:
+            ProtocolViolation: The table has no rule for it.
+        """
+        if self.is_final:
+            return []
+        rule = self._table[self.state].get(type(event))
+        if rule is None:
+            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
+        commands = rule(self, event)
+        self.validate()
+        return commands
+
+    def validate(self) -> None:
+        """Asserts the invariants, cheaply; called after each event."""
+
+    def _ignore(self, event: EventT) -> list[CommandT]:
+        return []
 
 
 # Decisions --------------------------------------------------------------------------------------
@@ -101,22 +147,11 @@ class AskMore(msgspec.Struct, frozen=True):
     questions: Mapping[int, bytes]
 
 
-class Abort(msgspec.Struct, frozen=True):
-    """The call ends on all ranks with ``failure``."""
-
-    failure: Failure
-
-
-Decision: TypeAlias = Continue | AskMore | Abort
+Decision: TypeAlias = Continue | AskMore | Failure
+"""How a round ends; a ``Failure`` ends the call on all ranks."""
 
 
 # The coordinator --------------------------------------------------------------------------------
-
-
-class Decided(msgspec.Struct, frozen=True):
-    """Event: the result of ``Decide``."""
-
-    decision: Decision
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -135,11 +170,14 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class TakenOver(msgspec.Struct, frozen=True):
-    """Event of either machine: this process continues what another one began."""
+    """Event of either machine: this process continues what another one began.
+
+    Messages to or from that process may be lost.
+    """
 
 
 class Decide(msgspec.Struct, frozen=True):
-    """Command: decide the round. Ends in ``Decided``.
+    """Command: decide the round. Ends in a ``Decision``.
 
     Attributes:
         payloads: Of the ranks that take part; after ``AskMore``, of the ranks asked.
@@ -167,7 +205,7 @@ class SendTo(msgspec.Struct, frozen=True):
     """Command: send ``message`` to ``rank``."""
 
     rank: int
-    message: FromCoordinator
+    message: ToRank
 
 
 class CoordinatorState(StrEnum):
@@ -178,7 +216,7 @@ class CoordinatorState(StrEnum):
     ABORTED = "aborted"
 
 
-CoordinatorEvent: TypeAlias = FromRank | Decided | Lost | Overdue | TakenOver
+CoordinatorEvent: TypeAlias = FromRank | Decision | Lost | Overdue | TakenOver
 CoordinatorCommand: TypeAlias = Decide | Hurry | SendTo
 
 _C = CoordinatorState
@@ -187,8 +225,7 @@ _C = CoordinatorState
 class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
     """The coordinator's side of one call.
 
-    Its last messages stay available: a rank that repeats a message after the end gets the outcome
-    again.
+    A rank that repeats a message after the end gets the outcome again.
     """
 
     def __init__(self, *, world_size: int) -> None:
@@ -226,10 +263,11 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
     def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
         rank = event.rank
+        sent = self._sent.get(rank)
+        if sent is not None and sent.round == event.round:
+            return [SendTo(rank, sent)]
         if event.round != self._next[rank]:
-            sent = self._sent.get(rank)
-            is_unheard = sent is not None and sent.round == event.round
-            return [SendTo(rank, sent)] if sent is not None and is_unheard else []
+            return []
         asked = self._asked.get(rank)
         if asked is not None and event.num_asked < asked.num_asked:
             return [SendTo(rank, asked)]
@@ -252,24 +290,15 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         payloads = {rank: self._payloads.pop(rank) for rank in sorted(self._parties)}
         return [Decide(self.round, payloads, self._commits)]
 
-    def _on_decided(self, event: Decided) -> list[CoordinatorCommand]:
-        match event.decision:
-            case Continue() as decision:
-                return self._continue(decision)
-            case AskMore(questions):
-                return self._ask(questions)
-            case Abort(failure):
-                return self._abort(failure)
-
-    def _ask(self, questions: Mapping[int, bytes]) -> list[CoordinatorCommand]:
-        self._gather(questions)
-        for rank, payload in questions.items():
+    def _on_ask_more(self, decision: AskMore) -> list[CoordinatorCommand]:
+        self._gather(decision.questions)
+        for rank, payload in decision.questions.items():
             before = self._asked.get(rank)
             num_asked = 1 if before is None else before.num_asked + 1
             self._asked[rank] = Ask(self.round, payload, num_asked)
-        return [SendTo(rank, self._asked[rank]) for rank in questions]
+        return [SendTo(rank, self._asked[rank]) for rank in decision.questions]
 
-    def _continue(self, decision: Continue) -> list[CoordinatorCommand]:
+    def _on_continue(self, decision: Continue) -> list[CoordinatorCommand]:
         ranks = self._in_round()
         for rank in ranks:
             self._next[rank] = self.round + 1 + decision.skips.get(rank, 0)
@@ -292,7 +321,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
     def _on_failed(self, event: Failed | Lost | Overdue) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
-    def _on_late_failure(self, event: Failed | Overdue) -> list[CoordinatorCommand]:
+    def _on_failed_late(self, event: Failed | Overdue) -> list[CoordinatorCommand]:
         return [Hurry(event.failure, has_grace=isinstance(event, Failed))]
 
     def _abort(self, failure: Failure) -> list[CoordinatorCommand]:
@@ -313,7 +342,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """Event: the rank's work before the next round is done, or an ``Answer`` is ready.
+    """Event: the rank's work before the next round, or its answer to an ``Ask``, is ready.
 
     Attributes:
         commits: The next round is the commit round.
@@ -321,24 +350,6 @@ class Reached(msgspec.Struct, frozen=True):
 
     payload: bytes = b""
     commits: bool = False
-
-
-class Report(msgspec.Struct, frozen=True):
-    """Command: send ``message`` to the coordinator."""
-
-    message: FromRank
-
-
-class Enter(msgspec.Struct, frozen=True):
-    """Command: begin the work after the passed round."""
-
-    payload: bytes
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """Command: answer the coordinator's question. Ends in ``Reached``."""
-
-    question: bytes
 
 
 class End(msgspec.Struct, frozen=True):
@@ -362,8 +373,11 @@ class ParticipantState(StrEnum):
     ENDED = "ended"
 
 
-ParticipantEvent: TypeAlias = FromCoordinator | Reached | Failed | Lost | TakenOver
-ParticipantCommand: TypeAlias = Report | Enter | Answer | End
+ParticipantEvent: TypeAlias = ToRank | Reached | Failed | Lost | TakenOver
+ParticipantCommand: TypeAlias = FromRank | Ask | Proceed | End
+"""A message to send to the coordinator; a new ``Ask`` to answer, which ends in ``Reached``; a new
+``Proceed``, after which the rank begins its next work.
+"""
 
 _P = ParticipantState
 
@@ -382,19 +396,21 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
     def _on_reached(self, event: Reached) -> list[ParticipantCommand]:
         self.state = _P.WAITING
         self._has_arrived_to_commit |= event.commits
-        return self._report(Arrived(self.rank, self.round, event.payload, self._num_asked))
+        self._sent = Arrived(self.rank, self.round, event.payload, self._num_asked)
+        return [self._sent]
 
     def _on_failed(self, event: Failed) -> list[ParticipantCommand]:
         """Handles a failure of this rank, or a cancellation by its caller."""
         self.state = _P.FAILED
-        return self._report(event)
+        self._sent = event
+        return [event]
 
     def _on_ask(self, event: Ask) -> list[ParticipantCommand]:
         if (event.round, event.num_asked) != (self.round, self._num_asked + 1):
             return []
         self.state = _P.WORKING
         self._num_asked = event.num_asked
-        return [Answer(event.payload)]
+        return [event]
 
     def _on_proceed(self, event: Proceed) -> list[ParticipantCommand]:
         if event.round != self.round:
@@ -403,7 +419,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
             return self._end(End(None, payload=event.payload))
         self.state = _P.WORKING
         self.round, self._num_asked = event.next_round, 0
-        return [Enter(event.payload)]
+        return [event]
 
     def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
         """Handles a decision after this rank failed: only the last round still counts."""
@@ -418,11 +434,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         return self._end(End(event.failure, is_unknown=self._has_arrived_to_commit))
 
     def _on_repeat(self, event: Repeat | TakenOver) -> list[ParticipantCommand]:
-        return [] if self._sent is None else [Report(self._sent)]
-
-    def _report(self, message: FromRank) -> list[ParticipantCommand]:
-        self._sent = message
-        return [Report(message)]
+        return [] if self._sent is None else [self._sent]
 
     def _end(self, end: End) -> list[ParticipantCommand]:
         self.state = _P.ENDED
@@ -430,39 +442,38 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
 
 
 _MC = Coordinator
-_LATE: Row[CoordinatorCommand] = {
+_UNFINISHED: Row[CoordinatorCommand] = {
     Arrived: _MC._on_arrived,
+    Failed: _MC._on_failed,
+    Lost: _MC._on_failed,
+    Overdue: _MC._on_failed,
     TakenOver: _MC._on_taken_over,
 }
 _OVER: Row[CoordinatorCommand] = {
     Arrived: _MC._repeat_outcome,
     Failed: _MC._repeat_outcome,
-    Decided: _MC._ignore,
+    Continue: _MC._ignore,
+    AskMore: _MC._ignore,
+    Failure: _MC._ignore,
     Lost: _MC._ignore,
     Overdue: _MC._ignore,
     TakenOver: _MC._on_taken_over,
 }
 _COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
-    _C.GATHERING: {
-        Arrived: _MC._on_arrived,
-        Failed: _MC._on_failed,
-        Lost: _MC._on_failed,
-        Overdue: _MC._on_failed,
-        TakenOver: _MC._on_taken_over,
-    },
+    _C.GATHERING: _UNFINISHED,
     _C.DECIDING: {
-        **_LATE,
-        Decided: _MC._on_decided,
-        Failed: _MC._on_failed,
-        Lost: _MC._on_failed,
-        Overdue: _MC._on_failed,
+        **_UNFINISHED,
+        Continue: _MC._on_continue,
+        AskMore: _MC._on_ask_more,
+        Failure: _MC._abort,
     },
     _C.COMMITTING: {
-        **_LATE,
-        Decided: _MC._on_decided,
-        Failed: _MC._on_late_failure,
+        **_UNFINISHED,
+        Continue: _MC._on_continue,
+        Failure: _MC._abort,
+        Failed: _MC._on_failed_late,
         Lost: _MC._ignore,  # all ranks have arrived
-        Overdue: _MC._on_late_failure,
+        Overdue: _MC._on_failed_late,
     },
     _C.PASSED: _OVER,
     _C.ABORTED: _OVER,

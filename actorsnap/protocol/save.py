@@ -32,7 +32,7 @@ from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+from actorsnap.protocol.rounds import AskMore, Continue, Decision
 
 __all__ = [
     "Details",
@@ -239,13 +239,11 @@ class SaveDecisions:
         for rank in sorted(payloads):
             joined = decode(payloads[rank], Joined)
             if joined.release != self._release:
-                return Abort(
-                    Failure(
-                        reason=f"rank {rank} runs actorsnap {joined.release}, the coordinator "
-                        f"{self._release}; install the same release on all ranks",
-                        stage=Stage.JOIN,
-                        rank=rank,
-                    )
+                return Failure(
+                    reason=f"rank {rank} runs actorsnap {joined.release}, the coordinator "
+                    f"{self._release}; install the same release on all ranks",
+                    stage=Stage.JOIN,
+                    rank=rank,
                 )
             self._joined[rank] = joined
         digests = {rank: joined.inventory for rank, joined in self._joined.items()}

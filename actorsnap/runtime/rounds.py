@@ -16,7 +16,7 @@ from actorsnap.errors import ActorSnapError, describe
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
-from actorsnap.protocol.labels import Label
+from actorsnap.protocol.messages import Label
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.team import Team

@@ -19,8 +19,7 @@ from actorsnap.actors.roll import Caller, Roll
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
+from actorsnap.protocol.messages import Aborted, CallKind, FromCoordinator, Label, ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.roll import RollCall
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank

@@ -13,8 +13,9 @@ from typing import Protocol
 import msgspec
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.rounds import TakenOver
 
-__all__ = ["Began", "Broken", "CoordinatorEnd", "PeerLost", "Moved", "ParticipantEnd"]
+__all__ = ["Began", "Broken", "CoordinatorEnd", "PeerLost", "ParticipantEnd"]
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,17 +55,13 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Br
     reason: str
 
 
-class Moved(msgspec.Struct, frozen=True):
-    """This end continues an end of another process; messages to or from that one may be lost."""
-
-
 class ParticipantEnd(Protocol):
     """A rank's end."""
 
     async def send(self, message: ToCoordinator) -> None:
         """Queues a message."""
 
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
         """Returns the next message. Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
@@ -77,7 +74,7 @@ class CoordinatorEnd(Protocol):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         """Queues a message."""
 
-    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | TakenOver:
         """Returns the next message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:

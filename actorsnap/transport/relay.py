@@ -26,7 +26,8 @@ from actorsnap.protocol.messages import (
     Proceed,
     ToCoordinator,
 )
-from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.protocol.rounds import TakenOver
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Item", "Message", "Relay", "RelayedEnds", "RelayLink", "decode_item", "encode_item"]
 
@@ -63,12 +64,12 @@ class _Relayed:
     """Queues items for one party."""
 
     def __init__(self) -> None:
-        self._in, self._out = anyio.create_memory_object_stream[Item | Moved](math.inf)
+        self._in, self._out = anyio.create_memory_object_stream[Item | TakenOver](math.inf)
 
-    def put(self, item: Item | Moved) -> None:
+    def put(self, item: Item | TakenOver) -> None:
         self._in.send_nowait(item)
 
-    async def next(self) -> Item | Moved:
+    async def next(self) -> Item | TakenOver:
         return await self._out.receive()
 
     def close(self) -> None:
@@ -86,9 +87,9 @@ class RelayedParticipant:
     async def send(self, message: ToCoordinator) -> None:
         self.wire.post(None, message)
 
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
         item = await self.items.next()
-        assert isinstance(item, FromCoordinator | PeerLost | Broken | Moved)
+        assert isinstance(item, FromCoordinator | PeerLost | Broken | TakenOver)
         return item
 
     def has_coordinator(self) -> bool:
@@ -105,9 +106,9 @@ class RelayedCoordinator:
     async def send(self, rank: int, message: FromCoordinator) -> None:
         self.wire.post(rank, message)
 
-    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
         item = await self.items.next()
-        assert isinstance(item, ToCoordinator | PeerLost | Broken | Moved)
+        assert isinstance(item, ToCoordinator | PeerLost | Broken | TakenOver)
         return item
 
     async def absence(self) -> str | None:
@@ -138,7 +139,7 @@ class RelayedEnds:
         """Connects the ends to another wire; messages in transit may be lost."""
         for end in self._ends():
             end.wire = wire
-            end.items.put(Moved())
+            end.items.put(TakenOver())
 
     def break_off(self, reason: str) -> None:
         """Ends the call: no further item arrives."""
@@ -292,7 +293,7 @@ class Relay:
     async def _pass_on(self, end: ParticipantEnd | CoordinatorEnd, to_coordinator: bool) -> None:
         while True:
             item = await end.receive()
-            assert not isinstance(item, Moved)
+            assert not isinstance(item, TakenOver)
             if isinstance(item, Began):
                 continue  # the call is the same on all ranks
             if to_coordinator and isinstance(item, Arrived):

@@ -12,8 +12,7 @@ import trio.testing
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Failed, Labelled
+from actorsnap.protocol.messages import Aborted, Arrived, CallKind, Failed, Label, Labelled
 from actorsnap.protocol.roll import RollCall
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from tests.support.network import SimulatedNetwork

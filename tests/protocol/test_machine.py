@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actorsnap.protocol import rounds
-from actorsnap.protocol.machine import Machine, ProtocolViolation, Table
+from actorsnap.protocol.rounds import Machine, ProtocolViolation, Table
 
 
 class DoorState(StrEnum):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, SnapshotAborted, UsageError
-from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import CallKind, Label, named_ranks
+from actorsnap.protocol.failure import Failure, Stage, named_ranks
+from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.roll import RollCall, RollState
 
 TAKE = Label(CallKind.TAKE, "s3://b/x", 5)

@@ -19,9 +19,9 @@ from actorsnap.planning.inventory import (
     sharded_digest,
 )
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.protocol.failure import Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+from actorsnap.protocol.rounds import AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,
     Details,
@@ -158,9 +158,9 @@ def test_ranks_that_disagree_about_a_tensor() -> None:
 def test_another_release_is_refused_and_named() -> None:
     payloads = {0: encode(Joined("1", b"a")), 1: encode(Joined("0.9", b"a"))}
     decision = decisions(2).decide(0, payloads)
-    assert isinstance(decision, Abort)
-    assert decision.failure.rank == 1
-    assert "rank 1 runs actorsnap 0.9, the coordinator 1" in decision.failure.reason
+    assert isinstance(decision, Failure)
+    assert decision.rank == 1
+    assert "rank 1 runs actorsnap 0.9, the coordinator 1" in decision.reason
 
 
 def test_only_rank_0_repeats_the_metadata() -> None:

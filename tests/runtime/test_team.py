@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted
+from actorsnap.protocol.messages import Aborted, CallKind, Label
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.team import Team
 from actorsnap.state.process_group import find_group
