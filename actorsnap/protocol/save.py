@@ -50,11 +50,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class _Payload(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-class Joined(_Payload, frozen=True):
+class Joined(msgspec.Struct, frozen=True, array_like=True):
     """A rank takes part.
 
     Attributes:
@@ -67,7 +63,7 @@ class Joined(_Payload, frozen=True):
     plan: bytes = b""
 
 
-class Question(_Payload, frozen=True):
+class Question(msgspec.Struct, frozen=True, array_like=True):
     """Asks for the content of digests.
 
     Attributes:
@@ -81,7 +77,7 @@ class Question(_Payload, frozen=True):
     sharded: bool = False
 
 
-class Details(_Payload, frozen=True, omit_defaults=True):
+class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The requested content; item lists by digest."""
 
     inventory: Inventory | None = None
@@ -89,7 +85,7 @@ class Details(_Payload, frozen=True, omit_defaults=True):
     sharded: tuple[Sharded, ...] = ()
 
 
-class Assignment(_Payload, frozen=True):
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of a save.
 
     Attributes:
@@ -116,7 +112,7 @@ class Assignment(_Payload, frozen=True):
     shares_objects: bool
 
 
-class Token(_Payload, frozen=True):
+class Token(msgspec.Struct, frozen=True, array_like=True):
     """Input of ``Storage.join_writer`` for one object.
 
     Attributes:
@@ -143,7 +139,7 @@ class Token(_Payload, frozen=True):
         return key, self.token or key.encode()
 
 
-class ManifestStored(_Payload, frozen=True):
+class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
     """Size and CRC32C of the rank manifest."""
 
     size: int

@@ -26,11 +26,10 @@ from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
-from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
-from actorsnap.transport.store import PortTiming, StorePort, StoreSave
+from actorsnap.transport.store import PortTiming, StorePort
 
-__all__ = ["TeamCall", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
+__all__ = ["Membership", "Team", "TeamCall", "TeamMemory", "find_team", "open_port"]
 
 logger = Log(__name__)
 
@@ -38,26 +37,37 @@ _AGAIN_S = 10.0
 _ANSWER = timedelta(seconds=30)
 
 
-class Team:
+class TeamMemory:
+    """A rank of a group, and its memory of the last save.
+
+    Attributes:
+        memory: The coordinator's. On the loop only.
+        remembered: The rank's plan, with its digest. On the loop only.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.memory = PlanCache()
+        self.remembered: tuple[bytes, RankPlan] | None = None
+
+
+class Team(TeamMemory):
     """One process in a group of ranks that save together.
 
     Args:
         before: The team whose store is gone and that this one replaces.
 
     Attributes:
-        rank: This process' rank in the group.
-        world_size: Size of the group.
         ranks: Global ranks of the group, in group order.
         store: A weak reference: the store may host the server, and its end belongs to the job.
         address: Address of the store for another process of this rank; None if it has none.
         number: Number of this object in this process.
-        memory: The coordinator's memory of the last save. On the loop only.
-        remembered: The rank's plan in the last save, with its digest. On the loop only.
+        port: Access to the ranks' mailboxes.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
+        super().__init__(group.rank, group.world_size)
         self.ranks = group.ranks
         self.address = group.address
         self.store = weakref.ref(group.store)
@@ -68,16 +78,7 @@ class Team:
         self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
-        self.memory = PlanCache()
-        self.remembered: tuple[bytes, RankPlan] | None = None
-        # A store that is gone has most likely not come back, and no rank is starting.
-        again: dict[str, Any] = {}
-        if before is not None:
-            again = {
-                "first_number": before.port.next_number,
-                "timing": PortTiming(connect_s=_AGAIN_S),
-            }
-        self.port: StorePort[Any, Any] = StorePort(
+        self.port: StorePort[ToCoordinator, FromCoordinator] = StorePort(
             group.store,
             namespace=group.name,
             rank=group.rank,
@@ -85,7 +86,9 @@ class Team:
             up=ToCoordinator,
             down=FromCoordinator,
             call_soon=self._host.call_soon,
-            **again,
+            first_number=0 if before is None else before.port.next_number,
+            # A store that is gone has most likely not come back, and no rank is starting.
+            timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
         )
 
     @property
@@ -142,67 +145,15 @@ class Team:
             label: None for bad input: the call must then fail.
 
         Raises:
-            UsageError: in a process forked from the owner of the group.
+            UsageError: In a process forked from the owner of the group.
         """
-        tag = b"" if label is None else label.digest
-        save = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
-        shown = Label(CallKind.TAKE, "") if label is None else label
-
-        def renew() -> bool:
-            """Begins the next call in place of this one, unless it has begun already."""
-            # Without a label this rank cannot know that the call that ended is another one.
-            following = None if label is None else self.port.begin_after(call.store_save)
-            if following is None:
-                return False
-            call.move(following)
-            caller.move(following.participant)
-            return True
-
-        async def renew_all(aborted: Aborted) -> bool:
-            old = save.coordinator
-            assert old is not None
-            assert roll is not None
-            if call.number != save.number or not renew():
-                return False
-            for rank in range(1, self.world_size):
-                self.port.send_late(rank, save.number, aborted)
-            following = call.store_save.coordinator
-            assert following is not None
-            roll.move(following)
-            await caller.repeat()
-            return True
-
-        caller = Caller(
-            save.participant,
-            rank=self.rank,
-            label=shown,
-            timeout_s=options.timeout_s,
-            renew=renew,
-        )
-        roll = None
-        if save.coordinator is not None:
-            roll = Roll(
-                save.coordinator,
-                roll_call=RollCall(label=shown, world_size=self.world_size),
-                timeout_s=options.timeout_s,
-                renew=renew_all,
-            )
-        call = TeamCall(save, caller, roll)
-
-        async def start() -> None:
-            for end in (caller, roll):
-                if end is not None:
-                    end.begin()
-
-        self._host.submit(start())
+        call = TeamCall(self, label, options)
+        self._host.submit(call.start())
         return call
 
     def join(self, label: Label | None, options: Options) -> Membership:
         """Takes part in a save. See ``begin``."""
         return Membership(self, self.begin(label, options))
-
-    def _find_prefix(self) -> str:
-        return find_prefix(self.connection())
 
     @property
     def can_be_continued(self) -> bool:
@@ -227,7 +178,7 @@ class Team:
         """
         assert self.address is not None
         if self._prefix is None:
-            self._prefix = await self._host.run_blocking(self._find_prefix)
+            self._prefix = await self._host.run_blocking(lambda: find_prefix(self.connection()))
         session = self.port.session
         assert session is not None
         return TakeOver(
@@ -242,72 +193,90 @@ class Team:
 
 
 class TeamCall:
-    """This process' view of a common call of all ranks.
+    """This process' part in a common call of all ranks.
+
+    If the number of this call turns out to be that of another call which has ended without this
+    rank, the call continues with the next number.
 
     Attributes:
         participant: This rank's end.
-        coordinator: The coordinator's end, on rank 0.
+        coordinator: The coordinator's end; None except on rank 0.
     """
 
-    def __init__(
-        self,
-        save: StoreSave[Any, Any],
-        participant: ParticipantEnd,
-        coordinator: CoordinatorEnd | None,
-    ) -> None:
-        self._save = save
+    def __init__(self, team: Team, label: Label | None, options: Options) -> None:
+        self._port = team.port
+        self._has_label = label is not None
+        label = label or Label(CallKind.TAKE, "")
+        tag = label.digest if self._has_label else b""
+        self._save = self._port.begin(lost_after_s=options.lost_after_s, tag=tag)
+        self._first_number = self._save.number
         self._is_closed = False
-        self.participant = participant
-        self.coordinator = coordinator
-
-    @property
-    def store_save(self) -> StoreSave[Any, Any]:
-        """The transport's part of the call."""
-        return self._save
+        self.participant = Caller(
+            self._save.participant,
+            rank=team.rank,
+            label=label,
+            timeout_s=options.timeout_s,
+            renew=self._renew,
+        )
+        self.coordinator: Roll | None = None
+        if self._save.coordinator is not None:
+            self.coordinator = Roll(
+                self._save.coordinator,
+                roll_call=RollCall(label=label, world_size=team.world_size),
+                timeout_s=options.timeout_s,
+                renew=self._renew_all,
+            )
 
     @property
     def number(self) -> int:
         """The number of the call, equal on all ranks."""
         return self._save.number
 
-    def move(self, save: StoreSave[Any, Any]) -> None:
-        """Continues as another call. On the loop only."""
-        self._save.close()
-        self._save = save
-        if self._is_closed:
-            save.close()
-
     @property
     def scope(self) -> str:
         """See ``transport.store.StoreSave``."""
         return self._save.scope
+
+    async def start(self) -> None:
+        """Starts the clocks. On the loop only, as the methods of the ends."""
+        self.participant.begin()
+        if self.coordinator is not None:
+            self.coordinator.begin()
 
     def close(self) -> None:
         """Ends the call on this rank. Thread-safe and idempotent."""
         self._is_closed = True
         self._save.close()
 
+    def _renew(self) -> bool:
+        """Continues with the next number, unless this rank has begun that call already."""
+        # Without a label this rank cannot know that the call that ended is another one.
+        following = self._port.begin_after(self._save) if self._has_label else None
+        if following is None:
+            return False
+        self._save.close()
+        self._save = following
+        if self._is_closed:
+            following.close()
+        self.participant.move(following.participant)
+        return True
 
-class RelayedCall:
-    """A ``TeamCall`` whose mailbox another process owns."""
-
-    def __init__(self, ends: RelayedEnds) -> None:
-        self.participant = ends.participant
-        self.coordinator = ends.coordinator
-        self.close = ends.close
-
-
-class RelayedTeam:
-    """A ``Team`` whose mailbox another process owns."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.memory = PlanCache()
-        self.remembered: tuple[bytes, RankPlan] | None = None
+    async def _renew_all(self, aborted: Aborted) -> bool:
+        """``_renew`` on rank 0, at most once; sends ``aborted`` to the ranks of the old number."""
+        if self.number != self._first_number or not self._renew():
+            return False
+        for rank in range(1, self._port.world_size):
+            self._port.send_late(rank, self._first_number, aborted)
+        assert self.coordinator is not None
+        assert self._save.coordinator is not None
+        self.coordinator.move(self._save.coordinator)
+        await self.participant.repeat()
+        return True
 
 
-def open_port(frame: TakeOver, team: RelayedTeam, store: Any) -> StorePort[Any, Any]:
+def open_port(
+    frame: TakeOver, team: TeamMemory, store: Any
+) -> StorePort[ToCoordinator, FromCoordinator]:
     """Opens the mailbox of a rank whose process has ended. On the loop only."""
     return StorePort(
         store,
@@ -326,11 +295,11 @@ class Membership:
     """A rank's part in one save of its team.
 
     Attributes:
-        call: The common call.
-        memory: The coordinator's memory of the last save.
+        call: The common call; ``RelayedEnds`` if another process owns the mailbox.
+        memory: A copy of the team's, for this save only.
     """
 
-    def __init__(self, team: Team | RelayedTeam, call: TeamCall | RelayedCall) -> None:
+    def __init__(self, team: TeamMemory, call: TeamCall | RelayedEnds) -> None:
         self.team = team
         self.call = call
         self.memory = team.memory.copy()
