@@ -1,8 +1,4 @@
-"""Adds the roll call of ``protocol.roll`` to the ends of a call.
-
-``Caller`` is a rank's end, ``Roll`` the coordinator's. A call uses them in place of the transport's
-own ends, on the runtime's loop only.
-"""
+"""Adds the roll call of ``protocol.roll`` to the transport's ends. On the loop only."""
 
 from __future__ import annotations
 
@@ -40,13 +36,13 @@ __all__ = ["Caller", "Roll"]
 logger = Log(__name__)
 
 _EARLIER_S = 0.05
-"""Lead of this deadline over that of the call's actor, which names no absent rank, in seconds."""
+"""Lead over the deadline of the call's actor, which names no absent rank, in seconds."""
 
 _LISTEN_S = 0.05
-"""Minimum time to receive queued messages if the deadline has already passed, in seconds."""
+"""Time to receive queued messages after the deadline, in seconds."""
 
 _PATIENCE_S = 3.0
-"""Extra time a rank waits for rank 0 beyond the deadline, in seconds; shorter than other limits."""
+"""Extra wait for rank 0 beyond the deadline, in seconds; shorter than other limits."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -60,19 +56,14 @@ def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
 class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
-    A rank withdraws from the call if rank 0 has not answered by the deadline, or if it is cancelled
-    before rank 0 has called: nothing was or will be written for the call. If rank 0 calls later, it
-    gets the reason.
+    A rank withdraws if rank 0 has not answered by the deadline, or if it is cancelled before rank 0
+    has called: nothing was or will be written. If rank 0 calls later, it gets the reason.
 
-    If rank 0 has ended another call that this rank never made, the rank continues as part of the
-    next call.
+    If rank 0 has ended another call that this rank never made, the rank continues with the next.
 
     Args:
-        end: The transport's end.
-        label: The call that this rank makes.
         timeout_s: Seconds from ``begin`` until rank 0 must have answered.
-        renew: Begins the next call; calls ``move`` and returns True, or returns False if this rank
-            has begun it already.
+        renew: Begins the next call and calls ``move``; returns False if it has begun already.
     """
 
     def __init__(
@@ -107,11 +98,11 @@ class Caller:
         self._begun_s = anyio.current_time()
 
     def move(self, end: ParticipantEnd) -> None:
-        """Continues with the end of another call."""
+        """Continues with the end of the next call."""
         self._end = end
 
     async def repeat(self) -> None:
-        """Sends all messages again, after ``move``."""
+        """Sends all messages again."""
         for message in self._sent or ():
             await self._end.send(message)
 
@@ -131,7 +122,7 @@ class Caller:
             self._listening.cancel()
 
     def _is_behind(self, ended: bytes) -> bool:
-        """Whether a call has ended that this rank has not made: not the one that it makes now."""
+        """Returns whether the call ``ended`` is one that this rank has not made."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
     async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
@@ -190,14 +181,12 @@ class Caller:
 class Roll:
     """The coordinator's end of a call; a ``CoordinatorEnd``.
 
-    If a rank has left another call that rank 0 never made, rank 0 continues with the next call.
+    If a rank has left another call that rank 0 never made, rank 0 continues with the next.
 
     Args:
-        end: The transport's end.
-        roll_call: A new one.
         timeout_s: Seconds from ``begin`` until all ranks must have called.
-        renew: Begins the next call, and sends ``Aborted`` to all other ranks in this one; calls
-            ``move`` and returns True, or returns False if rank 0 has begun it already.
+        renew: Begins the next call, sends ``Aborted`` to all other ranks in this one, and calls
+            ``move``; returns False if the next call has begun already.
     """
 
     def __init__(
@@ -224,7 +213,7 @@ class Roll:
         return await self._end.absence()
 
     def move(self, end: CoordinatorEnd) -> None:
-        """Continues with the end of another call."""
+        """Continues with the end of the next call."""
         self._end = end
         self._roll_call = self._roll_call.renewed()
         self._settled_s = math.inf
@@ -235,7 +224,7 @@ class Roll:
         await self._end.send(rank, message)
 
     async def _continues(self, message: Failed) -> bool:
-        """Whether the rank has left another call, and this one continues as the next."""
+        """Returns whether the rank has left another call and this one becomes the next."""
         if self._renew is None or message.left in (b"", self._roll_call.label.digest):
             return False
         return await self._renew(Aborted(message.failure, message.left))
@@ -243,7 +232,7 @@ class Roll:
     async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
         """See ``CoordinatorEnd``.
 
-        Returns ``Failed`` once if the call is refused; then only ``PeerLost`` and ``Broken``.
+        After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``.
         """
         while True:
             message: ToCoordinator | Began | PeerLost | Broken | TakenOver | None = None
@@ -263,7 +252,7 @@ class Roll:
     async def _filter(
         self, message: ToCoordinator | Began | PeerLost | Broken | TakenOver
     ) -> ToCoordinator | PeerLost | Broken | TakenOver | None:
-        """Handles the messages of the roll call; returns those for the call's coordinator."""
+        """Handles messages of the roll call; returns others."""
         roll_call = self._roll_call
         match message:
             case Began(rank=rank, tag=digest):

@@ -45,16 +45,14 @@ __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "Participant
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0
-"""Extra time a rank waits beyond the coordinator's deadline, in seconds."""
+"""Extra wait of a rank beyond the coordinator's deadline, in seconds."""
 
 _COMMIT_BACKSTOP_S = 20.0
-"""Additional wait in the commit round, in seconds: the coordinator may wait for an unanswered
-commit, then look for it.
-"""
+"""Additional wait in the commit round, in seconds: the coordinator may look for its commit."""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
-"""Makes the failure of a call from the reason, the stage and the rank concerned."""
+"""Makes a failure from the reason, the stage and the rank concerned."""
 
 
 class Decisions(Protocol):
@@ -69,7 +67,7 @@ class Decisions(Protocol):
         """Decides any round but the commit round.
 
         Raises:
-            ActorSnapError: The call ends on all ranks with this error.
+            ActorSnapError: Ends the call on all ranks.
         """
         ...
 
@@ -78,7 +76,7 @@ class Committer(Protocol):
     """Performs the commit round of one call."""
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """Returns None if committed. Never raises for an operating failure."""
+        """Returns None if committed. Raises for defects only."""
         ...
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
@@ -91,8 +89,7 @@ class CoordinatorActor:
 
     Args:
         aborted: Makes the failures of the coordinator itself.
-        timeout_s: Seconds until the call is aborted.
-        deadline: The same limit as the loop's time; None: ``timeout_s`` from the start of ``run``.
+        deadline: The loop's time; None: ``timeout_s`` after the start of ``run``.
         committer: For a call with a commit round.
         trouble: Returns the last storage error, for the message at the deadline.
     """
@@ -170,8 +167,8 @@ class CoordinatorActor:
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
         if self._committer is None and (absence := await self._end.absence()):
-            # Ranks that gave this process up have ended, so no round may pass here. A committer
-            # checks this itself, right before it commits.
+            # Ranks that gave this process up have ended: no round may pass. A committer checks
+            # this itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, PeerLost):
             reason = explain_loss(message.rank, message.silent_s)
@@ -194,11 +191,11 @@ class CoordinatorActor:
 
 
 class ParticipantActor:
-    """A rank of one call. Used on one event loop only.
+    """A rank of one call.
 
     Args:
         aborted: Makes the failures of this rank.
-        timeout_s: The coordinator's time limit, in seconds.
+        timeout_s: The coordinator's time limit.
 
     Attributes:
         stage: Current work of the rank.
@@ -228,7 +225,7 @@ class ParticipantActor:
 
     @property
     def verdict(self) -> ActorSnapError | None:
-        """The error that all ranks raise, once known. A new one at each call."""
+        """A new error of the failed call, the same on all ranks."""
         failure = None if self.outcome is None else self.outcome.failure
         if failure is None:
             return None
@@ -259,9 +256,9 @@ class ParticipantActor:
         """Waits until all ranks have arrived at the next round; returns the decision.
 
         Args:
-            then: Stage of the work that follows; None: unchanged.
+            then: Stage of the following work; None: unchanged.
             commits: This is the commit round.
-            answer: Answers questions of the coordinator.
+            answer: Answers the coordinator's questions.
 
         Raises:
             ActorSnapError: The call has failed; the same on all ranks.
@@ -303,7 +300,7 @@ class ParticipantActor:
         return results.pop()
 
     async def fail(self, failure: Failure) -> None:
-        """Reports that this rank cannot continue, and waits for the outcome."""
+        """Reports a failure of this rank; waits for the outcome."""
         await self._handle(Failed(self._machine.rank, failure))
         await self._over.wait()
 
@@ -313,7 +310,7 @@ class ParticipantActor:
         return self.outcome
 
     def abandon(self, failure: Failure) -> None:
-        """Ends the call on this rank now; does nothing if the outcome is known."""
+        """Ends the call on this rank now, unless the outcome is known."""
         for command in self._machine.handle(Lost(failure)):
             assert isinstance(command, End)
             self._finish(command)

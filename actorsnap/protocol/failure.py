@@ -1,8 +1,8 @@
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
 Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
-An exception is encoded with its causes, each by class, text, notes and fields. Encoding never
-raises, whatever the exception's methods do: otherwise the receiver would wait until the deadline.
+Encoding never raises, whatever the exception's methods do: otherwise the receiver would wait until
+the deadline.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_CAUSES = 8
 """Maximum number of exceptions in a chain."""
 
 _MAX_DEPTH = 8
-"""Maximum depth of containers in a field; deeper ones may contain themselves."""
+"""Maximum depth of containers in a field: one may contain itself."""
 
 _MAX_RUNS = 8
 """Maximum number of runs of ranks in a text."""
@@ -85,7 +85,7 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 def encode(error: BaseException) -> tuple[EncodedError, ...]:
-    """Encodes an error and its chain of causes. Never raises."""
+    """Encodes an error and its causes. Never raises."""
     chain: list[BaseException] = []
     seen: object = error
     while isinstance(seen, BaseException) and len(chain) < _MAX_CAUSES:
@@ -121,7 +121,7 @@ def _encode_one(error: BaseException) -> EncodedError:
 
 
 def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
-    """Returns a form of ``value`` that msgpack can encode; other objects by their class name."""
+    """Returns a form of ``value`` for msgpack; other objects by their class name."""
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value
@@ -174,15 +174,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why an attempt or a restore failed; the same on every rank.
 
     Attributes:
-        reason: For people.
-        stage: Stage of the first failure.
-        rank: Rank of the first failure, or None.
-        key: The object concerned, or None.
-        error: The error to raise on every rank. None: a ``SnapshotAborted`` made from the fields
-            above.
+        stage, rank: Of the first failure.
+        key: The object concerned.
+        error: The error to raise on every rank. None: a ``SnapshotAborted`` with the fields above.
         causes: Causes of that error; see ``encode``.
-        may_be_visible: The failed commit may have left the commit object in place. The objects that
-            it names must then stay, or readers would find a broken snapshot.
+        may_be_visible: The failed commit may have left the commit object. The objects that it names
+            must then stay, or readers would find a broken snapshot.
     """
 
     reason: str
@@ -202,10 +199,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of(
         cls, error: BaseException, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
-        """Returns a failure that is raised as ``error``.
-
-        An error that is not of actorsnap becomes the cause of a ``SnapshotAborted``.
-        """
+        """Returns a failure that is raised as ``error``; see ``caused_by`` for foreign errors."""
         if not isinstance(error, ActorSnapError):
             return cls.caused_by(error, stage=stage, rank=rank, key=key)
         first, *causes = encode(error)
@@ -223,7 +217,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         key: str | None = None,
         may_be_visible: bool = False,
     ) -> Failure:
-        """Returns a failure that is raised as a ``SnapshotAborted`` with ``error`` as its cause."""
+        """Returns a failure that is raised as a ``SnapshotAborted`` caused by ``error``."""
         own_key = attribute_of(error, "key") if isinstance(error, StorageError) else None
         return cls(
             reason=text_of(error) if isinstance(error, ActorSnapError) else describe(error),
@@ -238,8 +232,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of_save(cls, error: BaseException, *, stage: Stage, rank: int) -> Failure:
         """Returns the failure of a save that ended with ``error``, for its other ranks.
 
-        Args:
-            stage, rank: Used if ``error`` does not name them.
+        ``stage`` and ``rank`` apply if ``error`` does not name them.
         """
         if isinstance(error, StateChanged):
             return cls.of(error, stage=Stage.STAGE, rank=error.rank)
@@ -255,7 +248,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def to_error(self) -> ActorSnapError:
-        """Returns the error that every rank raises; a new one at each call."""
+        """Returns a new error to raise."""
         error = None if self.error is None else decode([self.error, *self.causes])
         if isinstance(error, ActorSnapError):
             return error
@@ -290,13 +283,13 @@ def explain_loss(rank: int, silent_s: float) -> str:
 
 
 def explain_coordinator_loss(silent_s: float) -> str:
-    """As ``explain_loss``, of rank 0 as the other ranks see it."""
+    """``explain_loss`` of rank 0, for the others."""
     how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
     return f"rank 0, which coordinates, {how}"
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns ascending ranks as text: ``"ranks 0 and 2 to 7"``."""
+    """Returns ascending ranks as text: ``ranks 0 and 2 to 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

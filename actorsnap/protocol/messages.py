@@ -1,9 +1,8 @@
 """Messages between ranks and the coordinator during a save or a restore.
 
-Between processes they are encoded as msgpack arrays, because one process receives the messages of
-thousands of ranks. Within a process they are passed as objects. Both ends are of the same release:
-``protocol.save.Joined`` names it, and the coordinator refuses another one. Messages do not name
-their attempt: the transport separates saves.
+They are msgpack arrays between processes, as one process receives the messages of thousands of
+ranks, and objects within a process. Both ends are of the same release (``protocol.save.Joined``).
+Messages do not name their call: the transport separates calls.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         url: Normalised URL of the path, without secrets.
-        step: The caller's step; None if not given.
+        step: The caller's, if given.
     """
 
     kind: CallKind
@@ -63,7 +62,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """8-byte digest of the label."""
+        """8 bytes, sent with heartbeats."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
 
     def __str__(self) -> str:
@@ -102,7 +101,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The rank cannot continue.
 
     Attributes:
-        left: Digest of the label of the call that the rank has left without an answer of rank 0.
+        left: Digest of the label of a call that the rank has left without an answer of rank 0.
     """
 
     rank: int
@@ -127,7 +126,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     """The decision needs more data of this rank, which arrives at the same round again.
 
     Attributes:
-        num_asked: 1 for the first ``Ask`` of the round, then one more each time.
+        num_asked: Number of this ``Ask`` in the round, from 1.
     """
 
     round: int
@@ -140,8 +139,8 @@ class Proceed(msgspec.Struct, frozen=True, array_like=True, tag="P"):
 
     Attributes:
         payload: The decision for this rank; msgpack.
-        next_round: The next round that this rank takes part in.
-        is_last: There is no next round: the call has succeeded.
+        next_round: The next one of this rank.
+        is_last: The call has succeeded.
     """
 
     round: int
@@ -158,7 +157,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="X"):
     """The attempt ended without commit.
 
     Attributes:
-        label: Digest of the label of the call that has ended, for a rank that did not make it.
+        label: Digest of the ended call's label, for a rank that did not make it.
     """
 
     failure: Failure

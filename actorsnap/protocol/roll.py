@@ -1,19 +1,18 @@
 """The roll call at the beginning of each call that ranks make together.
 
-The first heartbeat of every rank contains a digest of the ``Label`` of its call. ``RollCall`` runs
-in rank 0's process, in front of the coordinator of the save or restore. Its actor (``actors.roll``)
-feeds it and passes other messages on to the coordinator.
+The first heartbeat of a rank contains a digest of its call's ``Label``. ``RollCall`` runs in front
+of the coordinator; its actor (``actors.roll``) passes other messages on.
 
 Rules:
 
-1. Messages of a rank pass only if its label is rank 0's. So no rank writes, and no round passes,
+1. No message of a rank passes unless its label is rank 0's. So no rank writes, and no round passes,
    before all ranks have made the same call.
-2. If labels differ, all ranks get one ``UsageError`` that shows the labels: all of them, if all
-   ranks call within ``SETTLE_S``. After a refusal no message passes: it may belong to another call.
+2. If labels differ, all ranks get one ``UsageError`` with the labels, after ``SETTLE_S`` or once
+   all ranks have called. Then no message passes: it may belong to another call.
 3. A failure of one rank waits as long: a call out of phase may be its cause, and is then the error.
    A cancellation does not wait.
-4. Ranks that have called are reminded of absent ones after each of ``REMIND_AFTER_S``. The
-   deadline, and the loss of a rank, name the absent ranks too.
+4. Ranks that have called are reminded of absent ones at ``REMIND_AFTER_S``. The deadline and the
+   loss of a rank name them too.
 
 Messages may be repeated or late.
 """
@@ -39,10 +38,10 @@ __all__ = [
 ]
 
 REMIND_AFTER_S = (10.0, 60.0, 300.0)
-"""Times after its call at which a rank that waits for others logs a warning, in seconds."""
+"""Times after its call at which a waiting rank logs a warning, in seconds."""
 
 SETTLE_S = 5.0
-"""Maximum wait for ranks that have not called, once the call is known to fail, in seconds."""
+"""Maximum wait for absent ranks once the call is known to fail, in seconds."""
 
 _MAX_LABELS = 6
 
@@ -50,7 +49,7 @@ _MAX_LABELS = 6
 class RollState(StrEnum):
     CALLING = "calling"
     SETTLING = "settling"
-    """The call will be refused; ranks that have not called yet get ``SETTLE_S`` to do so."""
+    """The call will be refused; absent ranks still get ``SETTLE_S``."""
     CALLED = "called"
     REFUSED = "refused"
 
@@ -59,16 +58,11 @@ _S = RollState
 
 
 def awaiting(label: Label, ranks: Sequence[int]) -> str:
-    """Describes a rank that waits for ``ranks`` to call."""
     return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it"
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns the failure of a call whose deadline has passed.
-
-    Args:
-        ranks: Ranks that have not called; empty if rank 0 has not answered.
-    """
+    """Returns the failure of a call without ``ranks``; empty: rank 0 has not answered."""
     reason = f"timeout_s={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"
@@ -78,17 +72,17 @@ def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
 
 
 def aborted(label: Label, reason: str, rank: int | None) -> Failure:
-    """Returns a failure that is raised as the call's own error."""
+    """Returns a failure that is raised as an error of this kind of call."""
     if label.kind.is_save:
         return Failure(reason=reason, stage=Stage.JOIN, rank=rank)
     return restore_aborted(reason, Stage.JOIN, rank)
 
 
 class RollCall:
-    """The roll call of one call; ``label`` is rank 0's. Events after its end have no effect.
+    """The roll call of one call; ``label`` is rank 0's. Ignores events after its end.
 
     Attributes:
-        refusal: The failure that ends the call on all ranks; None unless refused.
+        refusal: The failure that ends the call on all ranks, if any.
     """
 
     def __init__(self, *, label: Label, world_size: int) -> None:
@@ -99,7 +93,6 @@ class RollCall:
         self._own = label.digest
         self._called: dict[int, bytes] = {}
         self._labels: dict[bytes, Label] = {self._own: label}
-        # Digests whose labels were requested.
         self._asked: set[bytes] = set()
         self._failure: Failure | None = None
         self._num_reminders = 0
@@ -115,15 +108,15 @@ class RollCall:
         return left[0] if left and self.state is _S.CALLING else math.inf
 
     def renewed(self) -> RollCall:
-        """Returns a new roll call for the same call under another number."""
+        """Returns a roll call for the same call under another number."""
         return RollCall(label=self.label, world_size=self.world_size)
 
     def label_for(self, rank: int) -> bytes:
-        """Returns the label to send to ``rank`` with the end of the call; see ``Aborted``."""
+        """Returns ``Aborted.label`` for ``rank``."""
         return b"" if rank in self._called else self._own
 
     def on_called(self, rank: int, digest: bytes) -> bool:
-        """Records the call of a rank. Returns whether to ask the rank for its label."""
+        """Records a rank's call. Returns whether to ask for its label."""
         if self.is_over or rank in self._called:
             return False
         self._called[rank] = digest
@@ -137,7 +130,6 @@ class RollCall:
         return is_asked
 
     def on_labelled(self, rank: int, label: Label) -> None:
-        """Records the label of a rank that was asked for it."""
         if not self.is_over:
             self._labels[self._called[rank]] = label
             self._end_if_complete()
@@ -153,14 +145,14 @@ class RollCall:
             self.state = _S.SETTLING
 
     def on_lost(self, rank: int, silent_s: float) -> None:
-        """Records that a rank was silent for ``silent_s``; 0.0 if it has left."""
+        """See ``transport.ends.PeerLost``."""
         reason = explain_loss(rank, silent_s)
         if rank not in self._called:
             reason += f"; it had not called {self.label}, which every rank has to call"
         self._end(self._failure or aborted(self.label, reason, rank))
 
     def remind(self) -> tuple[tuple[int, ...], list[int]]:
-        """Returns the absent ranks, and the ranks to inform of them. At ``remind_after_s``."""
+        """Returns the absent ranks, and the ranks to remind of them."""
         self._num_reminders += 1
         return tuple(self._absent), [rank for rank in self._called if rank]
 
@@ -186,7 +178,7 @@ class RollCall:
             self.state = _S.CALLED
 
     def _end(self, failure: Failure | None) -> None:
-        """Refuses the call: the difference between labels explains any failure."""
+        # A difference between labels explains any failure.
         if self.is_over:
             return
         if any(digest != self._own for digest in self._called.values()):

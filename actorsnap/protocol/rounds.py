@@ -1,27 +1,25 @@
 """A call that all ranks make together, as a sequence of rounds.
 
-A rank works, *arrives* at the next round with a payload, and waits. When every rank that takes part
-in the round has arrived, the coordinator decides: ask some ranks for more, let all proceed, or
-abort. A save, a restore and a dry run are tables of decisions over this protocol
-(``protocol/save.py``, ``protocol/restore.py``). This file must not know them or their payloads, nor
-torch, clocks, transports or storage.
+A rank works, *arrives* at the next round with a payload, and waits. When all ranks of the round
+have arrived, the coordinator decides: ask some for more, let all proceed, or abort. Saves, restores
+and dry runs are tables of decisions over this protocol (``protocol.save``, ``protocol.restore``).
+This module must not know them or their payloads, nor clocks, transports or storage.
 
 Rules:
 
-1. A rank leaves a round only after every rank that takes part in it has arrived.
+1. A rank leaves a round only after all ranks of the round have arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
-3. The commit round is decided once, after all ranks have arrived. From then on only its result
-   counts: failures and the deadline merely hurry it, and a lost rank does not matter.
-4. A rank that has arrived at the commit round and then loses the coordinator does not know the
-   outcome, even if it has failed or was cancelled: its caller looks in the storage. Before that
-   round nothing can have been committed.
-5. Messages may be late or repeated. Another process may take over either end: it repeats the last
-   message of that end, and the other end answers as before.
+3. The commit round is decided once. From its beginning only its result counts: failures and the
+   deadline merely hurry it, and a lost rank does not matter.
+4. A rank that has arrived at the commit round and loses the coordinator does not know the outcome,
+   even if it has failed or was cancelled: its caller looks in the storage. Before that round
+   nothing can have been committed.
+5. Messages may be late or repeated. A process that takes over an end repeats the last message of
+   that end; the other end answers as before.
 
-Both machines are tables: each state has a row with a rule for each event that can occur there. A
-rule changes the machine and returns commands, nothing else. The machine's owner performs them and
-reports their results as events. An event without a rule is a defect. Late and repeated messages
-have rules, and no effect.
+Both machines are tables with a row per state and a rule per event. A rule changes the machine and
+returns commands; the machine's owner performs them and reports their results as events. An event
+without a rule is a defect. Late and repeated messages have rules, and no effect.
 """
 
 from __future__ import annotations
@@ -79,12 +77,7 @@ class ProtocolViolation(AssertionError):
 
 
 class Machine(Generic[StateT, EventT, CommandT]):
-    """Base class of a machine with a table.
-
-    Args:
-        table: Its rules are methods of the machine.
-        first: The initial state.
-    """
+    """A state and a table, whose rules are methods of the machine."""
 
     def __init__(self, table: Table[StateT, CommandT], first: StateT) -> None:
         self.state = first
@@ -92,14 +85,14 @@ class Machine(Generic[StateT, EventT, CommandT]):
 
     @property
     def is_final(self) -> bool:
-        """Whether the machine has ended: it ignores all events."""
+        """Whether the machine ignores all events."""
         return not self._table[self.state]
 
     def handle(self, event: EventT) -> list[CommandT]:
-        """Handles one event; returns the commands to perform.
+        """Returns the commands to perform after ``event``.
 
         Raises:
-            ProtocolViolation: The table has no rule for it.
+            ProtocolViolation: The state has no rule for it.
         """
         if self.is_final:
             return []
@@ -121,13 +114,13 @@ class Machine(Generic[StateT, EventT, CommandT]):
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks that take part in the round proceed.
+    """The ranks of the round proceed.
 
     Attributes:
         payloads: By rank.
         common: Payload of ranks without one in ``payloads``.
         skips: Number of following rounds that a rank takes no part in, by rank.
-        commits_next: The next round is the commit round. Every rank takes part in it.
+        commits_next: The next round is the commit round, of all ranks.
         is_last: The call has succeeded.
     """
 
@@ -139,10 +132,7 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskMore(msgspec.Struct, frozen=True):
-    """These ranks arrive again, with answers to these questions.
-
-    The round is then decided again, from the answers alone.
-    """
+    """These ranks answer questions; the round is then decided again, from the answers alone."""
 
     questions: Mapping[int, bytes]
 
@@ -155,10 +145,7 @@ Decision: TypeAlias = Continue | AskMore | Failure
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Event: a rank was lost; for a rank: the coordinator was lost or does not answer.
-
-    A rank ends with ``failure`` unless it finds a commit.
-    """
+    """Event: a rank was lost; for a rank: the coordinator was lost, or does not answer."""
 
     failure: Failure
 
@@ -170,10 +157,7 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class TakenOver(msgspec.Struct, frozen=True):
-    """Event of either machine: this process continues what another one began.
-
-    Messages to or from that process may be lost.
-    """
+    """Event: this process continues for another one, whose messages may be lost."""
 
 
 class Decide(msgspec.Struct, frozen=True):
@@ -193,8 +177,8 @@ class Hurry(msgspec.Struct, frozen=True):
     """Command: end the commit in progress soon. Its result still decides.
 
     Attributes:
-        has_grace: A rank has failed, or its caller has cancelled; the commit may take a moment, as
-            it is likely to succeed. False if the deadline has passed.
+        has_grace: The commit may take a moment, as it is likely to succeed: a rank has failed or
+            was cancelled. False after the deadline.
     """
 
     failure: Failure
@@ -235,19 +219,19 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         self.failure: Failure | None = None
         self._commits = False
         self._payloads: dict[int, bytes] = {}
-        # Per rank, its next round, the last ``Ask`` of this round, and the last answer's number.
+        # Per rank: next round, last ``Ask`` of this round, number of the last answer.
         self._next = dict.fromkeys(range(world_size), 0)
         self._asked: dict[int, Ask] = {}
         self._num_answered: dict[int, int] = {}
-        # The ranks of the next decision, and those of them that have not arrived. Stored, not
-        # computed: arrivals are frequent, and there may be thousands of ranks.
+        # The ranks of the next decision, and the absent ones. Stored: computing them at each
+        # arrival would be quadratic in the number of ranks.
         self._parties = frozenset(range(world_size))
         self._awaited = set(self._parties)
         self._sent: dict[int, Proceed] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has its outcome. Repeated messages are still answered."""
+        """Whether the outcome is known. Repeated messages are still answered."""
         return self.state in (_C.PASSED, _C.ABORTED)
 
     @property
@@ -353,7 +337,7 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """Command, the last one: the call has ended.
+    """Last command: the call has ended.
 
     Attributes:
         failure: None if it succeeded.
@@ -375,9 +359,7 @@ class ParticipantState(StrEnum):
 
 ParticipantEvent: TypeAlias = ToRank | Reached | Failed | Lost | TakenOver
 ParticipantCommand: TypeAlias = FromRank | Ask | Proceed | End
-"""A message to send to the coordinator; a new ``Ask`` to answer, which ends in ``Reached``; a new
-``Proceed``, after which the rank begins its next work.
-"""
+"""A message to send; an ``Ask`` to answer by ``Reached``; a ``Proceed`` to begin the next work."""
 
 _P = ParticipantState
 
@@ -400,7 +382,6 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         return [self._sent]
 
     def _on_failed(self, event: Failed) -> list[ParticipantCommand]:
-        """Handles a failure of this rank, or a cancellation by its caller."""
         self.state = _P.FAILED
         self._sent = event
         return [event]
@@ -422,7 +403,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         return [event]
 
     def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
-        """Handles a decision after this rank failed: only the last round still counts."""
+        # After this rank has failed, only the last round still counts.
         if event.round != self.round or not event.is_last:
             return []
         return self._end(End(None, payload=event.payload))

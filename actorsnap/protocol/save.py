@@ -2,15 +2,14 @@
 
 The rounds:
 
-0. *Joined*: Each rank sends digests of its inventory. The coordinator asks one rank per unknown
-   digest for the content, then plans which rank writes which items. Each rank gets its part.
-1. *Opened* (only ranks that share objects): The objects with several writers are open. Each rank
-   gets the tokens of those that it joins.
-2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
+0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown
+   digest for the content, then sends each rank its part of the plan.
+1. *Opened* (only ranks that share objects): Objects with several writers are open. Each rank gets
+   the tokens of those that it joins.
+2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
 
-``protocol.plan_cache`` remembers inventories, item lists and the plan by their digests: a rank that
-saves the same state again sends digests only.
+A rank that saves the same state again sends digests only (``protocol.plan_cache``).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         inventory: Digest of its inventory.
-        plan: Digest of the plan that it remembers from the previous save; empty if none.
+        plan: Digest of its plan in the previous save; empty if forgotten.
     """
 
     release: str
@@ -64,13 +63,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the content of digests.
-
-    Attributes:
-        inventory: Requests the rank's inventory.
-        lists: Requests its item lists with these digests.
-        sharded: Requests its sharded tensors.
-    """
+    """Requests the inventory, the item lists with these digests, or the sharded tensors."""
 
     inventory: bool = False
     lists: tuple[bytes, ...] = ()
@@ -89,16 +82,13 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of a save.
 
     Attributes:
-        attempt: The attempt's name.
-        url: The coordinator's URL; applies to all ranks. UTF-8 with ``surrogatepass``.
-        fsync: Whether all data must be durable before the commit; applies to all ranks.
-        rules: The coordinator's packing rules; apply to all ranks.
+        url, fsync, rules: The coordinator's; apply to all ranks. ``url`` is UTF-8 with
+            ``surrogatepass``.
         digest: Digest of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts at the same URL, the newest first: their objects are not sent again.
-        shares_objects: Some objects of this rank have several writers: it takes part in rounds 1
-            and 2.
+        resumed: Dead attempts, the newest first, whose objects are not sent again.
+        shares_objects: The rank takes part in rounds 1 and 2.
     """
 
     attempt: str
@@ -126,21 +116,20 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, attempt: str, key: str, token: bytes) -> Token:
-        """Returns the token of the object ``key``."""
         begin, end = f"{attempt}/data/", ".safetensors"
         is_data = key.startswith(begin) and key.endswith(end)
         short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
         return cls(short, b"" if token == key.encode() else token)
 
     def opened(self, attempt: str) -> tuple[str, bytes]:
-        """Returns the key and the token given to ``of``."""
+        """Reverses ``of``."""
         short = self.key
         key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
 
 
 class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
-    """Size and CRC32C of the rank manifest."""
+    """``size`` in bytes."""
 
     size: int
     crc32c: int
@@ -166,18 +155,11 @@ class SaveDecisions:
     """Decides the rounds of one save; see ``actors.rounds.Decisions``.
 
     Args:
-        attempt: The attempt's name.
-        url: Destination of the save.
+        save: Repeated in each rank's manifest, by rank 0 with the metadata.
+        release: Required on all ranks.
         fsync: Whether all data must be durable before the commit.
-        save: Description of the save for the commit object. Each rank repeats it in its manifest,
-            rank 0 with the metadata.
-        release: This release, required on all ranks.
-        rules: Packing rules of all ranks.
-        resumed: Dead attempts whose objects are reused, the newest first.
-        memory: PlanCache of the previous save; no other save may use it.
-
-    Attributes:
-        stage: The work before the next round.
+        resumed: See ``Assignment``.
+        memory: Of the previous save; no other save may use it.
     """
 
     def __init__(
@@ -219,9 +201,7 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        """Returns the manifest records for the commit object, from the payloads of the commit
-        round.
-        """
+        """Returns the manifest records from the payloads of the commit round."""
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], ManifestStored)
@@ -322,7 +302,7 @@ class SaveDecisions:
 def _firsts(
     digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
 ) -> dict[bytes, int]:
-    """Returns the unknown digests, each with the first rank that has it."""
+    """Returns unknown digests, each with its first rank."""
     found: dict[bytes, int] = {}
     for rank, digest in digests:
         if digest not in known:

@@ -1,8 +1,4 @@
-"""This process' place in a group of ranks.
-
-Keeps the state that outlives a save: the port to the other ranks' mailboxes, and the plan of the
-last save. It decides nothing.
-"""
+"""This process' place in a group of ranks, kept from save to save."""
 
 from __future__ import annotations
 
@@ -59,11 +55,10 @@ class Team(TeamMemory):
         before: The team whose store is gone and that this one replaces.
 
     Attributes:
-        ranks: Global ranks of the group, in group order.
+        ranks: Global ranks, in group order.
         store: A weak reference: the store may host the server, and its end belongs to the job.
-        address: Address of the store for another process of this rank; None if it has none.
-        number: Number of this object in this process.
-        port: Access to the ranks' mailboxes.
+        address: Of the store, for another process of this rank.
+        number: Identifies this object in this process.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
@@ -104,7 +99,7 @@ class Team(TeamMemory):
         return self.address is not None and listens_at(self.address.port)
 
     def close(self) -> None:
-        """Closes the mailbox and removes the team from the uploader process. Does not wait."""
+        """Closes the mailbox and removes the team from the uploader process, without waiting."""
         self.port.close(0.0)
         uploader = self._host.uploader
         if uploader is not None and self._pid == os.getpid():
@@ -112,11 +107,10 @@ class Team(TeamMemory):
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
-        """Returns a connection to the store for calls that do not wait for other ranks, always
-        the same one. Thread-safe; blocks.
+        """Returns the connection for calls that do not wait for other ranks. Thread-safe; blocks.
 
         Raises:
-            RuntimeError: the store is gone or does not answer.
+            RuntimeError: The store is gone or does not answer.
         """
         with self._connecting:
             if self._connection is None:
@@ -135,8 +129,7 @@ class Team(TeamMemory):
             logger.warning("%s", text)
 
     def begin(self, label: Label | None, options: Options) -> TeamCall:
-        """Takes the number of the next common call of all ranks, and reports its label
-        (``protocol.roll``). The result must be closed.
+        """Takes the number of the next call of all ranks, and reports its label. Close the result.
 
         Runs in the caller's thread, where calls have the same order on all ranks. A rank that has
         taken a number must send a message for it, even if only that the call has failed.
@@ -166,15 +159,16 @@ class Team(TeamMemory):
         return self.address is not None and not self.hosts_store
 
     def as_rank(self) -> TeamRank:
-        """Returns the description of the rank for the uploader process."""
+        """Describes the rank for the uploader process."""
         return TeamRank(self.number, self.rank, self.world_size)
 
     async def take_over(self, number: int, call: TeamCall) -> TakeOver:
-        """Returns the data with which another process continues this rank's part of a call. Only
-        after a message from rank 0.
+        """Returns the data for another process to continue this rank's part of ``call``.
+
+        Only after a message from rank 0.
 
         Raises:
-            RuntimeError: the store does not answer.
+            RuntimeError: The store does not answer.
         """
         assert self.address is not None
         if self._prefix is None:
@@ -193,14 +187,9 @@ class Team(TeamMemory):
 
 
 class TeamCall:
-    """This process' part in a common call of all ranks.
+    """This process' part in a call; ``coordinator`` on rank 0 only.
 
-    If the number of this call turns out to be that of another call which has ended without this
-    rank, the call continues with the next number.
-
-    Attributes:
-        participant: This rank's end.
-        coordinator: The coordinator's end; None except on rank 0.
+    If another call with this number has ended without this rank, continues with the next number.
     """
 
     def __init__(self, team: Team, label: Label | None, options: Options) -> None:
@@ -229,7 +218,7 @@ class TeamCall:
 
     @property
     def number(self) -> int:
-        """The number of the call, equal on all ranks."""
+        """Equal on all ranks."""
         return self._save.number
 
     @property
@@ -238,7 +227,7 @@ class TeamCall:
         return self._save.scope
 
     async def start(self) -> None:
-        """Starts the clocks. On the loop only, as the methods of the ends."""
+        """Starts the clocks."""
         self.participant.begin()
         if self.coordinator is not None:
             self.coordinator.begin()
@@ -249,7 +238,7 @@ class TeamCall:
         self._save.close()
 
     def _renew(self) -> bool:
-        """Continues with the next number, unless this rank has begun that call already."""
+        """Continues with the next number, unless it has begun already."""
         # Without a label this rank cannot know that the call that ended is another one.
         following = self._port.begin_after(self._save) if self._has_label else None
         if following is None:
@@ -277,7 +266,7 @@ class TeamCall:
 def open_port(
     frame: TakeOver, team: TeamMemory, store: Any
 ) -> StorePort[ToCoordinator, FromCoordinator]:
-    """Opens the mailbox of a rank whose process has ended. On the loop only."""
+    """Opens the mailbox of a rank whose process has ended."""
     return StorePort(
         store,
         namespace=frame.name,
@@ -295,7 +284,7 @@ class Membership:
     """A rank's part in one save of its team.
 
     Attributes:
-        call: The common call; ``RelayedEnds`` if another process owns the mailbox.
+        call: ``RelayedEnds`` if another process owns the mailbox.
         memory: A copy of the team's, for this save only.
     """
 
@@ -311,12 +300,10 @@ _lock = threading.Lock()
 
 
 def find_team(group: Any, store: Any) -> Team | None:
-    """Returns the team of a call; None for a single rank.
-
-    Calls share one team. A new one replaces it if its store is gone.
+    """Returns the team of a call; None for a single rank. Calls share it while its store lives.
 
     Raises:
-        UsageError: see ``state.process_group.find_group``.
+        UsageError: See ``state.process_group.find_group``.
     """
     found = find_group(group, store)
     if found is None:
@@ -329,7 +316,7 @@ def find_team(group: Any, store: Any) -> Team | None:
         if team is None:
             team = _teams[key] = Team(found)
         elif team.is_stale:
-            # Other ranks may not have noticed, and continue its numbers.
+            # Other ranks may continue its numbers.
             team.close()
             team = _teams[key] = Team(found, before=team)
         return team

@@ -39,8 +39,7 @@ from actorsnap.protocol.failure import (
 )
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.state.sources import MemorySink
-from actorsnap.transport.ends import PeerLost
-from actorsnap.transport.inproc import InprocTransport
+from actorsnap.transport.ends import InprocTransport, PeerLost
 
 T = TypeVar("T")
 MIB = 1 << 20
