@@ -40,8 +40,7 @@ class AbandonableTasks:
     """The errands of one call. On the loop only.
 
     Args:
-        tasks: Task group of the errands; ends when the last one has returned.
-        run_blocking: Runs their blocking calls.
+        tasks: Ends when the last errand has returned.
         run_cpu: Runs blocking calls that move bytes; None: ``run_blocking``.
         label: Names the call in messages.
         on_retry: See ``StorageContext``.

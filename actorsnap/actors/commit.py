@@ -158,7 +158,9 @@ class CommitActor:
     async def _write(self, commit: Commit) -> Failure | None:
         try:
             data = encode_commit(commit)
-            may_be_replaced = await self._await_turn()
+            self._is_waiting = True
+            may_be_replaced = self._turn is not None and await self._turn()
+            self._is_waiting = False
             await self._look_before(commit)
             if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
@@ -183,14 +185,6 @@ class CommitActor:
                 raise
             return await self._failed(first_error(error))
         return None
-
-    async def _await_turn(self) -> bool:
-        if self._turn is None:
-            return False
-        self._is_waiting = True
-        may_be_replaced = await self._turn()
-        self._is_waiting = False
-        return may_be_replaced
 
     async def _look_before(self, commit: Commit) -> None:
         """Checks that all rank manifests exist; finds the commit object to be replaced."""

@@ -265,6 +265,8 @@ class ParticipantActor:
         Cancellation: The rank still counts as arrived.
         """
         self._proceed = anyio.Event()
+        if self.is_over:
+            self._proceed.set()
         self._answer = answer or _no_answer
         self._then = then or self.stage
         if commits:
@@ -272,7 +274,7 @@ class ParticipantActor:
             if self._patience is not None:
                 self._patience.deadline = self._deadline
         await self._handle(Reached(payload, commits))
-        await self._first_of(self._proceed)
+        await self._proceed.wait()
         self._check()
         return self._payload
 
@@ -315,17 +317,6 @@ class ParticipantActor:
             assert isinstance(command, End)
             self._finish(command)
 
-    async def _first_of(self, event: anyio.Event) -> None:
-        async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                await event.wait()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(wait)
-            await self._over.wait()
-            tasks.cancel_scope.cancel()
-
     def _check(self) -> None:
         verdict = self.verdict
         if verdict is not None:
@@ -367,6 +358,7 @@ class ParticipantActor:
     def _finish(self, end: End) -> None:
         self.outcome = end
         self._payload = end.payload
+        self._proceed.set()
         self._over.set()
 
 

@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 _MAX_CAUSES = 8
-"""Maximum number of exceptions in a chain."""
+"""Maximum length of a chain."""
 
 _MAX_DEPTH = 8
 """Maximum depth of containers in a field: one may contain itself."""
 
 _MAX_RUNS = 8
-"""Maximum number of runs of ranks in a text."""
+"""Maximum number of runs in a text."""
 
 _OS_FIELDS = ("errno", "strerror", "filename")
 
 
 class Stage(StrEnum):
-    """Stage of a save or a restore in which it failed."""
+    """Stage of a save or a restore."""
 
     CAPTURE = "capture"
     JOIN = "join"
@@ -143,10 +143,7 @@ def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
 
 
 def decode(chain: Sequence[EncodedError]) -> Exception:
-    """Returns the first error of a chain, with the others as its causes.
-
-    A class that is neither in ``errors`` nor built in becomes a ``RuntimeError``.
-    """
+    """Reverses ``encode``; a class that is neither ours nor built in becomes ``RuntimeError``."""
     assert chain
     cause: Exception | None = None
     for link in reversed(chain):

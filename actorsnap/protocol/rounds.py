@@ -118,8 +118,8 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         payloads: By rank.
-        common: Payload of ranks without one in ``payloads``.
-        skips: Number of following rounds that a rank takes no part in, by rank.
+        common: Payload of other ranks.
+        skips: By rank, number of following rounds without it.
         commits_next: The next round is the commit round, of all ranks.
         is_last: The call has succeeded.
     """
@@ -164,8 +164,8 @@ class Decide(msgspec.Struct, frozen=True):
     """Command: decide the round. Ends in a ``Decision``.
 
     Attributes:
-        payloads: Of the ranks that take part; after ``AskMore``, of the ranks asked.
-        commits: This is the commit round. Occurs once in a call.
+        payloads: Of the ranks of the round; after ``AskMore``, of the ranks asked.
+        commits: This is the commit round, once in a call.
     """
 
     round: int

@@ -103,7 +103,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """Input of ``Storage.join_writer`` for one object.
+    """Input of ``Storage.join_writer``.
 
     Attributes:
         key: Without the attempt's folder; for a safetensors object also without ``data/`` and the

@@ -34,11 +34,11 @@ _ANSWER = timedelta(seconds=30)
 
 
 class TeamMemory:
-    """A rank of a group, and its memory of the last save.
+    """A rank of a group, and its memory of the last save. On the loop only.
 
     Attributes:
-        memory: The coordinator's. On the loop only.
-        remembered: The rank's plan, with its digest. On the loop only.
+        memory: The coordinator's.
+        remembered: The rank's plan, with its digest.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -99,7 +99,7 @@ class Team(TeamMemory):
         return self.address is not None and listens_at(self.address.port)
 
     def close(self) -> None:
-        """Closes the mailbox and removes the team from the uploader process, without waiting."""
+        """Closes the mailbox and removes the team from the uploader process. Does not wait."""
         self.port.close(0.0)
         uploader = self._host.uploader
         if uploader is not None and self._pid == os.getpid():
@@ -121,12 +121,6 @@ class Team(TeamMemory):
                 connection.set_timeout(_ANSWER)
                 self._connection = connection
             return self._connection
-
-    def warn_once(self, text: str) -> None:
-        """Logs a warning, once per team."""
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s", text)
 
     def begin(self, label: Label | None, options: Options) -> TeamCall:
         """Takes the number of the next call of all ranks, and reports its label. Close the result.
@@ -151,8 +145,9 @@ class Team(TeamMemory):
     @property
     def can_be_continued(self) -> bool:
         """Whether another process of this rank can open its mailbox after this one has ended."""
-        if self.address is None:
-            self.warn_once(
+        if self.address is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
                 "saves of these ranks are not detached, their trainers wait for them: the ranks' "
                 "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )

@@ -48,7 +48,7 @@ _MAX_REUSED_BYTES = 64 << 10
 """Largest encoded message kept for further ranks, in bytes."""
 
 _FOREVER = timedelta(days=365)
-"""Timeout of a wait at the mailbox. torch prints a warning each time it expires."""
+"""Timeout of the store: torch prints a warning each time one expires."""
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
@@ -117,9 +117,8 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         every_s: Interval of this heartbeat, and requested of the others', in seconds.
-        open: Numbers of the sender's saves.
+        open, tags: Numbers and tags of the sender's saves.
         awaited: Numbers of others' saves that the sender has not begun.
-        tags: Tags of ``open``.
     """
 
     every_s: float
@@ -180,16 +179,15 @@ class Mailbox:
     Args:
         store: Cloned by the threads, then released.
         keys: Queues of all ranks.
-        rank: Owner of this mailbox.
         token: Identifies this mailbox' own frames.
         up, down: Types of messages to the coordinator and to participants, for msgspec.
         wake: Called by a thread when the loop should look at ``arrived``.
-        clock: Returns seconds; for ``beaten`` only.
+        clock: For ``beaten`` only.
 
     Attributes:
         arrived: Received frames and faults, removed by the loop.
         beaten: Times of sent heartbeats, removed by the loop.
-        beat: The heartbeat to send, if any. The loop sets it, then calls ``wake_up``.
+        beat: The heartbeat to send. The loop sets it, then calls ``wake_up``.
         present: Receivers of heartbeats, set by the loop.
         wakes_on_beat: Whether a received heartbeat calls ``wake``; set by the loop.
     """
@@ -248,7 +246,7 @@ class Mailbox:
         return all(self._connected.values())
 
     def put(self, to: int, what: Outgoing | Frame) -> None:
-        """Queues a message, or a frame as it is."""
+        """Queues a message or a frame."""
         self._outbox.put((to, what))
 
     def wake_up(self) -> None:
@@ -256,7 +254,7 @@ class Mailbox:
         self._outbox.put(_Wake.WAKE)
 
     def statistics(self, num_dropped: int) -> StoreStatistics:
-        """Returns the counters. From any thread."""
+        """Thread-safe."""
         return StoreStatistics(
             messages_sent=self._sent[0],
             bytes_sent=self._sent[1],

@@ -4,8 +4,8 @@ Every rank of a group has a mailbox, a queue in the store. A ``StorePort`` is on
 them, kept from save to save. Its threads (``transport.mailbox``) only move frames; this module
 decides about them, on the runtime's event loop.
 
-Frames. A frame carries a message, or a piece of one, and the number of its save. Frames of a save
-that has not begun here are kept; frames of an ended save are dropped.
+Frames. A frame carries a message, or a piece of one, and the number of its save. It is kept until
+that save begins here, and dropped after its end.
 
 Sessions. Messages of an earlier job may remain in a mailbox and must not be accepted. A rank first
 sends *hello* with a random token. The coordinator's port answers *welcome* with that token and its
@@ -121,9 +121,6 @@ class _End(Generic[In]):
         if rank not in self._reported:
             self._heard[rank] = now
 
-    def has_heard(self, rank: int) -> bool:
-        return rank in self._heard
-
     def lose(self, rank: int, silent_s: float) -> None:
         self._heard.pop(rank, None)
         if rank not in self._reported:
@@ -226,13 +223,11 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
 
 class StoreSave(Generic[Up, Down]):
-    """This process' part in one save of the group. Close it after its outcome.
+    """This process' part in one save of the group; ``coordinator`` on rank 0 only.
 
     Attributes:
         number: The same on all ranks, if all begin their saves in the same order.
         tag: See ``Began``.
-        participant: This rank's end.
-        coordinator: The coordinator's end; None except on rank 0.
     """
 
     def __init__(
@@ -275,12 +270,12 @@ class StoreSave(Generic[Up, Down]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortTiming:
-    """Intervals and limits of a port.
+    """Timing of a port, in seconds.
 
     Attributes:
-        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` reduces it.
-        connect_s: Seconds in which the store has to answer.
-        clock: Returns seconds; measures silence only.
+        beat_s: Between heartbeats; a short ``lost_after_s`` reduces it.
+        connect_s: Time limit for the store to answer.
+        clock: Measures silence only.
     """
 
     beat_s: float = 5.0
@@ -297,7 +292,7 @@ class StorePort(Generic[Up, Down]):
         up, down: Types of messages to the coordinator and to participants, for msgspec.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
         first_number: Number of the first save; continues those of an earlier port.
-        session: Session of another process' port to continue. None: a new session.
+        session: Session of another process' port to continue, if any.
     """
 
     def __init__(
@@ -342,7 +337,7 @@ class StorePort(Generic[Up, Down]):
         self._ended: set[int] = set()
         self._ended_below = first_number
 
-        # By sender, the saves that others have begun and this process has not.
+        # By sender: saves that this process has not begun.
         self._awaited: dict[int, Pulse] = {}
 
         self._active_s = 0.0
@@ -372,11 +367,6 @@ class StorePort(Generic[Up, Down]):
     def is_broken(self) -> bool:
         """Whether the port is closed or the store has failed."""
         return self._fault is not None or self._is_closing
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is open. On the loop only."""
-        return bool(self._open)
 
     @property
     def session(self) -> bytes | None:
@@ -427,11 +417,11 @@ class StorePort(Generic[Up, Down]):
         return save
 
     def send_late(self, rank: int, number: int, message: Down) -> None:
-        """Sends a coordinator's message in a save that has ended here. On the loop only."""
+        """Sends a coordinator's message in a save that has ended here."""
         self._send_down(rank, number, message)
 
     def statistics(self) -> StoreStatistics:
-        """Returns the counters. From any thread."""
+        """Thread-safe."""
         return self._mailbox.statistics(self._num_dropped)
 
     def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:

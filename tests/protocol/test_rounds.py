@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.protocol import rounds
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import (
     Aborted,
@@ -47,6 +49,7 @@ from actorsnap.protocol.rounds import (
     ProtocolViolation,
     Reached,
     SendTo,
+    Table,
     TakenOver,
     ToRank,
 )
@@ -489,14 +492,47 @@ def test_only_after_the_commit_round_the_outcome_is_unknown() -> None:
     assert rank.handle(Lost(GONE)) == [End(GONE, is_unknown=True)]
 
 
-def test_what_cannot_happen_is_a_defect() -> None:
+def test_what_cannot_happen_is_a_defect_and_changes_nothing() -> None:
+    coordinator = Coordinator(world_size=1)
     with pytest.raises(ProtocolViolation, match="Continue while gathering"):
-        Coordinator(world_size=1).handle(Continue())
+        coordinator.handle(Continue())
+    assert coordinator.handle(Arrived(0, 0)) == [Decide(0, {0: b""}, False)]
     waiting = Participant(rank=0)
     waiting.handle(Reached())
     assert waiting.state is ParticipantState.WAITING
     with pytest.raises(ProtocolViolation, match="Reached while waiting"):
         waiting.handle(Reached())
+
+
+def test_invariants_are_asserted_after_each_step() -> None:
+    coordinator = Coordinator(world_size=2)
+    coordinator.failure = GONE
+    with pytest.raises(AssertionError):
+        coordinator.handle(Arrived(0, 0))
+
+
+def test_a_rank_that_has_ended_ignores_everything() -> None:
+    rank = Participant(rank=0)
+    finals = [rank.is_final]
+    assert rank.handle(Aborted(GONE)) == [End(GONE)]
+    for event in (Reached(), Failed(0, GONE), Proceed(0), Aborted(GONE), Lost(GONE)):
+        assert rank.handle(event) == []
+        finals.append(rank.is_final)
+    assert finals == [False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "finals"),
+    [
+        (rounds._COORDINATOR, CoordinatorState, set()),
+        (rounds._PARTICIPANT, ParticipantState, {"ended"}),
+    ],
+)
+def test_a_table_has_a_row_for_each_state_and_the_outcomes_are_final(
+    table: Table[Any, Any], states: Collection[StrEnum], finals: set[str]
+) -> None:
+    assert table.keys() == set(states)
+    assert {state for state, row in table.items() if not row} == finals
 
 
 @pytest.mark.parametrize(
