@@ -27,34 +27,38 @@ from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Inventory, Scope, inventory_digest, item_digest
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import ToCoordinator, Token
+from actorsnap.protocol.messages import (
+    Arrived,
+    Ask,
+    CallKind,
+    Failed,
+    Label,
+    Proceed,
+    ToCoordinator,
+)
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import (
-    Answer,
     Continue,
     Coordinator,
     CoordinatorEvent,
     CoordinatorState,
     Decide,
-    Decided,
+    Decision,
     End,
-    Enter,
     Participant,
     ParticipantEvent,
     ParticipantState,
     Reached,
-    Report,
     SendTo,
 )
 from actorsnap.protocol.save import (
     Assignment,
-    InventoryAnswer,
-    ItemsAnswer,
+    Details,
     Joined,
     ManifestStored,
     Question,
     SaveDecisions,
+    Token,
     decode,
     encode,
 )
@@ -186,14 +190,14 @@ class Save:
     def _of_rank(self, rank: Rank, event: ParticipantEvent, to_do: deque[tuple[int, Any]]) -> None:
         for command in rank.machine.handle(event):
             match command:
-                case Report(message):
+                case Arrived() | Failed() as message:
                     if rank.number > 0:  # messages to oneself do not touch the store
                         self.up.count(Kind.UP, rank.number, msgspec.msgpack.encode(message))
                     self.heard.append(message)
                     to_do.append((-1, message))
-                case Answer(question):
+                case Ask(payload=question):
                     to_do.append((rank.number, rank.answer(question)))
-                case Enter(payload):
+                case Proceed(payload=payload):
                     to_do.append((rank.number, rank.work.send(payload)))
                 case End(failure):
                     assert failure is None
@@ -233,9 +237,9 @@ class Rank:
     def answer(self, payload: bytes) -> Reached:
         question = decode(payload, Question)
         if question.inventory:
-            return Reached(encode(InventoryAnswer(self._held.inventory)))
+            return Reached(encode(Details(self._held.inventory)))
         lists = {digest: self._held.lists[digest] for digest in question.lists}
-        return Reached(encode(ItemsAnswer(lists)))
+        return Reached(encode(Details(lists=lists)))
 
     def _work(self) -> Generator[Reached, bytes, None]:
         remembered = b"" if self.plan is None else self.plan[0]
@@ -260,11 +264,11 @@ class Rank:
         return [Token.of(ATTEMPT, key, key.encode()) for key in keys]
 
 
-def decide(decisions: SaveDecisions, command: Decide) -> Decided:
+def decide(decisions: SaveDecisions, command: Decide) -> Decision:
     if command.commits:
         decisions.records(command.payloads)
-        return Decided(Continue(is_last=True))
-    return Decided(decisions.decide(command.round, command.payloads))
+        return Continue(is_last=True)
+    return decisions.decide(command.round, command.payloads)
 
 
 def new_decisions(world_size: int, memory: PlanCache) -> SaveDecisions:

@@ -17,9 +17,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from actorsnap.protocol import roll, rounds
-from actorsnap.protocol.machine import Table
+from actorsnap.protocol import rounds
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.rounds import Table
 
 PAGE = Path(__file__).parent / "protocol.md"
 
@@ -132,10 +132,7 @@ def parts() -> dict[str, str]:
     """Each generated part of the page, by its name."""
     coordinating = Machine(rounds._COORDINATOR, rounds.Coordinator, rounds.CoordinatorState)
     arriving = Machine(rounds._PARTICIPANT, rounds.Participant, rounds.ParticipantState)
-    calling = Machine(roll._TABLE, roll.RollMachine, roll.RollState)
     return {
-        "roll diagram": calling.diagram(),
-        "roll table": calling.table(),
         "messages to the coordinator": messages(ToCoordinator),
         "messages to a rank": messages(FromCoordinator),
         "rounds coordinator diagram": coordinating.diagram(),

@@ -1,18 +1,20 @@
 """What every test gets: one loop backend, blockbuster, hypothesis profiles, a leak check.
 
-``async def test_...`` runs on asyncio through anyio's plugin; a test that wants trio says
-``@pytest.mark.parametrize("anyio_backend", ["trio"])``.
+pytest-asyncio runs the asynchronous tests of the public API, as users run it. anyio's plugin runs
+the others, which may also go through trio: ``@pytest.mark.parametrize("anyio_backend", ["trio"])``.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -38,6 +40,20 @@ pytest_plugins = ["tests.servers.fixtures"]
 
 CLOCKLESS = ("actors", "format", "planning", "protocol", "state")
 """Folders whose tests start no process and wait for no second: these never run twice."""
+
+
+PUBLIC = ("api", "cloud", "test_golden.py")
+"""Tests of the public API, which is asyncio's."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: Any) -> None:
+    """Marks an asynchronous test for the plugin that runs it."""
+    if collector.istestfunction(obj, name):
+        test = obj.hypothesis.inner_test if hasattr(obj, "hypothesis") else obj
+        if inspect.iscoroutinefunction(test):
+            is_public = collector.path.relative_to(Path(__file__).parent).parts[0] in PUBLIC
+            (pytest.mark.asyncio if is_public else pytest.mark.anyio)(obj)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio.to_thread
 import pytest
+import pytest_asyncio
 import torch
 from typer.testing import CliRunner
 
@@ -339,7 +340,7 @@ def test_what_made_it_still_makes_the_same_annotations(tmp_path: Path) -> None:
 # Tensors of one name on several meshes ----------------------------------------------------------
 
 
-@pytest.fixture(params=["golden", "again"])
+@pytest_asyncio.fixture(params=["golden", "again"])
 async def meshes(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The snapshot that stores equal shards once, and the one that is made now."""
     if request.param == "golden":

@@ -3,8 +3,7 @@
 A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
 such step runs in a separate task, an errand, and a cancelled caller waits for it only for a short
 grace period. An abandoned errand keeps leased memory and descriptors until its threads return. This
-is safe for steps that at most read the caller's memory: saves, reading an index, verifying,
-deleting. Reads into the caller's tensors are always awaited instead.
+is safe for steps that do not write to the caller's memory; reads into tensors are always awaited.
 """
 
 from __future__ import annotations
@@ -28,23 +27,20 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 2.0
-"""Grace period for a cancelled step, in seconds: a healthy storage answers within it."""
+"""Grace period for a cancelled step, in seconds: enough for a healthy storage."""
 
 _CLEANUP_S = 30.0
-"""Time limit of a clean-up, in seconds; past the call's deadline only the grace period. An
-unfinished clean-up leaves garbage.
-"""
+"""Time limit of a clean-up, in seconds; after the call's deadline only the grace period."""
 
 _CLOSE_S = 5.0
-"""Time limit for closing a storage, in seconds; exceeding it loses nothing."""
+"""Time limit for closing a storage, in seconds."""
 
 
 class AbandonableTasks:
-    """The errands of one call. For use on one event loop.
+    """The errands of one call. On the loop only.
 
     Args:
-        tasks: Task group of the errands. It ends when the last one has returned.
-        run_blocking: Runs their blocking calls.
+        tasks: Ends when the last errand has returned.
         run_cpu: Runs blocking calls that move bytes; None: ``run_blocking``.
         label: Names the call in messages.
         on_retry: See ``StorageContext``.
@@ -72,7 +68,7 @@ class AbandonableTasks:
         self._left: list[anyio.Event] = []
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """See ``storage.base.RunBlocking``; counts the calls for the warning."""
+        """See ``storage.base.RunBlocking``."""
         self._num_calls += 1
         try:
             return await self._run_blocking(fn, *args)
@@ -95,7 +91,7 @@ class AbandonableTasks:
 
     @property
     def trouble(self) -> str:
-        """The last error that led to a retry; empty if there was none."""
+        """The last error that led to a retry, if any."""
         if self._retried is None:
             return ""
         error, noted_s = self._retried
@@ -107,7 +103,7 @@ class AbandonableTasks:
         Raises:
             Exception: Raised by the step.
         Cancellation: Cancels the step and waits for the grace period. A step that completes within
-        it counts as not cancelled; one that hangs is abandoned with a warning.
+        it is not cancelled; one that hangs is abandoned with a warning.
         """
         scope = anyio.CancelScope(shield=True)  # cancelled by the waiting caller only
         ended = anyio.Event()
@@ -153,8 +149,7 @@ class AbandonableTasks:
     async def clean_up(self, step: Callable[[], Awaitable[None]]) -> None:
         """Runs ``step`` despite cancellation, for a bounded time; never raises its error.
 
-        If errands were abandoned before, the step is abandoned too: it runs after they have
-        returned.
+        After an abandoned errand the step is abandoned too, and runs once that has returned.
         """
         left_s = self._deadline - anyio.current_time()
         limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
@@ -163,8 +158,7 @@ class AbandonableTasks:
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
         """``clean_up`` for closing a storage, within half of the remaining time.
 
-        A storage that hangs on close must not delay the caller beyond its deadline, and must leave
-        time for the caller's next step.
+        A storage that hangs on close must leave time for the caller's next step.
         """
         deadline = min(self._deadline, anyio.current_effective_deadline())
         left_s = deadline - anyio.current_time()
@@ -205,7 +199,7 @@ class AbandonableTasks:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first exception of nested groups that is not a group."""
+    """Returns the first exception of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

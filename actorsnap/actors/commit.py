@@ -41,12 +41,10 @@ __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 logger = Log(__name__)
 
 _COMMIT_GRACE_S = 10.0
-"""Time left for a commit after the caller cancels, in seconds: it usually succeeds, and an
-unanswered one leaves garbage.
-"""
+"""Time for a commit after the caller cancels, in seconds: it usually succeeds."""
 
 _LOOK_S = 10.0
-"""Time limit of the check after a failed commit, in seconds."""
+"""Time limit of a look at the commit object, in seconds."""
 
 _LATE_LOOK_S = 2.0
 """The same limit after the call's deadline, in seconds."""
@@ -55,7 +53,7 @@ _NUM_LOOKERS = 16
 
 
 async def is_committed(storage: Storage, errands: AbandonableTasks, attempt: str) -> bool:
-    """Returns whether the commit object names ``attempt``; False if the storage does not answer."""
+    """Returns whether the commit object names ``attempt``; False without an answer."""
     with anyio.move_on_after(_LOOK_S):
         try:
             commit = await errands.run(find_commit, storage)
@@ -74,7 +72,7 @@ class _Visible(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTemplate:
-    """The parts of the commit object that are known before the ranks report.
+    """The commit object without its manifests.
 
     Attributes:
         save: The part that rank manifests repeat.
@@ -94,21 +92,19 @@ class CommitActor:
     """Commits one attempt; see ``actors.rounds.Committer``.
 
     Args:
-        template: The rest of the commit object.
         records: Decodes the payloads of the commit round.
-        storage: Receives the commit object.
         errands: Runs the commit, which may hang.
-        deadline: The call's deadline, as the event loop's time.
-        absence: Returns why other ranks have given this process up; None if they have not.
+        deadline: The call's, as the loop's time.
+        absence: See ``CoordinatorEnd``.
+        on_failure: Receives the exception of a failed commit before it is reported.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
-        on_failure: Receives the exception of a failed commit before it is reported.
 
     Attributes:
         committed: The commit object, once written.
         replaced: The attempt that was replaced, if any.
         was_vacant: There was no commit object before, intact or damaged.
-        is_unanswered: The commit was sent to the storage, and its result is unknown.
+        is_unanswered: The result of the commit is unknown.
     """
 
     def __init__(
@@ -152,7 +148,7 @@ class CommitActor:
         answers: list[Failure | None] = []
         with self._scope:
             answers.append(await self._errands.run(self._write, commit))
-        # A client may have swallowed the cancellation and returned without an answer.
+        # A client may swallow the cancellation and return without an answer.
         is_answered = bool(answers) and (answers[0] is not None or not self._scope.cancel_called)
         failure = answers[0] if is_answered else await self._unanswered()
         if failure is None:
@@ -162,7 +158,9 @@ class CommitActor:
     async def _write(self, commit: Commit) -> Failure | None:
         try:
             data = encode_commit(commit)
-            may_be_replaced = await self._await_turn()
+            self._is_waiting = True
+            may_be_replaced = self._turn is not None and await self._turn()
+            self._is_waiting = False
             await self._look_before(commit)
             if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
@@ -188,16 +186,8 @@ class CommitActor:
             return await self._failed(first_error(error))
         return None
 
-    async def _await_turn(self) -> bool:
-        if self._turn is None:
-            return False
-        self._is_waiting = True
-        may_be_replaced = await self._turn()
-        self._is_waiting = False
-        return may_be_replaced
-
     async def _look_before(self, commit: Commit) -> None:
-        """Checks that all named rank manifests exist; finds the commit object to be replaced."""
+        """Checks that all rank manifests exist; finds the commit object to be replaced."""
         looks: list[Callable[[], Awaitable[None]]] = [
             partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
         ]
@@ -273,7 +263,7 @@ class CommitActor:
         )
 
     async def _visible(self) -> _Visible:
-        """Determines whose commit object is there, after a commit failed or was not answered."""
+        """Determines whose commit object is there."""
         left_s = self._deadline - anyio.current_time()
         with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:

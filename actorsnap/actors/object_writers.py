@@ -14,7 +14,7 @@ from actorsnap.actors.trace import Recorder, Work
 from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key
 from actorsnap.planning.packing import ObjectPlan
-from actorsnap.protocol.messages import Token
+from actorsnap.protocol.save import Token
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.many import for_each
 

@@ -1,8 +1,4 @@
-"""Adds the roll call of ``protocol.roll`` to the ends of a call.
-
-``Caller`` is a rank's end, ``Roll`` the coordinator's. A call uses them in place of the transport's
-own ends, on the runtime's loop only.
-"""
+"""Adds the roll call of ``protocol.roll`` to the transport's ends. On the loop only."""
 
 from __future__ import annotations
 
@@ -12,48 +8,41 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 
 from actorsnap.log import Log
-from actorsnap.protocol.calls import DeadlinePassed, RankLost, SendToRank
-from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import Label
+from actorsnap.protocol.failure import Failure, Stage, explain_loss
 from actorsnap.protocol.messages import (
     Aborted,
     Absent,
     AskLabel,
     Failed,
     FromCoordinator,
+    Label,
     Labelled,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (
     REMIND_AFTER_S,
     SETTLE_S,
-    Called,
-    Refuse,
-    Reminded,
-    RollEvent,
-    RollMachine,
+    RollCall,
     RollState,
-    Settle,
-    Settled,
-    Warn,
     aborted,
     awaiting,
     overdue,
 )
-from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.protocol.rounds import TakenOver
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Caller", "Roll"]
 
 logger = Log(__name__)
 
 _EARLIER_S = 0.05
-"""Lead of this deadline over that of the call's actor, which names no absent rank, in seconds."""
+"""Lead over the deadline of the call's actor, which names no absent rank, in seconds."""
 
 _LISTEN_S = 0.05
-"""Minimum time to receive queued messages if the deadline has already passed, in seconds."""
+"""Time to receive queued messages after the deadline, in seconds."""
 
 _PATIENCE_S = 3.0
-"""Extra time a rank waits for rank 0 beyond the deadline, in seconds; shorter than other limits."""
+"""Extra wait for rank 0 beyond the deadline, in seconds; shorter than other limits."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -67,19 +56,14 @@ def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
 class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
-    A rank withdraws from the call if rank 0 has not answered by the deadline, or if it is cancelled
-    before rank 0 has called: nothing was or will be written for the call. If rank 0 calls later, it
-    gets the reason.
+    A rank withdraws if rank 0 has not answered by the deadline, or if it is cancelled before rank 0
+    has called: nothing was or will be written. If rank 0 calls later, it gets the reason.
 
-    If rank 0 has ended another call that this rank never made, the rank continues as part of the
-    next call.
+    If rank 0 has ended another call that this rank never made, the rank continues with the next.
 
     Args:
-        end: The transport's end.
-        label: The call that this rank makes.
         timeout_s: Seconds from ``begin`` until rank 0 must have answered.
-        renew: Begins the next call; calls ``move`` and returns True, or returns False if this rank
-            has begun it already.
+        renew: Begins the next call and calls ``move``; returns False if it has begun already.
     """
 
     def __init__(
@@ -114,11 +98,11 @@ class Caller:
         self._begun_s = anyio.current_time()
 
     def move(self, end: ParticipantEnd) -> None:
-        """Continues with the end of another call."""
+        """Continues with the end of the next call."""
         self._end = end
 
     async def repeat(self) -> None:
-        """Sends all messages again, after ``move``."""
+        """Sends all messages again."""
         for message in self._sent or ():
             await self._end.send(message)
 
@@ -138,12 +122,12 @@ class Caller:
             self._listening.cancel()
 
     def _is_behind(self, ended: bytes) -> bool:
-        """Whether a call has ended that this rank has not made: not the one that it makes now."""
+        """Returns whether the call ``ended`` is one that this rank has not made."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
         while self._withdrawn is None:
-            message: FromCoordinator | PeerLost | Broken | Moved | None = None
+            message: FromCoordinator | PeerLost | Broken | TakenOver | None = None
             end = self._end
             with anyio.CancelScope(deadline=self._alarm_s()) as self._listening:
                 try:
@@ -164,7 +148,7 @@ class Caller:
                 case Aborted() if self._is_behind(message.label) and self._renew():
                     await self.repeat()
                 case PeerLost() if self._is_waiting and not self.has_coordinator():
-                    reason = RankLost(message.rank, message.silent_s).reason
+                    reason = explain_loss(message.rank, message.silent_s)
                     reason += f"; it had not called {self._label}"
                     return Aborted(aborted(self._label, reason, 0))
                 case _:
@@ -197,30 +181,29 @@ class Caller:
 class Roll:
     """The coordinator's end of a call; a ``CoordinatorEnd``.
 
-    If a rank has left another call that rank 0 never made, rank 0 continues with the next call.
+    If a rank has left another call that rank 0 never made, rank 0 continues with the next.
 
     Args:
-        end: The transport's end.
-        machine: A new machine.
         timeout_s: Seconds from ``begin`` until all ranks must have called.
-        renew: Begins the next call, and sends ``Aborted`` to all other ranks in this one; calls
-            ``move`` and returns True, or returns False if rank 0 has begun it already.
+        renew: Begins the next call, sends ``Aborted`` to all other ranks in this one, and calls
+            ``move``; returns False if the next call has begun already.
     """
 
     def __init__(
         self,
         end: CoordinatorEnd,
         *,
-        machine: RollMachine,
+        roll_call: RollCall,
         timeout_s: float,
         renew: Callable[[Aborted], Awaitable[bool]] | None = None,
     ) -> None:
         self._end = end
         self._renew = renew
-        self._machine = machine
+        self._roll_call = roll_call
         self._timeout_s = timeout_s
         self._begun_s = math.inf
         self._settled_s = math.inf
+        self._has_refused = False
 
     def begin(self) -> None:
         """Starts the clock: rank 0 has called."""
@@ -230,83 +213,89 @@ class Roll:
         return await self._end.absence()
 
     def move(self, end: CoordinatorEnd) -> None:
-        """Continues with the end of another call."""
+        """Continues with the end of the next call."""
         self._end = end
-        self._machine = self._machine.renewed()
+        self._roll_call = self._roll_call.renewed()
         self._settled_s = math.inf
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
         if isinstance(message, Aborted):
-            message = Aborted(message.failure, self._machine.label_for(rank))
+            message = Aborted(message.failure, self._roll_call.label_for(rank))
         await self._end.send(rank, message)
 
     async def _continues(self, message: Failed) -> bool:
-        """Whether the rank has left another call, and this one continues as the next."""
-        if self._renew is None or message.left in (b"", self._machine.label.digest):
+        """Returns whether the rank has left another call and this one becomes the next."""
+        if self._renew is None or message.left in (b"", self._roll_call.label.digest):
             return False
         return await self._renew(Aborted(message.failure, message.left))
 
-    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
         """See ``CoordinatorEnd``.
 
-        Returns ``Failed`` once if the call is refused; then only ``PeerLost`` and ``Broken``.
+        After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``.
         """
         while True:
-            message: ToCoordinator | Began | PeerLost | Broken | Moved | None = None
+            message: ToCoordinator | Began | PeerLost | Broken | TakenOver | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
                 message = await self._end.receive()
-            match message:
-                case None:
-                    event: RollEvent = self._on_alarm()
-                case Began() if self._machine.is_final:
-                    continue
-                case Began():
-                    event = Called(message.rank, message.tag)
-                case Labelled():
-                    event = message
-                case Failed() if not self._machine.is_final and await self._continues(message):
-                    continue
-                case Failed() if not self._machine.is_final:
-                    event = message
-                case PeerLost() if not self._machine.is_final:
-                    event = RankLost(message.rank, message.silent_s)
-                case PeerLost() | Broken() if self._machine.is_final:
-                    return message
-                case _ if self._machine.state in (RollState.SETTLING, RollState.REFUSED):
-                    continue  # it may belong to another call
-                case _:
-                    return message
-            if failed := await self._handle(event):
-                return failed
+            if message is None:
+                await self._on_alarm()
+            elif passed := await self._filter(message):
+                return passed
+            refusal = self._roll_call.refusal
+            if refusal is not None and not self._has_refused:
+                self._has_refused = True
+                return Failed(0, refusal)
+            if self._roll_call.state is RollState.SETTLING:
+                self._settled_s = min(self._settled_s, anyio.current_time() + SETTLE_S)
 
-    async def _handle(self, event: RollEvent) -> Failed | None:
-        failed = None
-        for command in self._machine.handle(event):
-            match command:
-                case SendToRank():
-                    with anyio.CancelScope(shield=True):
-                        await self._end.send(command.rank, command.message)
-                case Warn():
-                    _warn(self._machine.label, 0, command.ranks)
-                case Settle():
-                    self._settled_s = anyio.current_time() + SETTLE_S
-                case Refuse():
-                    failed = Failed(0, command.failure)
-        return failed
+    async def _filter(
+        self, message: ToCoordinator | Began | PeerLost | Broken | TakenOver
+    ) -> ToCoordinator | PeerLost | Broken | TakenOver | None:
+        """Handles messages of the roll call; returns others."""
+        roll_call = self._roll_call
+        match message:
+            case Began(rank=rank, tag=digest):
+                if roll_call.on_called(rank, digest):
+                    await self._send_own(rank, AskLabel())
+            case Labelled(rank, label):
+                roll_call.on_labelled(rank, label)
+            case Failed(rank, failure) if not roll_call.is_over:
+                if not await self._continues(message):
+                    roll_call.on_failed(rank, failure)
+            case PeerLost(rank=rank, silent_s=silent_s) if not roll_call.is_over:
+                roll_call.on_lost(rank, silent_s)
+            case PeerLost() | Broken() if roll_call.is_over:
+                return message
+            case _ if roll_call.state in (RollState.CALLING, RollState.CALLED):
+                return message
+            case _:
+                pass  # it may belong to another call
+        return None
+
+    async def _send_own(self, rank: int, message: FromCoordinator) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._end.send(rank, message)
 
     @property
     def _deadline_s(self) -> float:
         return self._begun_s + self._timeout_s - min(_EARLIER_S, self._timeout_s / 2)
 
     def _alarm_s(self) -> float:
-        if self._machine.is_final:
+        if self._roll_call.is_over:
             return math.inf
-        remind_s = self._begun_s + self._machine.remind_after_s
+        remind_s = self._begun_s + self._roll_call.remind_after_s
         due_s = min(remind_s, self._settled_s, self._deadline_s)
         return max(due_s, anyio.current_time() + _LISTEN_S)
 
-    def _on_alarm(self) -> RollEvent:
+    async def _on_alarm(self) -> None:
         now = anyio.current_time()
         if now >= self._deadline_s:
-            return DeadlinePassed(self._timeout_s)
-        return Settled() if now >= self._settled_s else Reminded()
+            self._roll_call.on_deadline(self._timeout_s)
+        elif now >= self._settled_s:
+            self._roll_call.on_settled()
+        else:
+            absent, waiting = self._roll_call.remind()
+            _warn(self._roll_call.label, 0, absent)
+            for rank in waiting:
+                await self._send_own(rank, Absent(absent))

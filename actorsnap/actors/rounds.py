@@ -12,51 +12,47 @@ import anyio.abc
 import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted
-from actorsnap.protocol import rounds
-from actorsnap.protocol.calls import CoordinatorLost, DeadlinePassed, RankLost
-from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.messages import Failed
+from actorsnap.protocol.failure import (
+    Failure,
+    Stage,
+    explain_coordinator_loss,
+    explain_loss,
+    named_ranks,
+)
+from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import (
-    Abort,
-    Answer,
     Continue,
     Coordinator,
     CoordinatorEvent,
-    CoordinatorGone,
     Decide,
-    Decided,
     Decision,
     End,
-    Enter,
-    FromCoordinator,
     FromRank,
     Hurry,
+    Lost,
     Overdue,
     Participant,
     ParticipantEvent,
     Reached,
-    Report,
     SendTo,
     TakenOver,
-    WorkFailed,
+    ToRank,
 )
-from actorsnap.transport.ends import Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.transport.ends import Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
 
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0
-"""Extra time a rank waits beyond the coordinator's deadline, in seconds."""
+"""Extra wait of a rank beyond the coordinator's deadline, in seconds."""
 
 _COMMIT_BACKSTOP_S = 20.0
-"""Additional wait in the commit round, in seconds: the coordinator may wait for an unanswered
-commit, then look for it.
-"""
+"""Additional wait in the commit round, in seconds: the coordinator may look for its commit."""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
-"""Makes the failure of a call from the reason, the stage and the rank concerned."""
+"""Makes a failure from the reason, the stage and the rank concerned."""
 
 
 class Decisions(Protocol):
@@ -71,7 +67,7 @@ class Decisions(Protocol):
         """Decides any round but the commit round.
 
         Raises:
-            ActorSnapError: The call ends on all ranks with this error.
+            ActorSnapError: Ends the call on all ranks.
         """
         ...
 
@@ -80,7 +76,7 @@ class Committer(Protocol):
     """Performs the commit round of one call."""
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """Returns None if committed. Never raises for an operating failure."""
+        """Returns None if committed. Raises for defects only."""
         ...
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
@@ -93,8 +89,7 @@ class CoordinatorActor:
 
     Args:
         aborted: Makes the failures of the coordinator itself.
-        timeout_s: Seconds until the call is aborted.
-        deadline: The same limit as the loop's time; None: ``timeout_s`` from the start of ``run``.
+        deadline: The loop's time; None: ``timeout_s`` after the start of ``run``.
         committer: For a call with a commit round.
         trouble: Returns the last storage error, for the message at the deadline.
     """
@@ -149,7 +144,7 @@ class CoordinatorActor:
                 case Decide(commits=True) as command:
                     self._tasks.start_soon(self._commit, command.payloads)
                 case Decide() as command:
-                    commands += self._machine.handle(Decided(self._decide(command)))
+                    commands += self._machine.handle(self._decide(command))
                 case Hurry(failure, has_grace):
                     assert self._committer is not None
                     self._committer.hurry(failure.reason, has_grace=has_grace)
@@ -160,33 +155,35 @@ class CoordinatorActor:
         try:
             return self._decisions.decide(command.round, command.payloads)
         except ActorSnapError as error:
-            return Abort(Failure.of(error, stage=self._decisions.stage))
+            return Failure.of(error, stage=self._decisions.stage)
 
     async def _commit(self, payloads: Mapping[int, bytes]) -> None:
         assert self._committer is not None
         failure = await self._committer.commit(payloads)
-        await self._handle(Decided(Abort(failure) if failure else Continue(is_last=True)))
+        await self._handle(failure or Continue(is_last=True))
 
     async def _next_event(self) -> CoordinatorEvent:
         message = await self._end.receive()
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
         if self._committer is None and (absence := await self._end.absence()):
-            # Ranks that gave this process up have ended, so no round may pass here. A committer
-            # checks this itself, right before it commits.
+            # Ranks that gave this process up have ended: no round may pass. A committer checks
+            # this itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, PeerLost):
-            reason = RankLost(message.rank, message.silent_s).reason
-            return rounds.Lost(self._failure(reason, message.rank))
-        if isinstance(message, Moved):
-            return TakenOver()
-        assert isinstance(message, FromRank), message
+            reason = explain_loss(message.rank, message.silent_s)
+            return Lost(self._failure(reason, message.rank))
+        assert isinstance(message, FromRank | TakenOver), message
         return message
 
     def _overdue(self) -> Overdue:
-        awaited = self._machine.awaited
-        passed = DeadlinePassed(self._timeout_s, self._trouble())
-        reason = passed.reason(awaited) if awaited else passed.is_over
+        awaited, trouble = self._machine.awaited, self._trouble()
+        reason = f"timeout_s={self._timeout_s:g} is over" + (f"; {trouble}" if trouble else "")
+        if awaited:
+            reason += (
+                f"; still waiting for {named_ranks(awaited)}. Raise Options.timeout_s if the "
+                "storage is that slow"
+            )
         return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
 
     def _failure(self, reason: str, rank: int | None) -> Failure:
@@ -194,11 +191,11 @@ class CoordinatorActor:
 
 
 class ParticipantActor:
-    """A rank of one call. Used on one event loop only.
+    """A rank of one call.
 
     Args:
         aborted: Makes the failures of this rank.
-        timeout_s: The coordinator's time limit, in seconds.
+        timeout_s: The coordinator's time limit.
 
     Attributes:
         stage: Current work of the rank.
@@ -228,7 +225,7 @@ class ParticipantActor:
 
     @property
     def verdict(self) -> ActorSnapError | None:
-        """The error that all ranks raise, once known. A new one at each call."""
+        """A new error of the failed call, the same on all ranks."""
         failure = None if self.outcome is None else self.outcome.failure
         if failure is None:
             return None
@@ -259,15 +256,17 @@ class ParticipantActor:
         """Waits until all ranks have arrived at the next round; returns the decision.
 
         Args:
-            then: Stage of the work that follows; None: unchanged.
+            then: Stage of the following work; None: unchanged.
             commits: This is the commit round.
-            answer: Answers questions of the coordinator.
+            answer: Answers the coordinator's questions.
 
         Raises:
             ActorSnapError: The call has failed; the same on all ranks.
         Cancellation: The rank still counts as arrived.
         """
         self._proceed = anyio.Event()
+        if self.is_over:
+            self._proceed.set()
         self._answer = answer or _no_answer
         self._then = then or self.stage
         if commits:
@@ -275,7 +274,7 @@ class ParticipantActor:
             if self._patience is not None:
                 self._patience.deadline = self._deadline
         await self._handle(Reached(payload, commits))
-        await self._first_of(self._proceed)
+        await self._proceed.wait()
         self._check()
         return self._payload
 
@@ -303,8 +302,8 @@ class ParticipantActor:
         return results.pop()
 
     async def fail(self, failure: Failure) -> None:
-        """Reports that this rank cannot continue, and waits for the outcome."""
-        await self._handle(WorkFailed(failure))
+        """Reports a failure of this rank; waits for the outcome."""
+        await self._handle(Failed(self._machine.rank, failure))
         await self._over.wait()
 
     async def wait(self) -> End:
@@ -313,21 +312,10 @@ class ParticipantActor:
         return self.outcome
 
     def abandon(self, failure: Failure) -> None:
-        """Ends the call on this rank now; does nothing if the outcome is known."""
-        for command in self._machine.handle(CoordinatorGone(failure)):
+        """Ends the call on this rank now, unless the outcome is known."""
+        for command in self._machine.handle(Lost(failure)):
             assert isinstance(command, End)
             self._finish(command)
-
-    async def _first_of(self, event: anyio.Event) -> None:
-        async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                await event.wait()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(wait)
-            await self._over.wait()
-            tasks.cancel_scope.cancel()
 
     def _check(self) -> None:
         verdict = self.verdict
@@ -337,34 +325,31 @@ class ParticipantActor:
     async def _next_event(self) -> ParticipantEvent:
         message = await self._end.receive()
         if isinstance(message, PeerLost):
-            lost = CoordinatorLost.silent(message.rank, message.silent_s)
-            return self._gone(lost.reason, lost.rank)
+            return self._lost(explain_coordinator_loss(message.silent_s), message.rank)
         if isinstance(message, Broken):
-            return self._gone(message.reason, None)
-        if isinstance(message, Moved):
-            return TakenOver()
-        assert isinstance(message, FromCoordinator), message
+            return self._lost(message.reason, None)
+        assert isinstance(message, ToRank | TakenOver), message
         return message
 
-    def _overdue(self) -> CoordinatorGone:
-        return self._gone(
+    def _overdue(self) -> Lost:
+        return self._lost(
             f"timeout_s={self._timeout_s:g} is over, and rank 0, which coordinates, does not "
             "answer",
             0,
         )
 
-    def _gone(self, reason: str, rank: int | None) -> CoordinatorGone:
-        return CoordinatorGone(self._aborted(reason, self.stage, rank))
+    def _lost(self, reason: str, rank: int | None) -> Lost:
+        return Lost(self._aborted(reason, self.stage, rank))
 
     async def _handle(self, event: ParticipantEvent) -> None:
         commands = deque(self._machine.handle(event))
         while commands:
             match commands.popleft():
-                case Report(message):
+                case Arrived() | Failed() as message:
                     await self._end.send(message)
-                case Answer(question):
+                case Ask(payload=question):
                     commands += self._machine.handle(Reached(self._answer(question)))
-                case Enter(payload):
+                case Proceed(payload=payload):
                     self.stage, self._payload = self._then, payload
                     self._proceed.set()
                 case End() as end:
@@ -373,6 +358,7 @@ class ParticipantActor:
     def _finish(self, end: End) -> None:
         self.outcome = end
         self._payload = end.payload
+        self._proceed.set()
         self._over.set()
 
 

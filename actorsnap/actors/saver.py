@@ -38,16 +38,14 @@ from actorsnap.log import Log
 from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.messages import Token
 from actorsnap.protocol.rounds import Participant
 from actorsnap.protocol.save import (
     Assignment,
-    InventoryAnswer,
-    ItemsAnswer,
+    Details,
     Joined,
     ManifestStored,
     Question,
-    ShardedAnswer,
+    Token,
     aborted,
     decode,
     encode,
@@ -273,10 +271,10 @@ class Saver:
         def answer(payload: bytes) -> bytes:
             question = decode(payload, Question)
             if question.inventory:
-                return encode(InventoryAnswer(inventory))
+                return encode(Details(inventory))
             if question.sharded:
-                return encode(ShardedAnswer(sharded))
-            return encode(ItemsAnswer({digest: lists[digest] for digest in question.lists}))
+                return encode(Details(sharded=sharded))
+            return encode(Details(lists={digest: lists[digest] for digest in question.lists}))
 
         joined = Joined(self._release, inventory_digest(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)

@@ -1,8 +1,8 @@
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
 Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
-An exception is encoded with its causes, each by class, text, notes and fields. Encoding never
-raises, whatever the exception's methods do: otherwise the receiver would wait until the deadline.
+Encoding never raises, whatever the exception's methods do: otherwise the receiver would wait until
+the deadline.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ __all__ = [
     "decode",
     "encode",
     "encode_value",
+    "explain_coordinator_loss",
+    "explain_loss",
+    "named_ranks",
     "restore_aborted",
 ]
 
 _MAX_CAUSES = 8
-"""Maximum number of exceptions in a chain."""
+"""Maximum length of a chain."""
 
 _MAX_DEPTH = 8
-"""Maximum depth of containers in a field; deeper ones may contain themselves."""
+"""Maximum depth of containers in a field: one may contain itself."""
+
+_MAX_RUNS = 8
+"""Maximum number of runs in a text."""
 
 _OS_FIELDS = ("errno", "strerror", "filename")
 
 
 class Stage(StrEnum):
-    """Stage of a save or a restore in which it failed."""
+    """Stage of a save or a restore."""
 
     CAPTURE = "capture"
     JOIN = "join"
@@ -79,7 +85,7 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 def encode(error: BaseException) -> tuple[EncodedError, ...]:
-    """Encodes an error and its chain of causes. Never raises."""
+    """Encodes an error and its causes. Never raises."""
     chain: list[BaseException] = []
     seen: object = error
     while isinstance(seen, BaseException) and len(chain) < _MAX_CAUSES:
@@ -115,7 +121,7 @@ def _encode_one(error: BaseException) -> EncodedError:
 
 
 def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
-    """Returns a form of ``value`` that msgpack can encode; other objects by their class name."""
+    """Returns a form of ``value`` for msgpack; other objects by their class name."""
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value
@@ -137,10 +143,7 @@ def encode_value(value: Any, max_depth: int = _MAX_DEPTH) -> Any:
 
 
 def decode(chain: Sequence[EncodedError]) -> Exception:
-    """Returns the first error of a chain, with the others as its causes.
-
-    A class that is neither in ``errors`` nor built in becomes a ``RuntimeError``.
-    """
+    """Reverses ``encode``; a class that is neither ours nor built in becomes ``RuntimeError``."""
     assert chain
     cause: Exception | None = None
     for link in reversed(chain):
@@ -168,15 +171,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why an attempt or a restore failed; the same on every rank.
 
     Attributes:
-        reason: For people.
-        stage: Stage of the first failure.
-        rank: Rank of the first failure, or None.
-        key: The object concerned, or None.
-        error: The error to raise on every rank. None: a ``SnapshotAborted`` made from the fields
-            above.
+        stage, rank: Of the first failure.
+        key: The object concerned.
+        error: The error to raise on every rank. None: a ``SnapshotAborted`` with the fields above.
         causes: Causes of that error; see ``encode``.
-        may_be_visible: The failed commit may have left the commit object in place. The objects that
-            it names must then stay, or readers would find a broken snapshot.
+        may_be_visible: The failed commit may have left the commit object. The objects that it names
+            must then stay, or readers would find a broken snapshot.
     """
 
     reason: str
@@ -196,10 +196,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of(
         cls, error: BaseException, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
-        """Returns a failure that is raised as ``error``.
-
-        An error that is not of actorsnap becomes the cause of a ``SnapshotAborted``.
-        """
+        """Returns a failure that is raised as ``error``; see ``caused_by`` for foreign errors."""
         if not isinstance(error, ActorSnapError):
             return cls.caused_by(error, stage=stage, rank=rank, key=key)
         first, *causes = encode(error)
@@ -217,7 +214,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         key: str | None = None,
         may_be_visible: bool = False,
     ) -> Failure:
-        """Returns a failure that is raised as a ``SnapshotAborted`` with ``error`` as its cause."""
+        """Returns a failure that is raised as a ``SnapshotAborted`` caused by ``error``."""
         own_key = attribute_of(error, "key") if isinstance(error, StorageError) else None
         return cls(
             reason=text_of(error) if isinstance(error, ActorSnapError) else describe(error),
@@ -232,8 +229,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of_save(cls, error: BaseException, *, stage: Stage, rank: int) -> Failure:
         """Returns the failure of a save that ended with ``error``, for its other ranks.
 
-        Args:
-            stage, rank: Used if ``error`` does not name them.
+        ``stage`` and ``rank`` apply if ``error`` does not name them.
         """
         if isinstance(error, StateChanged):
             return cls.of(error, stage=Stage.STAGE, rank=error.rank)
@@ -249,7 +245,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def to_error(self) -> ActorSnapError:
-        """Returns the error that every rank raises; a new one at each call."""
+        """Returns a new error to raise."""
         error = None if self.error is None else decode([self.error, *self.causes])
         if isinstance(error, ActorSnapError):
             return error
@@ -271,3 +267,39 @@ def restore_aborted(
     error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
     error.__cause__ = cause
     return Failure.of(error, stage=stage, rank=rank)
+
+
+def explain_loss(rank: int, silent_s: float) -> str:
+    """Describes a rank that was silent for ``silent_s`` seconds; 0.0: it has left."""
+    if not silent_s:
+        return f"rank {rank} has left: its process ended"
+    return (
+        f"rank {rank} was not heard for {silent_s:.0f} s: it was killed or stopped, or its machine "
+        "or network is gone"
+    )
+
+
+def explain_coordinator_loss(silent_s: float) -> str:
+    """``explain_loss`` of rank 0, for the others."""
+    how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
+    return f"rank 0, which coordinates, {how}"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Returns ascending ranks as text: ``ranks 0 and 2 to 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = [
+        f"{run[0]}"
+        if len(run) == 1
+        else f"{run[0]} {'to' if run[1] - run[0] > 1 else 'and'} {run[1]}"
+        for run in runs[:_MAX_RUNS]
+    ]
+    if len(runs) > _MAX_RUNS:
+        shown.append("others")
+    text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -1,19 +1,19 @@
 """Messages between ranks and the coordinator during a save or a restore.
 
-Between processes they are encoded as msgpack arrays, because one process receives the messages of
-thousands of ranks. Within a process they are passed as objects. Both ends are of the same release:
-``protocol.save.Joined`` names it, and the coordinator refuses another one. Messages do not name
-their attempt: the transport separates saves.
+They are msgpack arrays between processes, as one process receives the messages of thousands of
+ranks, and objects within a process. Both ends are of the same release (``protocol.save.Joined``).
+Messages do not name their call: the transport separates calls.
 """
 
 from __future__ import annotations
 
+import hashlib
+from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.labels import Label
 
 __all__ = [
     "Aborted",
@@ -21,58 +21,69 @@ __all__ = [
     "Arrived",
     "Ask",
     "AskLabel",
+    "CallKind",
     "Failed",
     "FromCoordinator",
+    "Label",
     "Labelled",
     "Proceed",
     "Repeat",
     "ToCoordinator",
-    "Token",
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
+_MAX_SHOWN_URL = 160
+
+
+class CallKind(StrEnum):
+    """Kind of a call, named as the method."""
+
+    TAKE = "take"
+    ASYNC_TAKE = "async_take"
+    RESTORE = "restore"
+    PLAN_RESTORE = "plan_restore"
+
+    @property
+    def is_save(self) -> bool:
+        return self in (CallKind.TAKE, CallKind.ASYNC_TAKE)
+
+
+class Label(msgspec.Struct, frozen=True, array_like=True):
+    """Identifies a call; must be equal on all ranks.
+
+    Attributes:
+        url: Normalised URL of the path, without secrets.
+        step: The caller's, if given.
+    """
+
+    kind: CallKind
+    url: str
+    step: int | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes, sent with heartbeats."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+
+    def __str__(self) -> str:
+        url = self.url
+        if len(url) > _MAX_SHOWN_URL:
+            url = "..." + url[-_MAX_SHOWN_URL:]
+        step = "" if self.step is None else f", step={self.step}"
+        return f"{self.kind}({url!r}{step})"
 
 
 # To the coordinator -------------------------------------------------------------------------
 
 
-class Labelled(_Message, frozen=True, tag="l"):
+class Labelled(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """The answer to ``AskLabel``."""
 
     rank: int
     label: Label
 
 
-class Token(_Message, frozen=True):
-    """Input of ``Storage.join_writer`` for one object.
-
-    Attributes:
-        key: Without the attempt's folder; for a safetensors object also without ``data/`` and the
-            suffix. Other keys begin with a slash.
-        token: Empty if it equals the whole key.
-    """
-
-    key: str
-    token: bytes = b""
-
-    @classmethod
-    def of(cls, attempt: str, key: str, token: bytes) -> Token:
-        """Returns the token of the object ``key``."""
-        begin, end = f"{attempt}/data/", ".safetensors"
-        is_data = key.startswith(begin) and key.endswith(end)
-        short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
-        return cls(short, b"" if token == key.encode() else token)
-
-    def opened(self, attempt: str) -> tuple[str, bytes]:
-        """Returns the key and the token given to ``of``."""
-        short = self.key
-        key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
-        return key, self.token or key.encode()
-
-
-class Arrived(_Message, frozen=True, tag="a"):
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """The rank is ready for ``round`` (``protocol.rounds``).
 
     Attributes:
@@ -86,11 +97,11 @@ class Arrived(_Message, frozen=True, tag="a"):
     num_asked: int = 0
 
 
-class Failed(_Message, frozen=True, tag="f"):
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The rank cannot continue.
 
     Attributes:
-        left: Digest of the label of the call that the rank has left without an answer of rank 0.
+        left: Digest of the label of a call that the rank has left without an answer of rank 0.
     """
 
     rank: int
@@ -101,21 +112,21 @@ class Failed(_Message, frozen=True, tag="f"):
 # To a rank ----------------------------------------------------------------------------------
 
 
-class AskLabel(_Message, frozen=True, tag="B"):
+class AskLabel(msgspec.Struct, frozen=True, array_like=True, tag="B"):
     """Send your label: it differs from rank 0's."""
 
 
-class Absent(_Message, frozen=True, tag="W"):
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """These ranks have not made the call yet."""
 
     ranks: tuple[int, ...]
 
 
-class Ask(_Message, frozen=True, tag="Q"):
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     """The decision needs more data of this rank, which arrives at the same round again.
 
     Attributes:
-        num_asked: 1 for the first ``Ask`` of the round, then one more each time.
+        num_asked: Number of this ``Ask`` in the round, from 1.
     """
 
     round: int
@@ -123,13 +134,13 @@ class Ask(_Message, frozen=True, tag="Q"):
     num_asked: int
 
 
-class Proceed(_Message, frozen=True, tag="P"):
+class Proceed(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Every rank has arrived at ``round``.
 
     Attributes:
         payload: The decision for this rank; msgpack.
-        next_round: The next round that this rank takes part in.
-        is_last: There is no next round: the call has succeeded.
+        next_round: The next one of this rank.
+        is_last: The call has succeeded.
     """
 
     round: int
@@ -138,15 +149,15 @@ class Proceed(_Message, frozen=True, tag="P"):
     is_last: bool = False
 
 
-class Repeat(_Message, frozen=True, tag="R"):
+class Repeat(msgspec.Struct, frozen=True, array_like=True, tag="R"):
     """Another process continues as the coordinator: send your last message again."""
 
 
-class Aborted(_Message, frozen=True, tag="X"):
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="X"):
     """The attempt ended without commit.
 
     Attributes:
-        label: Digest of the label of the call that has ended, for a rank that did not make it.
+        label: Digest of the ended call's label, for a rank that did not make it.
     """
 
     failure: Failure

@@ -1,7 +1,6 @@
-"""A coordinator's memory of the previous save, which keeps ranks from sending the same data again.
+"""A coordinator's memory of the previous save, by digest.
 
-Inventories, item lists and the plan are remembered by digest. Ranks send digests; ``protocol.save``
-asks for the content of unknown ones.
+Ranks send digests; ``protocol.save`` asks for the content of unknown ones.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ __all__ = ["PlanCache"]
 
 
 class PlanCache:
-    """Memory of a group's last save; its size is bounded by one save.
+    """Memory of a group's last save; bounded by one save.
 
     Attributes:
-        inventories: By digest.
-        lists: Item lists, by digest.
+        lists: Item lists.
         agreed: Result of ``sharded`` when ranks were last found to agree.
         several: The paths on several meshes at that time.
     """
@@ -34,7 +32,7 @@ class PlanCache:
         self._plan: SavePlan | None = None
 
     def copy(self) -> PlanCache:
-        """Returns a copy for one save, to be kept once that save has planned."""
+        """Returns a copy for one save."""
         other = PlanCache()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
         other.agreed, other.several = self.agreed, self.several
@@ -42,17 +40,14 @@ class PlanCache:
         return other
 
     def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """Groups ranks by the digest of their sharded tensors, in ascending order.
-
-        Ranks without sharded tensors have an empty digest.
-        """
+        """Groups ranks by the digest of their sharded tensors; empty: none."""
         found: dict[bytes, list[int]] = {}
         for rank, structure in enumerate(structures):
             found.setdefault(self.inventories[structure].sharded, []).append(rank)
         return found
 
     def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
-        """Returns the plan for ranks with these inventories; forgets all others.
+        """Returns the plan for these inventories; forgets all others.
 
         Raises:
             UsageError: The inventories contradict each other.

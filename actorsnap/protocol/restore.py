@@ -5,10 +5,10 @@ The rounds:
 0. *Ready*: Each rank has checked its input and read the index of the same attempt. Only then
    ``state_dict()`` is called, which may be collective.
 1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to
-   continue, and how to read (``planning.exchange``). A dry run ends with the next round, *weighed*,
-   which adds up the costs of all ranks.
-2. In shared mode one round per piece, for all turns of all sets of ranks that share: each rank has
-   read its piece, and all send theirs. A rank without a piece only arrives.
+   continue, and how to read (``planning.shared_reads``). A dry run ends with the next round,
+   *weighed*, which adds up costs.
+2. In shared mode one round per piece: each rank has read its piece, and all send theirs. A rank
+   without a piece only arrives.
 3. *Read*: All data is in place. Only then ``load_state_dict()`` is called.
 4. *Loaded*: The last one.
 """
@@ -31,12 +31,7 @@ T = TypeVar("T")
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has read the index.
-
-    Attributes:
-        url: URL of its snapshot.
-        attempt: The attempt found there.
-    """
+    """A rank has read the index of ``attempt`` at ``url``."""
 
     url: str
     attempt: str
@@ -47,8 +42,8 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         missing, unexpected, mismatched: As in ``IncompatibleState``; empty if allowed.
-        unplaced: By escaped key of the rank's app state, paths that are unexpected unless another
-            rank with that key has a place for them; empty if allowed.
+        unplaced: By escaped key of the app state, paths that are unexpected unless another rank
+            with that key has a place for them; empty if allowed.
     """
 
     wants: ReadInterest
@@ -59,10 +54,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True):
-    """Cost of a rank's reads by the plan.
-
-    Bytes needed in its app state, bytes read from the storage, and number of requests.
-    """
+    """Cost of a rank's reads: bytes needed in its app state, bytes and requests to the storage."""
 
     bytes_needed: int
     bytes_read: int
@@ -70,7 +62,7 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
-    """``Weighed`` of all ranks, in rank order, and their merged lines."""
+    """Costs by rank, and the merged lines of all ranks."""
 
     ranks: tuple[Weighed, ...]
     missing: tuple[str, ...]
@@ -82,8 +74,7 @@ class RestoreDecisions:
     """Decides the rounds of one restore; see ``actors.rounds.Decisions``.
 
     Args:
-        mode: How to read; the coordinator's value applies to all ranks.
-        is_dry_run: Nothing is read.
+        mode: The coordinator's; applies to all ranks.
     """
 
     def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
@@ -91,15 +82,14 @@ class RestoreDecisions:
         self._mode = mode
         self._is_dry_run = is_dry_run
         self._compared: list[Comparison] = []
-        # The round at which all data is read.
         self._read = 2
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
-        """See the module's docstring.
+        """Decides any round.
 
         Raises:
             SnapshotReplaced: The ranks have read different attempts.
-            IncompatibleState: In a strict restore, some rank's state does not fit.
+            IncompatibleState: Some rank's state does not fit.
         """
         if round == 0:
             return self._on_ready(_decode(payloads, Ready))
@@ -169,7 +159,7 @@ def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
 
 
 def _merged_lines(ranks: Sequence[_Lines]) -> _Lines:
-    """Merges the lines of all ranks; a line that not all ranks have names its rank."""
+    """Merges lines; one that not all ranks have names its rank."""
     common = set(ranks[0]).intersection(*ranks[1:])
     lines = [line for line in ranks[0] if line in common]
     for rank, own in enumerate(ranks):

@@ -1,89 +1,126 @@
 """A call that all ranks make together, as a sequence of rounds.
 
-A rank works, *arrives* at the next round with a payload, and waits. When every rank that takes part
-in the round has arrived, the coordinator decides: ask some ranks for more, let all proceed, or
-abort. A save, a restore and a dry run are tables of decisions over this protocol
-(``protocol/save.py``, ``protocol/restore.py``). This file must not know them or their payloads, nor
-torch, clocks, transports or storage.
+A rank works, *arrives* at the next round with a payload, and waits. When all ranks of the round
+have arrived, the coordinator decides: ask some for more, let all proceed, or abort. Saves, restores
+and dry runs are tables of decisions over this protocol (``protocol.save``, ``protocol.restore``).
+This module must not know them or their payloads, nor clocks, transports or storage.
 
 Rules:
 
-1. A rank leaves a round only after every rank that takes part in it has arrived.
+1. A rank leaves a round only after all ranks of the round have arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
-3. The commit round is decided once, after all ranks have arrived. From then on only its result
-   counts: failures and the deadline merely ask it to hurry, and a lost rank does not matter.
-4. A rank that has arrived at the commit round and then loses the coordinator does not know the
-   outcome, even if it has failed or was cancelled: its caller looks in the storage. Before that
-   round nothing can have been committed.
-5. Messages may be late or repeated. Another process may take over either end: it repeats the last
-   message of that end, and the other end answers as before.
+3. The commit round is decided once. From its beginning only its result counts: failures and the
+   deadline merely hurry it, and a lost rank does not matter.
+4. A rank that has arrived at the commit round and loses the coordinator does not know the outcome,
+   even if it has failed or was cancelled: its caller looks in the storage. Before that round
+   nothing can have been committed.
+5. Messages may be late or repeated. A process that takes over an end repeats the last message of
+   that end; the other end answers as before.
 
-Both machines are tables (``protocol/machine.py``): an event without a rule is a defect, but late
-and repeated messages have no effect.
+Both machines are tables with a row per state and a rule per event. A rule changes the machine and
+returns commands; the machine's owner performs them and reports their results as events. An event
+without a rule is a defect. Late and repeated messages have rules, and no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.machine import Machine, Row, Table
-from actorsnap.protocol.messages import (
-    Aborted,
-    Arrived,
-    Ask,
-    Failed,
-    Proceed,
-    Repeat,
-)
+from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed, Repeat
 
 __all__ = [
-    "Abort",
-    "Answer",
     "AskMore",
     "Continue",
     "Coordinator",
-    "CoordinatorGone",
+    "CoordinatorEvent",
     "CoordinatorState",
     "Decide",
-    "Decided",
     "Decision",
     "End",
-    "Enter",
-    "FromCoordinator",
     "FromRank",
     "Hurry",
     "Lost",
+    "Machine",
     "Overdue",
     "Participant",
+    "ParticipantEvent",
     "ParticipantState",
+    "ProtocolViolation",
     "Reached",
-    "Report",
     "SendTo",
+    "Table",
     "TakenOver",
-    "WorkFailed",
+    "ToRank",
 ]
 
+StateT = TypeVar("StateT", bound=StrEnum)
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
 
 FromRank: TypeAlias = Arrived | Failed
-FromCoordinator: TypeAlias = Ask | Proceed | Repeat | Aborted
+ToRank: TypeAlias = Ask | Proceed | Repeat | Aborted
+
+Row: TypeAlias = Mapping[type, Callable[..., list[CommandT]]]
+"""The rules of a state, by event type. A final state has none."""
+
+Table: TypeAlias = Mapping[StateT, Row[CommandT]]
+"""The row of every state."""
+
+
+class ProtocolViolation(AssertionError):
+    """An event that cannot happen in this state: a defect, never an operating condition."""
+
+
+class Machine(Generic[StateT, EventT, CommandT]):
+    """A state and a table, whose rules are methods of the machine."""
+
+    def __init__(self, table: Table[StateT, CommandT], first: StateT) -> None:
+        self.state = first
+        self._table = table
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the machine ignores all events."""
+        return not self._table[self.state]
+
+    def handle(self, event: EventT) -> list[CommandT]:
+        """Returns the commands to perform after ``event``.
+
+        Raises:
+            ProtocolViolation: The state has no rule for it.
+        """
+        if self.is_final:
+            return []
+        rule = self._table[self.state].get(type(event))
+        if rule is None:
+            raise ProtocolViolation(f"{type(event).__name__} while {self.state}")
+        commands = rule(self, event)
+        self.validate()
+        return commands
+
+    def validate(self) -> None:
+        """Asserts the invariants, cheaply; called after each event."""
+
+    def _ignore(self, event: EventT) -> list[CommandT]:
+        return []
 
 
 # Decisions --------------------------------------------------------------------------------------
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks that take part in the round proceed.
+    """The ranks of the round proceed.
 
     Attributes:
         payloads: By rank.
-        common: Payload of ranks without one in ``payloads``.
-        skips: Number of following rounds that a rank takes no part in, by rank.
-        commits_next: The next round is the commit round. Every rank takes part in it.
+        common: Payload of other ranks.
+        skips: By rank, number of following rounds without it.
+        commits_next: The next round is the commit round, of all ranks.
         is_last: The call has succeeded.
     """
 
@@ -95,34 +132,20 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskMore(msgspec.Struct, frozen=True):
-    """These ranks arrive again, with answers to these questions.
-
-    The round is then decided again, from the answers alone.
-    """
+    """These ranks answer questions; the round is then decided again, from the answers alone."""
 
     questions: Mapping[int, bytes]
 
 
-class Abort(msgspec.Struct, frozen=True):
-    """The call ends on all ranks with ``failure``."""
-
-    failure: Failure
-
-
-Decision: TypeAlias = Continue | AskMore | Abort
+Decision: TypeAlias = Continue | AskMore | Failure
+"""How a round ends; a ``Failure`` ends the call on all ranks."""
 
 
 # The coordinator --------------------------------------------------------------------------------
 
 
-class Decided(msgspec.Struct, frozen=True):
-    """Event: the result of ``Decide``."""
-
-    decision: Decision
-
-
 class Lost(msgspec.Struct, frozen=True):
-    """Event: a rank was lost."""
+    """Event: a rank was lost; for a rank: the coordinator was lost, or does not answer."""
 
     failure: Failure
 
@@ -134,15 +157,15 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class TakenOver(msgspec.Struct, frozen=True):
-    """Event of either machine: this process continues what another one began."""
+    """Event: this process continues for another one, whose messages may be lost."""
 
 
 class Decide(msgspec.Struct, frozen=True):
-    """Command: decide the round. Ends in ``Decided``.
+    """Command: decide the round. Ends in a ``Decision``.
 
     Attributes:
-        payloads: Of the ranks that take part; after ``AskMore``, of the ranks asked.
-        commits: This is the commit round. Occurs once in a call.
+        payloads: Of the ranks of the round; after ``AskMore``, of the ranks asked.
+        commits: This is the commit round, once in a call.
     """
 
     round: int
@@ -154,8 +177,8 @@ class Hurry(msgspec.Struct, frozen=True):
     """Command: end the commit in progress soon. Its result still decides.
 
     Attributes:
-        has_grace: A rank has failed, or its caller has cancelled; the commit may take a moment, as
-            it is likely to succeed. False if the deadline has passed.
+        has_grace: The commit may take a moment, as it is likely to succeed: a rank has failed or
+            was cancelled. False after the deadline.
     """
 
     failure: Failure
@@ -166,7 +189,7 @@ class SendTo(msgspec.Struct, frozen=True):
     """Command: send ``message`` to ``rank``."""
 
     rank: int
-    message: FromCoordinator
+    message: ToRank
 
 
 class CoordinatorState(StrEnum):
@@ -177,7 +200,7 @@ class CoordinatorState(StrEnum):
     ABORTED = "aborted"
 
 
-CoordinatorEvent: TypeAlias = FromRank | Decided | Lost | Overdue | TakenOver
+CoordinatorEvent: TypeAlias = FromRank | Decision | Lost | Overdue | TakenOver
 CoordinatorCommand: TypeAlias = Decide | Hurry | SendTo
 
 _C = CoordinatorState
@@ -186,8 +209,7 @@ _C = CoordinatorState
 class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
     """The coordinator's side of one call.
 
-    Its last messages stay available: a rank that repeats a message after the end gets the outcome
-    again.
+    A rank that repeats a message after the end gets the outcome again.
     """
 
     def __init__(self, *, world_size: int) -> None:
@@ -197,19 +219,19 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         self.failure: Failure | None = None
         self._commits = False
         self._payloads: dict[int, bytes] = {}
-        # Per rank, its next round, the last ``Ask`` of this round, and the last answer's number.
+        # Per rank: next round, last ``Ask`` of this round, number of the last answer.
         self._next = dict.fromkeys(range(world_size), 0)
         self._asked: dict[int, Ask] = {}
         self._num_answered: dict[int, int] = {}
-        # The ranks of the next decision, and those of them that have not arrived. Stored, not
-        # computed: arrivals are frequent, and there may be thousands of ranks.
+        # The ranks of the next decision, and the absent ones. Stored: computing them at each
+        # arrival would be quadratic in the number of ranks.
         self._parties = frozenset(range(world_size))
         self._awaited = set(self._parties)
         self._sent: dict[int, Proceed] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has its outcome. Repeated messages are still answered."""
+        """Whether the outcome is known. Repeated messages are still answered."""
         return self.state in (_C.PASSED, _C.ABORTED)
 
     @property
@@ -225,10 +247,11 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
     def _on_arrived(self, event: Arrived) -> list[CoordinatorCommand]:
         rank = event.rank
+        sent = self._sent.get(rank)
+        if sent is not None and sent.round == event.round:
+            return [SendTo(rank, sent)]
         if event.round != self._next[rank]:
-            sent = self._sent.get(rank)
-            is_unheard = sent is not None and sent.round == event.round
-            return [SendTo(rank, sent)] if sent is not None and is_unheard else []
+            return []
         asked = self._asked.get(rank)
         if asked is not None and event.num_asked < asked.num_asked:
             return [SendTo(rank, asked)]
@@ -251,24 +274,15 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         payloads = {rank: self._payloads.pop(rank) for rank in sorted(self._parties)}
         return [Decide(self.round, payloads, self._commits)]
 
-    def _on_decided(self, event: Decided) -> list[CoordinatorCommand]:
-        match event.decision:
-            case Continue() as decision:
-                return self._continue(decision)
-            case AskMore(questions):
-                return self._ask(questions)
-            case Abort(failure):
-                return self._abort(failure)
-
-    def _ask(self, questions: Mapping[int, bytes]) -> list[CoordinatorCommand]:
-        self._gather(questions)
-        for rank, payload in questions.items():
+    def _on_ask_more(self, decision: AskMore) -> list[CoordinatorCommand]:
+        self._gather(decision.questions)
+        for rank, payload in decision.questions.items():
             before = self._asked.get(rank)
             num_asked = 1 if before is None else before.num_asked + 1
             self._asked[rank] = Ask(self.round, payload, num_asked)
-        return [SendTo(rank, self._asked[rank]) for rank in questions]
+        return [SendTo(rank, self._asked[rank]) for rank in decision.questions]
 
-    def _continue(self, decision: Continue) -> list[CoordinatorCommand]:
+    def _on_continue(self, decision: Continue) -> list[CoordinatorCommand]:
         ranks = self._in_round()
         for rank in ranks:
             self._next[rank] = self.round + 1 + decision.skips.get(rank, 0)
@@ -291,7 +305,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
     def _on_failed(self, event: Failed | Lost | Overdue) -> list[CoordinatorCommand]:
         return self._abort(event.failure)
 
-    def _on_late_failure(self, event: Failed | Overdue) -> list[CoordinatorCommand]:
+    def _on_failed_late(self, event: Failed | Overdue) -> list[CoordinatorCommand]:
         return [Hurry(event.failure, has_grace=isinstance(event, Failed))]
 
     def _abort(self, failure: Failure) -> list[CoordinatorCommand]:
@@ -312,7 +326,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """Event: the rank's work before the next round is done, or an ``Answer`` is ready.
+    """Event: the rank's work before the next round, or its answer to an ``Ask``, is ready.
 
     Attributes:
         commits: The next round is the commit round.
@@ -322,41 +336,8 @@ class Reached(msgspec.Struct, frozen=True):
     commits: bool = False
 
 
-class WorkFailed(msgspec.Struct, frozen=True):
-    """Event: the rank cannot continue, or its caller has cancelled the call."""
-
-    failure: Failure
-
-
-class CoordinatorGone(msgspec.Struct, frozen=True):
-    """Event: the coordinator was lost or does not answer.
-
-    The rank ends with ``failure`` unless it finds a commit.
-    """
-
-    failure: Failure
-
-
-class Report(msgspec.Struct, frozen=True):
-    """Command: send ``message`` to the coordinator."""
-
-    message: FromRank
-
-
-class Enter(msgspec.Struct, frozen=True):
-    """Command: begin the work after the passed round."""
-
-    payload: bytes
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """Command: answer the coordinator's question. Ends in ``Reached``."""
-
-    question: bytes
-
-
 class End(msgspec.Struct, frozen=True):
-    """Command, the last one: the call has ended.
+    """Last command: the call has ended.
 
     Attributes:
         failure: None if it succeeded.
@@ -376,8 +357,9 @@ class ParticipantState(StrEnum):
     ENDED = "ended"
 
 
-ParticipantEvent: TypeAlias = FromCoordinator | Reached | WorkFailed | CoordinatorGone | TakenOver
-ParticipantCommand: TypeAlias = Report | Enter | Answer | End
+ParticipantEvent: TypeAlias = ToRank | Reached | Failed | Lost | TakenOver
+ParticipantCommand: TypeAlias = FromRank | Ask | Proceed | End
+"""A message to send; an ``Ask`` to answer by ``Reached``; a ``Proceed`` to begin the next work."""
 
 _P = ParticipantState
 
@@ -396,18 +378,20 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
     def _on_reached(self, event: Reached) -> list[ParticipantCommand]:
         self.state = _P.WAITING
         self._has_arrived_to_commit |= event.commits
-        return self._report(Arrived(self.rank, self.round, event.payload, self._num_asked))
+        self._sent = Arrived(self.rank, self.round, event.payload, self._num_asked)
+        return [self._sent]
 
-    def _on_work_failed(self, event: WorkFailed) -> list[ParticipantCommand]:
+    def _on_failed(self, event: Failed) -> list[ParticipantCommand]:
         self.state = _P.FAILED
-        return self._report(Failed(self.rank, event.failure))
+        self._sent = event
+        return [event]
 
     def _on_ask(self, event: Ask) -> list[ParticipantCommand]:
         if (event.round, event.num_asked) != (self.round, self._num_asked + 1):
             return []
         self.state = _P.WORKING
         self._num_asked = event.num_asked
-        return [Answer(event.payload)]
+        return [event]
 
     def _on_proceed(self, event: Proceed) -> list[ParticipantCommand]:
         if event.round != self.round:
@@ -416,10 +400,10 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
             return self._end(End(None, payload=event.payload))
         self.state = _P.WORKING
         self.round, self._num_asked = event.next_round, 0
-        return [Enter(event.payload)]
+        return [event]
 
     def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
-        """Handles a decision after this rank failed: only the last round still counts."""
+        # After this rank has failed, only the last round still counts.
         if event.round != self.round or not event.is_last:
             return []
         return self._end(End(None, payload=event.payload))
@@ -427,15 +411,11 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
     def _on_aborted(self, event: Aborted) -> list[ParticipantCommand]:
         return self._end(End(event.failure))
 
-    def _on_gone(self, event: CoordinatorGone) -> list[ParticipantCommand]:
+    def _on_lost(self, event: Lost) -> list[ParticipantCommand]:
         return self._end(End(event.failure, is_unknown=self._has_arrived_to_commit))
 
     def _on_repeat(self, event: Repeat | TakenOver) -> list[ParticipantCommand]:
-        return [] if self._sent is None else [Report(self._sent)]
-
-    def _report(self, message: FromRank) -> list[ParticipantCommand]:
-        self._sent = message
-        return [Report(message)]
+        return [] if self._sent is None else [self._sent]
 
     def _end(self, end: End) -> list[ParticipantCommand]:
         self.state = _P.ENDED
@@ -443,39 +423,38 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
 
 
 _MC = Coordinator
-_LATE: Row[CoordinatorCommand] = {
+_UNFINISHED: Row[CoordinatorCommand] = {
     Arrived: _MC._on_arrived,
+    Failed: _MC._on_failed,
+    Lost: _MC._on_failed,
+    Overdue: _MC._on_failed,
     TakenOver: _MC._on_taken_over,
 }
 _OVER: Row[CoordinatorCommand] = {
     Arrived: _MC._repeat_outcome,
     Failed: _MC._repeat_outcome,
-    Decided: _MC._ignore,
+    Continue: _MC._ignore,
+    AskMore: _MC._ignore,
+    Failure: _MC._ignore,
     Lost: _MC._ignore,
     Overdue: _MC._ignore,
     TakenOver: _MC._on_taken_over,
 }
 _COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
-    _C.GATHERING: {
-        Arrived: _MC._on_arrived,
-        Failed: _MC._on_failed,
-        Lost: _MC._on_failed,
-        Overdue: _MC._on_failed,
-        TakenOver: _MC._on_taken_over,
-    },
+    _C.GATHERING: _UNFINISHED,
     _C.DECIDING: {
-        **_LATE,
-        Decided: _MC._on_decided,
-        Failed: _MC._on_failed,
-        Lost: _MC._on_failed,
-        Overdue: _MC._on_failed,
+        **_UNFINISHED,
+        Continue: _MC._on_continue,
+        AskMore: _MC._on_ask_more,
+        Failure: _MC._abort,
     },
     _C.COMMITTING: {
-        **_LATE,
-        Decided: _MC._on_decided,
-        Failed: _MC._on_late_failure,
+        **_UNFINISHED,
+        Continue: _MC._on_continue,
+        Failure: _MC._abort,
+        Failed: _MC._on_failed_late,
         Lost: _MC._ignore,  # all ranks have arrived
-        Overdue: _MC._on_late_failure,
+        Overdue: _MC._on_failed_late,
     },
     _C.PASSED: _OVER,
     _C.ABORTED: _OVER,
@@ -484,7 +463,7 @@ _COORDINATOR: Table[CoordinatorState, CoordinatorCommand] = {
 _MP = Participant
 _ALWAYS: Row[ParticipantCommand] = {
     Aborted: _MP._on_aborted,
-    CoordinatorGone: _MP._on_gone,
+    Lost: _MP._on_lost,
     Repeat: _MP._on_repeat,
     TakenOver: _MP._on_repeat,
 }
@@ -492,20 +471,20 @@ _PARTICIPANT: Table[ParticipantState, ParticipantCommand] = {
     _P.WORKING: {
         **_ALWAYS,
         Reached: _MP._on_reached,
-        WorkFailed: _MP._on_work_failed,
+        Failed: _MP._on_failed,
         Ask: _MP._ignore,
         Proceed: _MP._ignore,
     },
     _P.WAITING: {
         **_ALWAYS,
-        WorkFailed: _MP._on_work_failed,
+        Failed: _MP._on_failed,
         Ask: _MP._on_ask,
         Proceed: _MP._on_proceed,
     },
     _P.FAILED: {
         **_ALWAYS,
         Reached: _MP._ignore,
-        WorkFailed: _MP._ignore,
+        Failed: _MP._ignore,
         Ask: _MP._ignore,
         Proceed: _MP._on_late_proceed,
     },

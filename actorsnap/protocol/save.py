@@ -2,21 +2,20 @@
 
 The rounds:
 
-0. *Joined*: Each rank sends digests of its inventory. The coordinator asks one rank per unknown
-   digest for the content, then plans which rank writes which items. Each rank gets its part.
-1. *Opened* (only ranks that share objects): The objects with several writers are open. Each rank
-   gets the tokens of those that it joins.
-2. *Written* (the same ranks): All chunks of shared objects are stored; now these are completed.
+0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown
+   digest for the content, then sends each rank its part of the plan.
+1. *Opened* (only ranks that share objects): Objects with several writers are open. Each rank gets
+   the tokens of those that it joins.
+2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
 
-Inventories, item lists and the plan are remembered by their digests (``protocol.memory``): a rank
-that saves the same state again sends digests only.
+A rank that saves the same state again sends digests only (``protocol.plan_cache``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -31,20 +30,17 @@ from actorsnap.planning.inventory import (
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.messages import Token
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+from actorsnap.protocol.rounds import AskMore, Continue, Decision
 
 __all__ = [
-    "Answer",
+    "Details",
     "Assignment",
-    "InventoryAnswer",
-    "ItemsAnswer",
     "Joined",
+    "ManifestStored",
     "Question",
     "SaveDecisions",
-    "ShardedAnswer",
-    "ManifestStored",
+    "Token",
     "aborted",
     "decode",
     "encode",
@@ -53,16 +49,12 @@ __all__ = [
 T = TypeVar("T")
 
 
-class _Payload(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-class Joined(_Payload, frozen=True):
+class Joined(msgspec.Struct, frozen=True, array_like=True):
     """A rank takes part.
 
     Attributes:
         inventory: Digest of its inventory.
-        plan: Digest of the plan that it remembers from the previous save; empty if none.
+        plan: Digest of its plan in the previous save; empty if forgotten.
     """
 
     release: str
@@ -70,51 +62,33 @@ class Joined(_Payload, frozen=True):
     plan: bytes = b""
 
 
-class Question(_Payload, frozen=True):
-    """Asks for the content of digests.
-
-    Attributes:
-        inventory: Requests the rank's inventory.
-        lists: Requests its item lists with these digests.
-        sharded: Requests its sharded tensors.
-    """
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """Requests the inventory, the item lists with these digests, or the sharded tensors."""
 
     inventory: bool = False
     lists: tuple[bytes, ...] = ()
     sharded: bool = False
 
 
-class InventoryAnswer(_Payload, frozen=True, tag="n"):
-    inventory: Inventory
+class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The requested content; item lists by digest."""
+
+    inventory: Inventory | None = None
+    lists: dict[bytes, tuple[Item, ...]] = {}
+    sharded: tuple[Sharded, ...] = ()
 
 
-class ItemsAnswer(_Payload, frozen=True, tag="i"):
-    """Item lists, by digest."""
-
-    lists: dict[bytes, tuple[Item, ...]]
-
-
-class ShardedAnswer(_Payload, frozen=True, tag="h"):
-    tensors: tuple[Sharded, ...]
-
-
-Answer: TypeAlias = InventoryAnswer | ItemsAnswer | ShardedAnswer
-
-
-class Assignment(_Payload, frozen=True):
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """A rank's part of a save.
 
     Attributes:
-        attempt: The attempt's name.
-        url: The coordinator's URL; applies to all ranks. UTF-8 with ``surrogatepass``.
-        fsync: Whether all data must be durable before the commit; applies to all ranks.
-        rules: The coordinator's packing rules; apply to all ranks.
+        url, fsync, rules: The coordinator's; apply to all ranks. ``url`` is UTF-8 with
+            ``surrogatepass``.
         digest: Digest of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts at the same URL, the newest first: their objects are not sent again.
-        shares_objects: Some objects of this rank have several writers: it takes part in rounds 1
-            and 2.
+        resumed: Dead attempts, the newest first, whose objects are not sent again.
+        shares_objects: The rank takes part in rounds 1 and 2.
     """
 
     attempt: str
@@ -128,15 +102,40 @@ class Assignment(_Payload, frozen=True):
     shares_objects: bool
 
 
-class ManifestStored(_Payload, frozen=True):
-    """Size and CRC32C of the rank manifest."""
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """Input of ``Storage.join_writer``.
+
+    Attributes:
+        key: Without the attempt's folder; for a safetensors object also without ``data/`` and the
+            suffix. Other keys begin with a slash.
+        token: Empty if it equals the whole key.
+    """
+
+    key: str
+    token: bytes = b""
+
+    @classmethod
+    def of(cls, attempt: str, key: str, token: bytes) -> Token:
+        begin, end = f"{attempt}/data/", ".safetensors"
+        is_data = key.startswith(begin) and key.endswith(end)
+        short = key[len(begin) : -len(end)] if is_data else key.removeprefix(attempt)
+        return cls(short, b"" if token == key.encode() else token)
+
+    def opened(self, attempt: str) -> tuple[str, bytes]:
+        """Reverses ``of``."""
+        short = self.key
+        key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
+        return key, self.token or key.encode()
+
+
+class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
+    """``size`` in bytes."""
 
     size: int
     crc32c: int
 
 
 _encoder = msgspec.msgpack.Encoder()
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(payload: object) -> bytes:
@@ -156,18 +155,11 @@ class SaveDecisions:
     """Decides the rounds of one save; see ``actors.rounds.Decisions``.
 
     Args:
-        attempt: The attempt's name.
-        url: Destination of the save.
+        save: Repeated in each rank's manifest, by rank 0 with the metadata.
+        release: Required on all ranks.
         fsync: Whether all data must be durable before the commit.
-        save: Description of the save for the commit object. Each rank repeats it in its manifest,
-            rank 0 with the metadata.
-        release: This release, required on all ranks.
-        rules: Packing rules of all ranks.
-        resumed: Dead attempts whose objects are reused, the newest first.
-        memory: PlanCache of the previous save; no other save may use it.
-
-    Attributes:
-        stage: The work before the next round.
+        resumed: See ``Assignment``.
+        memory: Of the previous save; no other save may use it.
     """
 
     def __init__(
@@ -209,9 +201,7 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        """Returns the manifest records for the commit object, from the payloads of the commit
-        round.
-        """
+        """Returns the manifest records from the payloads of the commit round."""
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], ManifestStored)
@@ -225,13 +215,11 @@ class SaveDecisions:
         for rank in sorted(payloads):
             joined = decode(payloads[rank], Joined)
             if joined.release != self._release:
-                return Abort(
-                    Failure(
-                        reason=f"rank {rank} runs actorsnap {joined.release}, the coordinator "
-                        f"{self._release}; install the same release on all ranks",
-                        stage=Stage.JOIN,
-                        rank=rank,
-                    )
+                return Failure(
+                    reason=f"rank {rank} runs actorsnap {joined.release}, the coordinator "
+                    f"{self._release}; install the same release on all ranks",
+                    stage=Stage.JOIN,
+                    rank=rank,
                 )
             self._joined[rank] = joined
         digests = {rank: joined.inventory for rank, joined in self._joined.items()}
@@ -243,14 +231,13 @@ class SaveDecisions:
     def _on_answers(self, payloads: Mapping[int, bytes]) -> Decision:
         wanted: list[tuple[int, bytes]] = []
         for rank, payload in payloads.items():
-            match _answers.decode(payload):
-                case InventoryAnswer(inventory):
-                    self._memory.inventories[self._joined[rank].inventory] = inventory
-                    wanted += [(rank, scope.digest) for scope in inventory.scopes]
-                case ItemsAnswer(lists):
-                    self._memory.lists.update(lists)
-                case ShardedAnswer(tensors):
-                    self._sharded[self._inventory(rank).sharded] = tensors
+            answer = decode(payload, Details)
+            if answer.inventory is not None:
+                self._memory.inventories[self._joined[rank].inventory] = answer.inventory
+                wanted += [(rank, scope.digest) for scope in answer.inventory.scopes]
+            self._memory.lists.update(answer.lists)
+            if answer.sharded:
+                self._sharded[self._inventory(rank).sharded] = answer.sharded
         questions: dict[int, tuple[bytes, ...]] = {}
         for digest, rank in _firsts(wanted, self._memory.lists).items():
             questions[rank] = (*questions.get(rank, ()), digest)
@@ -315,7 +302,7 @@ class SaveDecisions:
 def _firsts(
     digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
 ) -> dict[bytes, int]:
-    """Returns the unknown digests, each with the first rank that has it."""
+    """Returns unknown digests, each with its first rank."""
     found: dict[bytes, int] = {}
     for rank, digest in digests:
         if digest not in known:

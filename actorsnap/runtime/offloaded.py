@@ -50,7 +50,7 @@ from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.location import open_location
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import Described, describe_state
-from actorsnap.runtime.team import Membership, RelayedCall, Team, TeamCall
+from actorsnap.runtime.team import Membership, Team, TeamCall
 from actorsnap.runtime.tracing import Observation
 from actorsnap.runtime.uploader_client import Uploader
 from actorsnap.state.captured import Captured
@@ -444,7 +444,7 @@ class OffloadedSave(Job):
             return None
         ends = RelayedEnds(self._relay, rank=self.rank)
         self._relay.attach(ends.put)
-        return Membership(self._team, RelayedCall(ends))
+        return Membership(self._team, ends)
 
     def _on_made_here(self, finished: concurrent.futures.Future[None]) -> None:
         self._error = finished.exception()

@@ -29,7 +29,7 @@ from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.labels import CallKind, Label
+from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Source

@@ -1,8 +1,4 @@
-"""Common calls of all ranks, as scripts (see ``runtime.taking``).
-
-The body of such a call passes rounds (``protocol.rounds``). An error on one rank ends the call on
-all ranks with the same error.
-"""
+"""Calls that ranks make together, as scripts that pass rounds (``protocol.rounds``)."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from actorsnap.errors import ActorSnapError, describe
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
-from actorsnap.protocol.labels import Label
+from actorsnap.protocol.messages import Label
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.team import Team
@@ -37,7 +33,6 @@ class Rounds(Protocol):
 
     Attributes:
         team: None for a single rank.
-        rank: This process' rank in its group.
         scope: See ``transport.store.StoreSave``; valid after the first round.
     """
 
@@ -49,16 +44,11 @@ class Rounds(Protocol):
     def scope(self) -> str: ...
 
     def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
-        """Waits until all ranks have arrived at the next round; returns the decision.
-
-        Args:
-            then: The stage of the following work; None: unchanged.
-        """
+        """See ``actors.rounds.ParticipantActor``."""
         ...
 
     def perform(self, work: Work[T]) -> Script[T]:
-        """Runs work on the runtime's loop. Cancels it if another rank fails. The work may call
-        its ``arrive`` argument."""
+        """Runs work on the loop, with ``arrive``; cancels it if another rank fails."""
         ...
 
 
@@ -69,11 +59,11 @@ def call_together(
     decisions: Decisions,
     body: Callable[[Rounds], Script[T]],
 ) -> Script[T]:
-    """Runs ``body`` on all ranks of ``team``; ``label`` is the same on all.
+    """Runs ``body`` on all ranks of ``team``; ``label`` must be the same on all.
 
-    The call ends with the body on all ranks, or with the same error on all. It ends after
-    ``timeout_s``, and soon after a rank has failed or was silent for ``lost_after_s``. On the rank
-    that failed, the error is the original one or has it as its cause.
+    The call ends with the body on all ranks, or with the same error on all: after ``timeout_s``,
+    and soon after a rank has failed or was silent for ``lost_after_s``. On the rank that failed,
+    the error is the original one or has it as its cause.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
@@ -88,7 +78,7 @@ def call_together(
 
 
 class Alone:
-    """The rounds of a call with one rank, or of one rank without the others."""
+    """The rounds of one rank without others."""
 
     team = None
     scope = ""
@@ -120,7 +110,7 @@ class Alone:
 
 
 class Together:
-    """This process' part in a call of its team. Takes the team's next call number."""
+    """This process' part in the next call of its team."""
 
     def __init__(self, team: Team, label: Label, options: Options, decisions: Decisions) -> None:
         self.team = team
@@ -175,7 +165,7 @@ class Together:
         """Reports this rank's failure to the others.
 
         Raises:
-            ActorSnapError: The common error of all ranks, unless it is ``error`` itself.
+            ActorSnapError: The common error, unless it is ``error`` itself.
         """
         participant = self._participant
         was_over = participant.is_over
@@ -189,7 +179,7 @@ class Together:
         raise verdict from verdict.__cause__ if is_same else error
 
     def close(self) -> None:
-        """Reports a failure if there is no outcome: the caller was interrupted."""
+        """Reports a failure unless there is an outcome: the caller was interrupted."""
         if not self._participant.is_over:
             failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))

@@ -50,8 +50,7 @@ from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage
-from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
-from actorsnap.transport.inproc import InprocTransport
+from actorsnap.transport.ends import CoordinatorEnd, InprocTransport, ParticipantEnd
 
 __all__ = ["SaveJob"]
 

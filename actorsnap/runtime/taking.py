@@ -26,7 +26,7 @@ from actorsnap.format.compression import check_available
 from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import CallKind, Label
+from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
 from actorsnap.runtime.guard import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done

@@ -1,8 +1,4 @@
-"""This process' place in a group of ranks.
-
-Keeps the state that outlives a save: the port to the other ranks' mailboxes, and the plan of the
-last save. It decides nothing.
-"""
+"""This process' place in a group of ranks, kept from save to save."""
 
 from __future__ import annotations
 
@@ -19,19 +15,17 @@ from actorsnap.actors.roll import Caller, Roll
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
+from actorsnap.protocol.messages import Aborted, CallKind, FromCoordinator, Label, ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.roll import RollMachine
+from actorsnap.protocol.roll import RollCall
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
-from actorsnap.transport.ends import CoordinatorEnd, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
-from actorsnap.transport.store import StorePort, StoreSave
+from actorsnap.transport.store import PortTiming, StorePort
 
-__all__ = ["TeamCall", "Membership", "RelayedCall", "RelayedTeam", "Team", "find_team", "open_port"]
+__all__ = ["Membership", "Team", "TeamCall", "TeamMemory", "find_team", "open_port"]
 
 logger = Log(__name__)
 
@@ -39,26 +33,36 @@ _AGAIN_S = 10.0
 _ANSWER = timedelta(seconds=30)
 
 
-class Team:
+class TeamMemory:
+    """A rank of a group, and its memory of the last save. On the loop only.
+
+    Attributes:
+        memory: The coordinator's.
+        remembered: The rank's plan, with its digest.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.memory = PlanCache()
+        self.remembered: tuple[bytes, RankPlan] | None = None
+
+
+class Team(TeamMemory):
     """One process in a group of ranks that save together.
 
     Args:
         before: The team whose store is gone and that this one replaces.
 
     Attributes:
-        rank: This process' rank in the group.
-        world_size: Size of the group.
-        ranks: Global ranks of the group, in group order.
+        ranks: Global ranks, in group order.
         store: A weak reference: the store may host the server, and its end belongs to the job.
-        address: Address of the store for another process of this rank; None if it has none.
-        number: Number of this object in this process.
-        memory: The coordinator's memory of the last save. On the loop only.
-        remembered: The rank's plan in the last save, with its digest. On the loop only.
+        address: Of the store, for another process of this rank.
+        number: Identifies this object in this process.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
+        super().__init__(group.rank, group.world_size)
         self.ranks = group.ranks
         self.address = group.address
         self.store = weakref.ref(group.store)
@@ -69,13 +73,7 @@ class Team:
         self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
-        self.memory = PlanCache()
-        self.remembered: tuple[bytes, RankPlan] | None = None
-        # A store that is gone has most likely not come back, and no rank is starting.
-        again: dict[str, Any] = {}
-        if before is not None:
-            again = {"first_number": before.port.next_number, "connect_s": _AGAIN_S}
-        self.port: StorePort[Any, Any] = StorePort(
+        self.port: StorePort[ToCoordinator, FromCoordinator] = StorePort(
             group.store,
             namespace=group.name,
             rank=group.rank,
@@ -83,7 +81,9 @@ class Team:
             up=ToCoordinator,
             down=FromCoordinator,
             call_soon=self._host.call_soon,
-            **again,
+            first_number=0 if before is None else before.port.next_number,
+            # A store that is gone has most likely not come back, and no rank is starting.
+            timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
         )
 
     @property
@@ -107,11 +107,10 @@ class Team:
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
-        """Returns a connection to the store for calls that do not wait for other ranks, always
-        the same one. Thread-safe; blocks.
+        """Returns the connection for calls that do not wait for other ranks. Thread-safe; blocks.
 
         Raises:
-            RuntimeError: the store is gone or does not answer.
+            RuntimeError: The store is gone or does not answer.
         """
         with self._connecting:
             if self._connection is None:
@@ -123,15 +122,8 @@ class Team:
                 self._connection = connection
             return self._connection
 
-    def warn_once(self, text: str) -> None:
-        """Logs a warning, once per team."""
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s", text)
-
     def begin(self, label: Label | None, options: Options) -> TeamCall:
-        """Takes the number of the next common call of all ranks, and reports its label
-        (``protocol.roll``). The result must be closed.
+        """Takes the number of the next call of all ranks, and reports its label. Close the result.
 
         Runs in the caller's thread, where calls have the same order on all ranks. A rank that has
         taken a number must send a message for it, even if only that the call has failed.
@@ -140,93 +132,42 @@ class Team:
             label: None for bad input: the call must then fail.
 
         Raises:
-            UsageError: in a process forked from the owner of the group.
+            UsageError: In a process forked from the owner of the group.
         """
-        tag = b"" if label is None else label.digest
-        save = self.port.begin(lost_after_s=options.lost_after_s, tag=tag)
-        shown = Label(CallKind.TAKE, "") if label is None else label
-
-        def renew() -> bool:
-            """Begins the next call in place of this one, unless it has begun already."""
-            # Without a label this rank cannot know that the call that ended is another one.
-            following = None if label is None else self.port.begin_after(call.store_save)
-            if following is None:
-                return False
-            call.move(following)
-            caller.move(following.participant)
-            return True
-
-        async def renew_all(aborted: Aborted) -> bool:
-            old = save.coordinator
-            assert old is not None
-            assert roll is not None
-            if call.number != save.number or not renew():
-                return False
-            for rank in range(1, self.world_size):
-                self.port.send_late(rank, save.number, aborted)
-            following = call.store_save.coordinator
-            assert following is not None
-            roll.move(following)
-            await caller.repeat()
-            return True
-
-        caller = Caller(
-            save.participant,
-            rank=self.rank,
-            label=shown,
-            timeout_s=options.timeout_s,
-            renew=renew,
-        )
-        roll = None
-        if save.coordinator is not None:
-            machine = RollMachine(label=shown, world_size=self.world_size)
-            roll = Roll(
-                save.coordinator,
-                machine=machine,
-                timeout_s=options.timeout_s,
-                renew=renew_all,
-            )
-        call = TeamCall(save, caller, roll)
-
-        async def start() -> None:
-            for end in (caller, roll):
-                if end is not None:
-                    end.begin()
-
-        self._host.submit(start())
+        call = TeamCall(self, label, options)
+        self._host.submit(call.start())
         return call
 
     def join(self, label: Label | None, options: Options) -> Membership:
         """Takes part in a save. See ``begin``."""
         return Membership(self, self.begin(label, options))
 
-    def _find_prefix(self) -> str:
-        return find_prefix(self.connection())
-
     @property
     def can_be_continued(self) -> bool:
         """Whether another process of this rank can open its mailbox after this one has ended."""
-        if self.address is None:
-            self.warn_once(
+        if self.address is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
                 "saves of these ranks are not detached, their trainers wait for them: the ranks' "
                 "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )
         return self.address is not None and not self.hosts_store
 
     def as_rank(self) -> TeamRank:
-        """Returns the description of the rank for the uploader process."""
+        """Describes the rank for the uploader process."""
         return TeamRank(self.number, self.rank, self.world_size)
 
     async def take_over(self, number: int, call: TeamCall) -> TakeOver:
-        """Returns the data with which another process continues this rank's part of a call. Only
-        after a message from rank 0.
+        """Returns the data for another process to continue this rank's part of ``call``.
+
+        Only after a message from rank 0.
 
         Raises:
-            RuntimeError: the store does not answer.
+            RuntimeError: The store does not answer.
         """
         assert self.address is not None
         if self._prefix is None:
-            self._prefix = await self._host.run_blocking(self._find_prefix)
+            self._prefix = await self._host.run_blocking(lambda: find_prefix(self.connection()))
         session = self.port.session
         assert session is not None
         return TakeOver(
@@ -241,73 +182,86 @@ class Team:
 
 
 class TeamCall:
-    """This process' view of a common call of all ranks.
+    """This process' part in a call; ``coordinator`` on rank 0 only.
 
-    Attributes:
-        participant: This rank's end.
-        coordinator: The coordinator's end, on rank 0.
+    If another call with this number has ended without this rank, continues with the next number.
     """
 
-    def __init__(
-        self,
-        save: StoreSave[Any, Any],
-        participant: ParticipantEnd,
-        coordinator: CoordinatorEnd | None,
-    ) -> None:
-        self._save = save
+    def __init__(self, team: Team, label: Label | None, options: Options) -> None:
+        self._port = team.port
+        self._has_label = label is not None
+        label = label or Label(CallKind.TAKE, "")
+        tag = label.digest if self._has_label else b""
+        self._save = self._port.begin(lost_after_s=options.lost_after_s, tag=tag)
+        self._first_number = self._save.number
         self._is_closed = False
-        self.participant = participant
-        self.coordinator = coordinator
-
-    @property
-    def store_save(self) -> StoreSave[Any, Any]:
-        """The transport's part of the call."""
-        return self._save
+        self.participant = Caller(
+            self._save.participant,
+            rank=team.rank,
+            label=label,
+            timeout_s=options.timeout_s,
+            renew=self._renew,
+        )
+        self.coordinator: Roll | None = None
+        if self._save.coordinator is not None:
+            self.coordinator = Roll(
+                self._save.coordinator,
+                roll_call=RollCall(label=label, world_size=team.world_size),
+                timeout_s=options.timeout_s,
+                renew=self._renew_all,
+            )
 
     @property
     def number(self) -> int:
-        """The number of the call, equal on all ranks."""
+        """Equal on all ranks."""
         return self._save.number
-
-    def move(self, save: StoreSave[Any, Any]) -> None:
-        """Continues as another call. On the loop only."""
-        self._save.close()
-        self._save = save
-        if self._is_closed:
-            save.close()
 
     @property
     def scope(self) -> str:
         """See ``transport.store.StoreSave``."""
         return self._save.scope
 
+    async def start(self) -> None:
+        """Starts the clocks."""
+        self.participant.begin()
+        if self.coordinator is not None:
+            self.coordinator.begin()
+
     def close(self) -> None:
         """Ends the call on this rank. Thread-safe and idempotent."""
         self._is_closed = True
         self._save.close()
 
+    def _renew(self) -> bool:
+        """Continues with the next number, unless it has begun already."""
+        # Without a label this rank cannot know that the call that ended is another one.
+        following = self._port.begin_after(self._save) if self._has_label else None
+        if following is None:
+            return False
+        self._save.close()
+        self._save = following
+        if self._is_closed:
+            following.close()
+        self.participant.move(following.participant)
+        return True
 
-class RelayedCall:
-    """A ``TeamCall`` whose mailbox another process owns."""
-
-    def __init__(self, ends: RelayedEnds) -> None:
-        self.participant = ends.participant
-        self.coordinator = ends.coordinator
-        self.close = ends.close
-
-
-class RelayedTeam:
-    """A ``Team`` whose mailbox another process owns."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.memory = PlanCache()
-        self.remembered: tuple[bytes, RankPlan] | None = None
+    async def _renew_all(self, aborted: Aborted) -> bool:
+        """``_renew`` on rank 0, at most once; sends ``aborted`` to the ranks of the old number."""
+        if self.number != self._first_number or not self._renew():
+            return False
+        for rank in range(1, self._port.world_size):
+            self._port.send_late(rank, self._first_number, aborted)
+        assert self.coordinator is not None
+        assert self._save.coordinator is not None
+        self.coordinator.move(self._save.coordinator)
+        await self.participant.repeat()
+        return True
 
 
-def open_port(frame: TakeOver, team: RelayedTeam, store: Any) -> StorePort[Any, Any]:
-    """Opens the mailbox of a rank whose process has ended. On the loop only."""
+def open_port(
+    frame: TakeOver, team: TeamMemory, store: Any
+) -> StorePort[ToCoordinator, FromCoordinator]:
+    """Opens the mailbox of a rank whose process has ended."""
     return StorePort(
         store,
         namespace=frame.name,
@@ -325,11 +279,11 @@ class Membership:
     """A rank's part in one save of its team.
 
     Attributes:
-        call: The common call.
-        memory: The coordinator's memory of the last save.
+        call: ``RelayedEnds`` if another process owns the mailbox.
+        memory: A copy of the team's, for this save only.
     """
 
-    def __init__(self, team: Team | RelayedTeam, call: TeamCall | RelayedCall) -> None:
+    def __init__(self, team: TeamMemory, call: TeamCall | RelayedEnds) -> None:
         self.team = team
         self.call = call
         self.memory = team.memory.copy()
@@ -341,12 +295,10 @@ _lock = threading.Lock()
 
 
 def find_team(group: Any, store: Any) -> Team | None:
-    """Returns the team of a call; None for a single rank.
-
-    Calls share one team. A new one replaces it if its store is gone.
+    """Returns the team of a call; None for a single rank. Calls share it while its store lives.
 
     Raises:
-        UsageError: see ``state.process_group.find_group``.
+        UsageError: See ``state.process_group.find_group``.
     """
     found = find_group(group, store)
     if found is None:
@@ -359,7 +311,7 @@ def find_team(group: Any, store: Any) -> Team | None:
         if team is None:
             team = _teams[key] = Team(found)
         elif team.is_stale:
-            # Other ranks may not have noticed, and continue its numbers.
+            # Other ranks may continue its numbers.
             team.close()
             team = _teams[key] = Team(found, before=team)
         return team

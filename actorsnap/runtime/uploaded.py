@@ -52,7 +52,7 @@ from actorsnap.runtime.job import SaveRequest
 from actorsnap.runtime.location import Location
 from actorsnap.runtime.saving import SaveJob
 from actorsnap.runtime.structure import rebuild_state
-from actorsnap.runtime.team import Membership, RelayedCall, RelayedTeam, open_port
+from actorsnap.runtime.team import Membership, TeamMemory, open_port
 from actorsnap.runtime.tracefile import About
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.process_group import StoreAddress, StoreAt
@@ -110,7 +110,7 @@ class UploadedSave:
         frame: Save,
         structure: Structure,
         values: list[bytes],
-        team: RelayedTeam | None,
+        team: TeamMemory | None,
     ) -> None:
         self._host = host
         self._trainer = trainer
@@ -138,7 +138,7 @@ class UploadedSave:
         membership = None
         if team is not None:
             self._ends = RelayedEnds(self, rank=team.rank)
-            membership = Membership(team, RelayedCall(self._ends))
+            membership = Membership(team, self._ends)
         self._job = SaveJob(
             host,
             SaveRequest(

@@ -49,7 +49,7 @@ from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.process import is_running
-from actorsnap.runtime.team import RelayedTeam
+from actorsnap.runtime.team import TeamMemory
 from actorsnap.runtime.uploaded import UploadedSave
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
@@ -113,7 +113,7 @@ class _Service:
         self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
         self._saves: dict[int, UploadedSave] = {}
         # By number; kept for later saves.
-        self._teams: dict[int, RelayedTeam] = {}
+        self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
         self._is_terminated = False
@@ -222,9 +222,9 @@ class _Service:
                         self._hurry()
                     self._saves[frame.number].deliver(frame)
 
-    def _find_team(self, rank: TeamRank) -> RelayedTeam:
+    def _find_team(self, rank: TeamRank) -> TeamMemory:
         if rank.team not in self._teams:
-            self._teams[rank.team] = RelayedTeam(rank.rank, rank.world_size)
+            self._teams[rank.team] = TeamMemory(rank.rank, rank.world_size)
         return self._teams[rank.team]
 
     def _hurry(self) -> None:

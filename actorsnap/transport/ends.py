@@ -1,29 +1,28 @@
-"""Interface of a transport.
+"""Interface of a transport, and the transport inside one process.
 
 A transport carries messages between the participants (one per rank) and the coordinator of one
-save. It keeps the order of messages between two parties, never mixes saves, and knows nothing of
-the messages' meaning. It may lose messages after a party is gone. ``receive`` also returns its own
-observations, ``PeerLost`` and ``Broken``, in order with the messages.
+call. It keeps the order of messages between two parties and never mixes calls. It may lose messages
+after a party is gone. ``receive`` also returns its own observations, in order with the messages.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import anyio
 import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.rounds import TakenOver
 
-__all__ = ["Began", "Broken", "CoordinatorEnd", "PeerLost", "Moved", "ParticipantEnd"]
+__all__ = ["Began", "Broken", "CoordinatorEnd", "InprocTransport", "PeerLost", "ParticipantEnd"]
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank takes part in this save, by its first heartbeat.
+    """A rank takes part in this call, with this tag.
 
-    Received once per rank, by the coordinator, before any message of the rank.
-
-    Attributes:
-        tag: The tag with which the rank began the save.
+    Received by the coordinator, once per rank, before any message of the rank.
     """
 
     rank: int
@@ -31,13 +30,13 @@ class Began(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="PeerLost"):
-    """A rank that took part in this save has fallen silent. Received once per rank.
+    """A rank that took part has fallen silent. Received once per rank.
 
-    A rank that was never heard, in this save or one before, is not lost: the deadline covers it.
+    A rank that was never heard, in this call or one before, is not lost: the deadline covers it.
 
     Attributes:
-        rank: The lost rank; at a participant's end always 0, the coordinator's.
-        silent_s: Seconds of silence; 0.0 if the rank has sent *bye*.
+        rank: At a participant's end always 0, the coordinator's.
+        silent_s: Seconds of silence; 0.0 if the rank has left.
     """
 
     rank: int
@@ -45,43 +44,106 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Broken"):
-    """This end has failed. Received once, as the last item.
-
-    Attributes:
-        reason: Text for people.
-    """
+    """This end has failed. Received once, as the last item."""
 
     reason: str
-
-
-class Moved(msgspec.Struct, frozen=True):
-    """This end continues an end of another process; messages to or from that one may be lost."""
 
 
 class ParticipantEnd(Protocol):
     """A rank's end."""
 
-    async def send(self, message: ToCoordinator) -> None:
-        """Queues a message."""
+    async def send(self, message: ToCoordinator) -> None: ...
 
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
+    async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
         """Returns the next message. Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
-        """Returns whether rank 0 is known to have begun this save."""
+        """Returns whether rank 0 is known to take part."""
 
 
 class CoordinatorEnd(Protocol):
     """The coordinator's end."""
 
-    async def send(self, rank: int, message: FromCoordinator) -> None:
-        """Queues a message."""
+    async def send(self, rank: int, message: FromCoordinator) -> None: ...
 
-    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | Moved:
+    async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | TakenOver:
         """Returns the next message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:
-        """Returns why the ranks may have given this process up; None if they have no reason to.
+        """Returns why the ranks may have given this process up, if they may.
 
-        Checks at the time of the call: a process that was stopped does not notice it.
+        A process that was stopped does not notice it otherwise.
         """
+
+
+_MAX_MESSAGES_PER_RANK = 16
+"""Capacity of a stream. A call takes fewer than ten messages per rank."""
+
+
+class InprocTransport:
+    """All ends of one call in one process; bounded streams pass messages as they are."""
+
+    def __init__(self, world_size: int) -> None:
+        self._up_send, self._up_receive = anyio.create_memory_object_stream[ToCoordinator](
+            _MAX_MESSAGES_PER_RANK * world_size
+        )
+        self._down: list[
+            tuple[
+                MemoryObjectSendStream[FromCoordinator], MemoryObjectReceiveStream[FromCoordinator]
+            ]
+        ] = [
+            anyio.create_memory_object_stream[FromCoordinator](_MAX_MESSAGES_PER_RANK)
+            for _ in range(world_size)
+        ]
+
+    def participant(self, rank: int) -> _InprocParticipant:
+        return _InprocParticipant(self._up_send, self._down[rank][1])
+
+    def coordinator(self) -> _InprocCoordinator:
+        return _InprocCoordinator(self._up_receive, [send for send, _ in self._down])
+
+    def close(self) -> None:
+        """Closes all ends."""
+        self._up_send.close()
+        self._up_receive.close()
+        for send, receive in self._down:
+            send.close()
+            receive.close()
+
+
+class _InprocParticipant:
+    def __init__(
+        self,
+        send: MemoryObjectSendStream[ToCoordinator],
+        receive: MemoryObjectReceiveStream[FromCoordinator],
+    ) -> None:
+        self._send = send
+        self._receive = receive
+
+    async def send(self, message: ToCoordinator) -> None:
+        await self._send.send(message)
+
+    async def receive(self) -> FromCoordinator:
+        return await self._receive.receive()
+
+    def has_coordinator(self) -> bool:
+        return True
+
+
+class _InprocCoordinator:
+    def __init__(
+        self,
+        receive: MemoryObjectReceiveStream[ToCoordinator],
+        sends: list[MemoryObjectSendStream[FromCoordinator]],
+    ) -> None:
+        self._receive = receive
+        self._sends = sends
+
+    async def send(self, rank: int, message: FromCoordinator) -> None:
+        await self._sends[rank].send(message)
+
+    async def receive(self) -> ToCoordinator:
+        return await self._receive.receive()
+
+    async def absence(self) -> str | None:
+        return None

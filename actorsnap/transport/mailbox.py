@@ -1,12 +1,11 @@
 """The threads of a store port: they send and receive frames.
 
 A mailbox is a queue in the job's c10d store. One thread sends to other ranks' mailboxes, one
-receives from this rank's, each on its own connection (``clone``): neither waits for the other, nor
-the trainer for them. They encode and decode; ``transport.store`` interprets frames on the runtime's
-loop. Loop and threads share two queues and a few attributes, each set by one side and read by the
-other. There are no locks.
+receives from this rank's, each on its own connection (``clone``). They encode and decode;
+``transport.store`` interprets frames on the runtime's loop. Loop and threads share two queues and a
+few attributes, each set by one side only. There are no locks.
 
-This module must not know torch: a store is any object with the methods of ``QueueStore``.
+This module must not know torch.
 """
 
 from __future__ import annotations
@@ -43,36 +42,30 @@ __all__ = [
 logger = Log(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Maximum payload of a frame, in bytes. The store's server closes a connection that sends more than
-8 MiB at once.
-"""
+"""Maximum payload of a frame, in bytes. The server closes a connection that sends over 8 MiB."""
 
 _MAX_REUSED_BYTES = 64 << 10
 """Largest encoded message kept for further ranks, in bytes."""
 
 _FOREVER = timedelta(days=365)
-"""Timeout of a wait at the mailbox. torch prints a warning each time it expires."""
+"""Timeout of the store: torch prints a warning each time one expires."""
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
 
 
 class QueueStore(Protocol):
-    """The required methods of a store. ``TCPStore`` and ``HashStore`` have them, also within a
-    ``PrefixStore``.
-    """
+    """The required methods of a store; ``TCPStore`` and ``HashStore`` have them."""
 
     def clone(self) -> Any:
-        """Returns the same store over a new connection."""
+        """Opens another connection."""
 
-    def queue_push(self, key: str, value: bytes, /) -> None:
-        """Appends to the queue."""
+    def queue_push(self, key: str, value: bytes, /) -> None: ...
 
     def queue_pop(self, key: str, block: bool = True, /) -> bytes:
-        """Removes and returns the first value; waits for one up to the timeout."""
+        """Removes the first value; waits for one up to the timeout."""
 
-    def queue_len(self, key: str, /) -> int:
-        """Returns the number of queued values."""
+    def queue_len(self, key: str, /) -> int: ...
 
     def set_timeout(self, timeout: timedelta, /) -> None:
         """Sets the timeout of all later calls."""
@@ -83,8 +76,8 @@ class StoreStatistics:
     """Traffic through the store since the port was made.
 
     Attributes:
-        messages_sent, messages_received: Messages of saves, without those within rank 0.
-        bytes_sent, bytes_received: Bytes of all frames.
+        messages_sent, messages_received: Without those within rank 0.
+        bytes_sent, bytes_received: Of all frames.
         beats_sent, beats_received: Heartbeats.
         num_dropped: Frames that were late, foreign, or undecodable.
     """
@@ -123,10 +116,9 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
     """Content of a heartbeat.
 
     Attributes:
-        every_s: Interval of this heartbeat, and requested interval of the others', in seconds.
-        open: Numbers of the sender's saves in flight.
-        awaited: Numbers of others' saves that the sender has not begun yet.
-        tags: Tags of the saves in ``open``.
+        every_s: Interval of this heartbeat, and requested of the others', in seconds.
+        open, tags: Numbers and tags of the sender's saves.
+        awaited: Numbers of others' saves that the sender has not begun.
     """
 
     every_s: float
@@ -135,7 +127,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
     tags: tuple[bytes, ...] = ()
 
     def tag(self, number: int) -> bytes | None:
-        """Returns the tag of a save; None if it is not in ``open``."""
+        """Returns the tag of an open save."""
         return dict(zip(self.open, self.tags, strict=True)).get(number)
 
 
@@ -159,7 +151,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Failure of a thread; with a number, failure to send a message of that save."""
+    """Failure of a thread; with a number, of a message of that save."""
 
     reason: str
     number: int | None = None
@@ -167,7 +159,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The heartbeat that the sending thread repeats while a save is in flight."""
+    """The heartbeat that the sending thread repeats."""
 
     frame: bytes
     every_s: float
@@ -187,20 +179,17 @@ class Mailbox:
     Args:
         store: Cloned by the threads, then released.
         keys: Queues of all ranks.
-        rank: Owner of this mailbox.
         token: Identifies this mailbox' own frames.
-        up: Type of messages to the coordinator, for msgspec.
-        down: Type of messages to participants.
+        up, down: Types of messages to the coordinator and to participants, for msgspec.
         wake: Called by a thread when the loop should look at ``arrived``.
-        clock: Returns seconds; for ``beaten`` only.
+        clock: For ``beaten`` only.
 
     Attributes:
-        arrived: Received frames and faults. The loop removes them.
-        beaten: Times of sent heartbeats, by ``clock``. The loop removes them.
-        beat: The heartbeat to send; None: no save is in flight. The loop sets it, then calls
-            ``wake_up``.
-        present: Receivers of heartbeats. The loop changes it.
-        wakes_on_beat: Whether a received heartbeat calls ``wake``. The loop sets it.
+        arrived: Received frames and faults, removed by the loop.
+        beaten: Times of sent heartbeats, removed by the loop.
+        beat: The heartbeat to send. The loop sets it, then calls ``wake_up``.
+        present: Receivers of heartbeats, set by the loop.
+        wakes_on_beat: Whether a received heartbeat calls ``wake``; set by the loop.
     """
 
     def __init__(
@@ -253,11 +242,11 @@ class Mailbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections have been established."""
+        """Whether both connections are established."""
         return all(self._connected.values())
 
     def put(self, to: int, what: Outgoing | Frame) -> None:
-        """Queues a message, or a frame as it is."""
+        """Queues a message or a frame."""
         self._outbox.put((to, what))
 
     def wake_up(self) -> None:
@@ -265,7 +254,7 @@ class Mailbox:
         self._outbox.put(_Wake.WAKE)
 
     def statistics(self, num_dropped: int) -> StoreStatistics:
-        """Returns the counters. From any thread."""
+        """Thread-safe."""
         return StoreStatistics(
             messages_sent=self._sent[0],
             bytes_sent=self._sent[1],
@@ -286,7 +275,7 @@ class Mailbox:
         self._outbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads. One that is stuck in the store is left running."""
+        """Waits for the threads; abandons one that is stuck in the store."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -338,7 +327,7 @@ class Mailbox:
     def _decode(
         self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]
     ) -> Delivered | None:
-        """Returns the frame with its content; None if further pieces follow."""
+        """Returns the frame with its content; None if pieces are missing."""
         if frame.kind is Kind.BEAT:
             self._received[2] += 1
             return Delivered(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
@@ -361,10 +350,10 @@ class Mailbox:
 
     def _send(self, store: QueueStore) -> None:
         beat_at, hello_s = 0.0, 0.0
-        said: Beat | None = None
+        sent: Beat | None = None
         encoded: tuple[object, bytes] = (None, b"")
         while True:
-            beat = self._sayable_beat()
+            beat = self._beat_to_send()
             try:
                 wait_s = None if beat is None else max(0.0, beat_at - time.monotonic())
                 job = self._outbox.get(timeout=wait_s)
@@ -379,14 +368,14 @@ class Mailbox:
                         self._push(store, to, self._encoder.encode(what))
                     else:
                         encoded = self._push_message(store, to, what, encoded)
-                beat = self._sayable_beat()
-            if beat is not said:
-                # A save or the session has begun or ended: the others hear of it at once.
-                said, beat_at, hello_s = beat, 0.0, 0.0
+                beat = self._beat_to_send()
+            if beat is not sent:
+                # A save or the session has begun or ended: report it at once.
+                sent, beat_at, hello_s = beat, 0.0, 0.0
             if beat is not None and time.monotonic() >= beat_at:
                 every_s = beat.every_s
                 if beat.is_hello:
-                    # The receiver may not run yet, so its mailbox may not be emptied.
+                    # The receiver may not run yet, and nobody empties its mailbox.
                     every_s = hello_s = min(max(every_s, 2 * hello_s), _HELLO_MAX_S)
                 for other in list(self.present):
                     self._push(store, other, beat.frame)
@@ -394,12 +383,9 @@ class Mailbox:
                 beat_at = time.monotonic() + every_s
                 self.beaten.append(self._clock())
 
-    def _sayable_beat(self) -> Beat | None:
-        """Returns the heartbeat to send, if any.
-
-        No hello is sent before the receiving connection is ready. Hellos become rarer, so a late
-        welcome could make this rank appear lost.
-        """
+    def _beat_to_send(self) -> Beat | None:
+        # No hello before the receiving connection is ready: hellos become rarer, so a late welcome
+        # could make this rank appear lost.
         beat = self.beat
         is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
         return None if is_mute else beat
@@ -407,7 +393,7 @@ class Mailbox:
     def _push_message(
         self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]
     ) -> tuple[object, bytes]:
-        """Sends one message. A message to many ranks is encoded once."""
+        """Sends a message; one to many ranks is encoded once."""
         if encoded[0] is not job.message:
             try:
                 encoded = (job.message, self._encoder.encode(job.message))
@@ -430,8 +416,7 @@ class Mailbox:
 
     def _post(self, arrived: Delivered | Fault) -> None:
         self.arrived.append(arrived)
-        # While a save is in flight, the loop reads heartbeats together with other frames, or when
-        # it checks for silence.
+        # During a save the loop reads heartbeats with other frames, or when it checks for silence.
         is_beat = isinstance(arrived, Delivered) and arrived.frame.kind is Kind.BEAT
         if self.wakes_on_beat or not is_beat:
             self._wake()
@@ -444,5 +429,5 @@ def _explain(error: Exception) -> str:
             "another process takes messages out of this rank's mailbox: two jobs use one store; "
             "give each of them a PrefixStore"
         )
-    said = text_of(error).split("\n", 1)[0][:200]
-    return f"the job's store does not work any more ({kind}: {said})"
+    text = text_of(error).split("\n", 1)[0][:200]
+    return f"the job's store does not work any more ({kind}: {text})"

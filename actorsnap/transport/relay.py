@@ -1,8 +1,8 @@
 """Connects an engine in another process with the rank's mailbox.
 
-The trainer owns the mailbox. An engine in the uploader process uses ``RelayedEnds``; a ``Relay``
-passes messages between these and the ends of the mailbox. If the trainer ends after everything is
-staged, the process opens the mailbox itself and connects the same ``RelayedEnds`` to its own relay.
+The trainer owns the mailbox. A ``Relay`` passes messages between its ends and the ``RelayedEnds``
+of an engine in the uploader process. If the trainer ends after everything is staged, the process
+opens the mailbox itself and connects the same ``RelayedEnds`` to its own relay.
 
 This module must not know links, processes or torch.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import msgspec
 
-from actorsnap.protocol.calls import CoordinatorLost
-from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -27,7 +26,8 @@ from actorsnap.protocol.messages import (
     Proceed,
     ToCoordinator,
 )
-from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, Moved, ParticipantEnd, PeerLost
+from actorsnap.protocol.rounds import TakenOver
+from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
 __all__ = ["Item", "Message", "Relay", "RelayedEnds", "RelayLink", "decode_item", "encode_item"]
 
@@ -38,7 +38,7 @@ _item = msgspec.msgpack.Decoder(Item)
 
 
 def encode_item(item: Item) -> bytes:
-    """Encodes a message, or an event of the transport, as msgpack."""
+    """Encodes a message or an observation of the transport."""
     return msgspec.msgpack.encode(item)
 
 
@@ -49,10 +49,10 @@ def decode_item(data: bytes) -> Item:
 
 
 class RelayLink(Protocol):
-    """Connects relayed ends with the mailbox. On the loop only."""
+    """Connects relayed ends with the mailbox."""
 
     def post(self, to: int | None, message: Message) -> None:
-        """Sends ``message`` to rank ``to``; None: to the coordinator. Never waits."""
+        """Queues ``message`` for rank ``to``; None: the coordinator."""
         ...
 
     async def absence(self) -> str | None:
@@ -60,16 +60,17 @@ class RelayLink(Protocol):
         ...
 
 
-class _Relayed:
+class _RelayedEnd:
     """Queues items for one party."""
 
-    def __init__(self) -> None:
-        self._in, self._out = anyio.create_memory_object_stream[Item | Moved](math.inf)
+    def __init__(self, wire: RelayLink) -> None:
+        self.wire = wire
+        self._in, self._out = anyio.create_memory_object_stream[Item | TakenOver](math.inf)
 
-    def put(self, item: Item | Moved) -> None:
+    def put(self, item: Item | TakenOver) -> None:
         self._in.send_nowait(item)
 
-    async def next(self) -> Item | Moved:
+    async def receive(self) -> Any:
         return await self._out.receive()
 
     def close(self) -> None:
@@ -77,51 +78,28 @@ class _Relayed:
         self._out.close()
 
 
-class RelayedParticipant:
-    """A rank's end; see ``transport.base.ParticipantEnd``."""
-
-    def __init__(self, wire: RelayLink) -> None:
-        self.wire = wire
-        self.items = _Relayed()
+class RelayedParticipant(_RelayedEnd):
+    """A rank's end; see ``transport.ends.ParticipantEnd``."""
 
     async def send(self, message: ToCoordinator) -> None:
         self.wire.post(None, message)
-
-    async def receive(self) -> FromCoordinator | PeerLost | Broken | Moved:
-        item = await self.items.next()
-        assert isinstance(item, FromCoordinator | PeerLost | Broken | Moved)
-        return item
 
     def has_coordinator(self) -> bool:
         return True
 
 
-class RelayedCoordinator:
-    """The coordinator's end; see ``transport.base.CoordinatorEnd``."""
-
-    def __init__(self, wire: RelayLink) -> None:
-        self.wire = wire
-        self.items = _Relayed()
+class RelayedCoordinator(_RelayedEnd):
+    """The coordinator's end; see ``transport.ends.CoordinatorEnd``."""
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
         self.wire.post(rank, message)
-
-    async def receive(self) -> ToCoordinator | PeerLost | Broken | Moved:
-        item = await self.items.next()
-        assert isinstance(item, ToCoordinator | PeerLost | Broken | Moved)
-        return item
 
     async def absence(self) -> str | None:
         return await self.wire.absence()
 
 
 class RelayedEnds:
-    """The ends of one call, for an engine. On the loop only.
-
-    Attributes:
-        participant: This rank's end.
-        coordinator: The coordinator's end; None except on rank 0.
-    """
+    """The ends of one call, for an engine; ``coordinator`` on rank 0 only. On the loop only."""
 
     def __init__(self, wire: RelayLink, *, rank: int) -> None:
         self.participant = RelayedParticipant(wire)
@@ -129,29 +107,27 @@ class RelayedEnds:
 
     def put(self, to_coordinator: bool, item: Item) -> None:
         """Passes an item of the mailbox on to the engine."""
-        if to_coordinator:
-            assert self.coordinator is not None
-            self.coordinator.items.put(item)
-        else:
-            self.participant.items.put(item)
+        end = self.coordinator if to_coordinator else self.participant
+        assert end is not None
+        end.put(item)
 
     def move(self, wire: RelayLink) -> None:
         """Connects the ends to another wire; messages in transit may be lost."""
         for end in self._ends():
             end.wire = wire
-            end.items.put(Moved())
+            end.put(TakenOver())
 
     def break_off(self, reason: str) -> None:
-        """Ends the call: no further item arrives."""
+        """Ends the call."""
         for end in self._ends():
-            end.items.put(Broken(reason=reason))
+            end.put(Broken(reason=reason))
 
     def close(self) -> None:
         """Releases the ends. Idempotent."""
         for end in self._ends():
-            end.items.close()
+            end.close()
 
-    def _ends(self) -> list[RelayedParticipant | RelayedCoordinator]:
+    def _ends(self) -> list[_RelayedEnd]:
         return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
@@ -159,8 +135,7 @@ class Relay:
     """The mailbox' side of one call; a ``RelayLink``. On the loop only.
 
     Args:
-        participant: This rank's end of the mailbox.
-        coordinator: The coordinator's end; None except on rank 0.
+        participant, coordinator: Ends of the mailbox; ``coordinator`` on rank 0 only.
         on_aborted: Called when the coordinator aborts the call.
     """
 
@@ -204,7 +179,7 @@ class Relay:
             put(to_coordinator, item)
 
     def forget(self) -> None:
-        """Stops keeping items: the engine has begun, and no other can replace it."""
+        """Stops keeping items: no other engine can replace the present one."""
         self._kept = None
 
     def post(self, to: int | None, message: Message) -> None:
@@ -230,10 +205,10 @@ class Relay:
 
         Args:
             failure: Why there is no engine.
-            look: Returns whether the call has committed; None if the storage does not answer.
+            look: Returns whether the call has committed; None: the storage does not answer.
 
         Returns:
-            The outcome: None if committed.
+            None if committed.
         """
         self._put = None
         if self._coordinator is not None:
@@ -246,8 +221,8 @@ class Relay:
                 return verdict
             case Proceed():
                 return None
-            case PeerLost(rank=rank, silent_s=silent_s):
-                reason = CoordinatorLost.silent(rank, silent_s).reason
+            case PeerLost(silent_s=silent_s):
+                reason = explain_coordinator_loss(silent_s)
             case Broken(reason=reason):
                 pass
         return None if await look() else self._unknown(reason)
@@ -293,7 +268,7 @@ class Relay:
     async def _pass_on(self, end: ParticipantEnd | CoordinatorEnd, to_coordinator: bool) -> None:
         while True:
             item = await end.receive()
-            assert not isinstance(item, Moved)
+            assert not isinstance(item, TakenOver)
             if isinstance(item, Began):
                 continue  # the call is the same on all ranks
             if to_coordinator and isinstance(item, Arrived):

@@ -1,24 +1,23 @@
 """The transport between processes: mailboxes in the job's c10d store.
 
-Every rank of a group has one mailbox, a queue in the store. A ``StorePort`` is one process' access
-to these mailboxes, kept from save to save. Its threads (``transport.mailbox``) only move frames;
-this module decides about them, on the runtime's event loop.
+Every rank of a group has a mailbox, a queue in the store. A ``StorePort`` is one process' access to
+them, kept from save to save. Its threads (``transport.mailbox``) only move frames; this module
+decides about them, on the runtime's event loop.
 
-Frames. A frame carries one message, or a piece of one, and the number of its save. Frames of a save
-that has not begun here are kept; frames of an ended save are dropped.
+Frames. A frame carries a message, or a piece of one, and the number of its save. It is kept until
+that save begins here, and dropped after its end.
 
 Sessions. Messages of an earlier job may remain in a mailbox and must not be accepted. A rank first
 sends *hello* with a random token. The coordinator's port answers *welcome* with that token and its
-session's token, which all other frames carry. Frames of another session are dropped; frames that
-arrive before the welcome are kept until then.
+session's token, which all other frames carry. Frames of another session are dropped; frames before
+the welcome are kept until then.
 
 Liveness. During a save the sending threads exchange heartbeats with the numbers of their saves:
-from each rank to rank 0, and from rank 0 to all. A rank that has not begun one of these saves yet
-sends them too. A rank that was heard in a save, or has a session when it begins, is lost after
+from each rank to rank 0, and from rank 0 to all; also from a rank that has not begun one of these
+saves. A rank that was heard in a save, or has a session when it begins, is lost after
 ``lost_after_s`` of silence. Only the deadline limits the wait for a rank without a session. Silence
-is counted in small steps: a process that was stopped itself reads its mail before it judges others.
-Rank 0 uses the times of its own heartbeats to detect that others may have lost it. Heartbeats
-continue while a slow ``state_dict()`` keeps the trainer busy.
+is counted in small steps: a process that was stopped reads its mail before it judges others. Rank 0
+uses the times of its own heartbeats to detect that others may have lost it.
 
 This module must not know the meaning of messages, nor torch.
 """
@@ -35,6 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
@@ -58,6 +58,7 @@ from actorsnap.transport.mailbox import (
 )
 
 __all__ = [
+    "PortTiming",
     "QueueStore",
     "StoreCoordinator",
     "StoreParticipant",
@@ -73,11 +74,11 @@ Down = TypeVar("Down")
 In = TypeVar("In")
 
 _COORDINATOR = 0
-"""Rank whose process coordinates."""
+"""The coordinating rank."""
 
 _MAX_LOOK_S = 1.0
 _GIVEN_UP = 2 / 3
-"""Part of ``lost_after_s`` after which an absent process may have been given up. Others may have
+"""Part of ``lost_after_s`` after which an absent process may have been given up: others may have
 last heard it ``lost_after_s`` / 6 before its absence, or slightly earlier.
 """
 _MAX_KEPT_NUMBERS = 16
@@ -89,7 +90,10 @@ _NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
 class _End(Generic[In]):
-    """Queues items for one party of one save. On the loop only."""
+    """Queues items for one party of one save. On the loop only.
+
+    After ``close``, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
+    """
 
     def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
         self._port = port
@@ -116,9 +120,6 @@ class _End(Generic[In]):
     def heard(self, rank: int, now: float) -> None:
         if rank not in self._reported:
             self._heard[rank] = now
-
-    def has_heard(self, rank: int) -> bool:
-        return rank in self._heard
 
     def lose(self, rank: int, silent_s: float) -> None:
         self._heard.pop(rank, None)
@@ -154,7 +155,7 @@ class _End(Generic[In]):
         now = self._port._look(2 * self._look_s)
         if self._asked_s is None:
             self._asked_s = now
-        connect_s = self._port.connect_s
+        connect_s = self._port._timing.connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
             self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
@@ -168,10 +169,7 @@ class _End(Generic[In]):
 
 
 class StoreParticipant(_End[Down], Generic[Up, Down]):
-    """A rank's end of one save; see ``transport.base.ParticipantEnd``.
-
-    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
-    """
+    """A rank's end of one save; see ``transport.ends.ParticipantEnd``."""
 
     colleague: StoreCoordinator[Up, Down] | None = None
     is_orphan = False
@@ -195,10 +193,7 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
 
 
 class StoreCoordinator(_End[Up], Generic[Up, Down]):
-    """The coordinator's end of one save; see ``transport.base.CoordinatorEnd``.
-
-    After the save is closed, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
-    """
+    """The coordinator's end of one save; see ``transport.ends.CoordinatorEnd``."""
 
     colleague: StoreParticipant[Up, Down]
 
@@ -228,13 +223,11 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
 
 class StoreSave(Generic[Up, Down]):
-    """One save of the group, as seen by this process. Close it after its outcome.
+    """This process' part in one save of the group; ``coordinator`` on rank 0 only.
 
     Attributes:
         number: The same on all ranks, if all begin their saves in the same order.
         tag: See ``Began``.
-        participant: This rank's end.
-        coordinator: The coordinator's end; None except on rank 0.
     """
 
     def __init__(
@@ -254,15 +247,15 @@ class StoreSave(Generic[Up, Down]):
 
     @property
     def scope(self) -> str:
-        """Prefix for keys in the store: the same on all ranks, and unique to this save.
+        """Prefix for keys in the store, unique to this save; the same on all ranks.
 
-        Known once a message of the coordinator has arrived.
+        Valid after the first message of the coordinator.
         """
         port = self._port
         return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
 
     def close(self) -> None:
-        """Ends the save here; late frames are dropped. Idempotent, from any thread."""
+        """Ends the save here. Thread-safe and idempotent."""
         self._port._run_on_loop(lambda: self._port._end(self))
 
     def __enter__(self) -> StoreSave[Up, Down]:
@@ -275,22 +268,31 @@ class StoreSave(Generic[Up, Down]):
         return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortTiming:
+    """Timing of a port, in seconds.
+
+    Attributes:
+        beat_s: Between heartbeats; a short ``lost_after_s`` reduces it.
+        connect_s: Time limit for the store to answer.
+        clock: Measures silence only.
+    """
+
+    beat_s: float = 5.0
+    connect_s: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+
+
 class StorePort(Generic[Up, Down]):
     """One process' access to the mailboxes of a group. Its threads are daemons.
 
     Args:
         store: Cloned by the threads, then released.
         namespace: Identifies the job and the group; unique within the store.
-        rank, world_size: Within the group.
-        up: Type of messages to the coordinator, for msgspec.
-        down: Type of messages to participants.
+        up, down: Types of messages to the coordinator and to participants, for msgspec.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
-        beat_s: Maximum seconds between heartbeats; a short ``lost_after_s`` of a save reduces it.
-        clock: Returns seconds; measures silence only.
-        first_number: Number of the first save; continues those of an earlier port in this process.
-        connect_s: Time limit for the store to answer, in seconds.
-        session: Session of another process' port to continue; on rank 0 that port's own. None: a
-            new session.
+        first_number: Number of the first save; continues those of an earlier port.
+        session: Session of another process' port to continue, if any.
     """
 
     def __init__(
@@ -303,10 +305,8 @@ class StorePort(Generic[Up, Down]):
         up: Any,
         down: Any,
         call_soon: Callable[[Callable[[], None]], None],
-        beat_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
+        timing: PortTiming | None = None,
         first_number: int = 0,
-        connect_s: float = 60.0,
         session: bytes | None = None,
     ) -> None:
         self.rank = rank
@@ -314,9 +314,8 @@ class StorePort(Generic[Up, Down]):
         self.namespace = namespace
         self._label = f"{namespace}/{rank}"
         self._call_soon = call_soon
-        self._beat_s = beat_s
-        self._clock = clock
-        self.connect_s = connect_s
+        self._timing = timing or PortTiming()
+        self._clock = self._timing.clock
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
@@ -338,11 +337,11 @@ class StorePort(Generic[Up, Down]):
         self._ended: set[int] = set()
         self._ended_below = first_number
 
-        # By sender, the saves that others have begun and this process has not.
+        # By sender: saves that this process has not begun.
         self._awaited: dict[int, Pulse] = {}
 
         self._active_s = 0.0
-        self._looked_s = self._beaten_s = clock()
+        self._looked_s = self._beaten_s = self._clock()
 
         self._num_dropped = 0
         self._is_dispatch_due = False
@@ -354,29 +353,24 @@ class StorePort(Generic[Up, Down]):
             up=up,
             down=down,
             wake=self._wake,
-            clock=clock,
+            clock=self._clock,
         )
         self._mailbox.start()
         _ports.add(self)
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections have been established."""
+        """Whether both connections are established."""
         return self._mailbox.is_connected
 
     @property
     def is_broken(self) -> bool:
-        """Whether the port is closed or the store has failed: new saves fail at once."""
+        """Whether the port is closed or the store has failed."""
         return self._fault is not None or self._is_closing
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a save is open. On the loop only."""
-        return bool(self._open)
-
-    @property
     def session(self) -> bytes | None:
-        """The session; None until rank 0 has answered. On the loop only."""
+        """None until rank 0 has answered. On the loop only."""
         return self._session
 
     @property
@@ -394,9 +388,8 @@ class StorePort(Generic[Up, Down]):
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
-            number: A number agreed upon elsewhere, larger than all before; numbers left out stay
-                unused. None: the next one.
-            tag: See ``Began``; empty: no tag.
+            number: Larger than all before; numbers left out stay unused. None: the next one.
+            tag: See ``Began``; empty: none.
 
         Raises:
             UsageError: The process was forked from the port's.
@@ -406,8 +399,7 @@ class StorePort(Generic[Up, Down]):
             return self._begin(lost_after_s, number, tag)
 
     def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
-        """Begins the save that follows ``save``, with the same tag; None if it has begun already.
-        Thread-safe."""
+        """Begins the save that follows ``save``, with its tag, unless it has begun. Thread-safe."""
         with self._numbering:
             if self._next_number != save.number + 1:
                 return None
@@ -425,11 +417,11 @@ class StorePort(Generic[Up, Down]):
         return save
 
     def send_late(self, rank: int, number: int, message: Down) -> None:
-        """Sends a message of the coordinator in a save that has ended here. On the loop only."""
+        """Sends a coordinator's message in a save that has ended here."""
         self._send_down(rank, number, message)
 
     def statistics(self) -> StoreStatistics:
-        """Returns the counters. From any thread."""
+        """Thread-safe."""
         return self._mailbox.statistics(self._num_dropped)
 
     def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:
@@ -439,8 +431,8 @@ class StorePort(Generic[Up, Down]):
         does nothing in a forked child.
 
         Args:
-            is_continued: Another process continues this port: sends no *bye*, and leaves unreceived
-                messages in the mailbox.
+            is_continued: Another process continues this port: sends no *bye*, and leaves messages
+                in the mailbox.
         """
         if self._pid != os.getpid():
             return
@@ -489,7 +481,7 @@ class StorePort(Generic[Up, Down]):
                 self._on_frame(arrived)
 
     def _look(self, max_step_s: float) -> float:
-        """Returns the seconds in which this process was able to receive."""
+        """Returns the seconds during which this process could receive."""
         self._dispatch()
         now = self._clock()
         step = max(0.0, now - self._looked_s)
@@ -499,7 +491,7 @@ class StorePort(Generic[Up, Down]):
         return self._active_s
 
     def _note_absence(self, now: float) -> None:
-        """Records for the open saves how long the others had to wait for a heartbeat."""
+        """Records how long the others had to wait for a heartbeat."""
         away_s = 0.0
         while self._mailbox.beaten:
             beaten_s = self._mailbox.beaten.popleft()
@@ -545,7 +537,7 @@ class StorePort(Generic[Up, Down]):
                 self._heard(number, sender)
             return
         if frame.token != self._session:
-            # A rank with the session of an earlier port, or a frame of an earlier job.
+            # Of an earlier port or job.
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
             self._drop(frame, "another session")
@@ -556,7 +548,7 @@ class StorePort(Generic[Up, Down]):
             self._left.add(sender)
             for save in self._open.values():
                 end = save.coordinator
-                # The rank may only leave an earlier save, which has just ended here.
+                # The rank may leave an earlier save, which has just ended here.
                 if end is not None:
                     end.lose(sender, 0.0)
             return
@@ -590,7 +582,7 @@ class StorePort(Generic[Up, Down]):
         if self._session is not None:
             self._on_coordinator_left()
         self._session = session
-        self._set_beat()  # the first heartbeat announces the saves to rank 0
+        self._set_beat()  # announces the saves to rank 0
         for number, message in self._before_welcome:
             self._send_up(number, message)
         self._before_welcome.clear()
@@ -602,7 +594,7 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _on_coordinator_left(self) -> None:
-        """Ends the session: its saves have lost their coordinator."""
+        """Ends the session."""
         self._session = None
         self._awaited.clear()
         for save in self._open.values():
@@ -612,7 +604,7 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _on_proven(self, arrived: Delivered) -> None:
-        """Handles a frame of this session that concerns saves."""
+        """Handles a frame of this session."""
         frame = arrived.frame
         if frame.kind is Kind.BEAT:
             self._on_pulse(frame.sender, arrived.content)
@@ -684,7 +676,7 @@ class StorePort(Generic[Up, Down]):
         now = self._clock()
         self._note_absence(now)
         if not self._open:
-            self._looked_s = self._beaten_s = now  # without open saves nobody looked
+            self._looked_s = self._beaten_s = now  # nobody looked
         self._open[number] = save
         awaited = self._awaited.get(_COORDINATOR)
         save.participant.is_coordinated = awaited is not None and number in awaited.open
@@ -712,7 +704,7 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _leave_out(self, number: int) -> None:
-        """Marks the numbers below ``number`` that have not begun as ended."""
+        """Marks unused numbers below ``number`` as ended."""
         for gap in range(self._ended_below, number):
             if gap not in self._open:
                 self._num_dropped += len(self._kept.pop(gap, ()))
@@ -752,14 +744,13 @@ class StorePort(Generic[Up, Down]):
         if not self._open and not awaited:
             self._mailbox.beat = None
             if had_beat and self._session is not None:
-                # Otherwise a rank that waits for a save of this process would send heartbeats for
-                # ever.
+                # A rank that waits for a save of this process would send heartbeats for ever.
                 frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
                 for other in self._mailbox.present:
                     self._mailbox.put(other, frame)
             return
         every_s = min(
-            self._beat_s,
+            self._timing.beat_s,
             *[save.lost_after_s / 6 for save in self._open.values()],
             *[pulse.every_s for pulse in self._awaited.values()],
         )
@@ -776,7 +767,7 @@ class StorePort(Generic[Up, Down]):
         self._mailbox.wake_up()
 
     def _lost(self, rank: int) -> None:
-        """Stops unsolicited messages to a lost rank until it is heard again."""
+        """Stops heartbeats to a lost rank until it is heard again."""
         if self.rank == _COORDINATOR:
             self._mailbox.present.pop(rank, None)
 
@@ -800,7 +791,7 @@ def _close_all() -> None:
     """Closes all ports at exit.
 
     A daemon thread that returns from the store while the interpreter ends would abort the process.
-    ``runtime.host`` imports this module first, so pending saves are awaited before.
+    ``runtime.host`` imports this module first, so it awaits pending saves before.
     """
     for port in list(_ports):
         with contextlib.suppress(Exception):

@@ -12,9 +12,8 @@ import trio.testing
 from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.labels import CallKind, Label
-from actorsnap.protocol.messages import Aborted, Arrived, Failed, Labelled
-from actorsnap.protocol.roll import RollMachine
+from actorsnap.protocol.messages import Aborted, Arrived, CallKind, Failed, Label, Labelled
+from actorsnap.protocol.roll import RollCall
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from tests.support.network import SimulatedNetwork
 
@@ -54,8 +53,8 @@ class Ranks:
             self.ended_s[rank] = anyio.current_time()
 
     async def coordinate(self, label: Label) -> None:
-        machine = RollMachine(label=label, world_size=self.world_size)
-        end = Roll(self.network.coordinator(), machine=machine, timeout_s=TIMEOUT_S)
+        roll_call = RollCall(label=label, world_size=self.world_size)
+        end = Roll(self.network.coordinator(), roll_call=roll_call, timeout_s=TIMEOUT_S)
         end.begin()
         failure = Failure(reason="all have written", stage=Stage.STORE)
         written = 0
@@ -190,7 +189,7 @@ async def test_after_a_refusal_only_losses_go_on() -> None:
     other = Label(CallKind.RESTORE, "/ckpt")
     end = Roll(
         network.coordinator(),
-        machine=RollMachine(label=LABEL, world_size=2),
+        roll_call=RollCall(label=LABEL, world_size=2),
         timeout_s=TIMEOUT_S,
     )
     end.begin()

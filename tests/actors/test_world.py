@@ -251,7 +251,7 @@ async def test_a_stalled_rank_ends_at_the_deadline() -> None:
     assert len(set(outcomes.values())) == 1
     assert outcomes[0] is not None
     assert outcomes[0].rank == 1
-    assert "waiting for rank(s) 1" in outcomes[0].reason
+    assert "waiting for rank 1. " in outcomes[0].reason
     assert not await is_committed(storage)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
+import pytest_asyncio
 
 from actorsnap import (
     NotASnapshot,
@@ -38,7 +39,7 @@ LIMIT_S = 120.0
 FAST = Options(fsync=False)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def no_leaks_behind(tmp_path: Path) -> AsyncIterator[None]:
     """Like ``no_leaks``, once what lives as long as the process is there."""
     await Snapshot.take(tmp_path / "warm", state(0))

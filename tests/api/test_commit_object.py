@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, sync
 from actorsnap.format.layout import Attempt
@@ -53,7 +54,7 @@ def copy_without_commit(source: Path, to: Path, *, pid: int = _DEAD_PID, host: s
     return other
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def saved(tmp_path: Path) -> Path:
     await take(tmp_path / "saved", 1)
     return tmp_path / "saved"

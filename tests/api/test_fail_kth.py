@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
 from actorsnap import (
     ActorSnapError,
@@ -79,7 +80,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         forget_space(f"fail-kth-{number}")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def no_leaks_behind(tmp_path: Path) -> AsyncIterator[None]:
     """Like ``no_leaks``, once what lives as long as the process is there."""
     await Snapshot.take(tmp_path / "warm", state(0))

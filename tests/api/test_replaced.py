@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+import pytest_asyncio
 
 from actorsnap import Options, Snapshot, SnapshotReplaced
 from actorsnap.storage.base import Storage
@@ -60,7 +61,7 @@ def replace(url: str, number: int) -> Change:
     return lambda: Snapshot.take(url, state(number), overwrite=True, options=FAST)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def url(tmp_path: Path) -> str:
     url = str(tmp_path / "s")
     await Snapshot.take(url, state(1), options=FAST)

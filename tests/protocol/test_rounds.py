@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.protocol import rounds
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.machine import ProtocolViolation
 from actorsnap.protocol.messages import (
     Aborted,
     Arrived,
@@ -30,30 +31,27 @@ from actorsnap.protocol.messages import (
     Repeat,
 )
 from actorsnap.protocol.rounds import (
-    Abort,
-    Answer,
     AskMore,
     Continue,
     Coordinator,
-    CoordinatorGone,
+    CoordinatorEvent,
     CoordinatorState,
     Decide,
-    Decided,
     Decision,
     End,
-    Enter,
-    FromCoordinator,
     FromRank,
     Hurry,
     Lost,
     Overdue,
     Participant,
+    ParticipantEvent,
     ParticipantState,
+    ProtocolViolation,
     Reached,
-    Report,
     SendTo,
+    Table,
     TakenOver,
-    WorkFailed,
+    ToRank,
 )
 
 COMMIT_ROUND = 3
@@ -98,7 +96,7 @@ class World:
     is_visible: bool = False
     is_coordinator_here: bool = True
     up: list[list[FromRank]] = field(default_factory=list)
-    down: list[list[FromCoordinator]] = field(default_factory=list)
+    down: list[list[ToRank]] = field(default_factory=list)
     decisions: list[Decide] = field(default_factory=list)
     work: dict[int, bytes | None] = field(default_factory=dict)
     outcomes: dict[int, bool] = field(default_factory=dict)
@@ -145,7 +143,7 @@ class World:
         # Silence happens only where messages were lost with a process that died.
         assert not waiting or not self.is_coordinator_here or self.coordinator.is_over
         for rank in waiting:
-            self.rank_event(rank, CoordinatorGone(GONE))
+            self.rank_event(rank, Lost(GONE))
         return bool(waiting)
 
     def deliver_up(self, rank: int) -> None:
@@ -156,7 +154,7 @@ class World:
     def deliver_down(self, rank: int) -> None:
         self.rank_event(rank, self.down[rank].pop(0))
 
-    def repeat(self, link: list[FromRank] | list[FromCoordinator]) -> None:
+    def repeat(self, link: list[FromRank] | list[ToRank]) -> None:
         self.repeats -= 1
         link.append(link[0])  # type: ignore[arg-type]
 
@@ -171,7 +169,7 @@ class World:
     def fail(self, rank: int) -> None:
         self.failures -= 1
         self.work.pop(rank, None)
-        self.rank_event(rank, WorkFailed(failure(f"rank {rank} failed")))
+        self.rank_event(rank, Failed(rank, failure(f"rank {rank} failed")))
 
     def take_over(self, rank: int) -> None:
         """What the dead process had received, and not handled, is lost."""
@@ -202,14 +200,14 @@ class World:
             assert set(command.payloads.values()) == {b"stored"}
             self.num_commits += 1
             self.is_visible = self.commit_takes
-        self.coordinator_event(Decided(self.decision(command)))
+        self.coordinator_event(self.decision(command))
 
     def decision(self, command: Decide) -> Decision:
         if command.commits:
             if not self.commit_is_answered:
-                return Abort(failure("no answer", may_be_visible=True))
+                return failure("no answer", may_be_visible=True)
             if not self.commit_takes:
-                return Abort(failure("the commit failed"))
+                return failure("the commit failed")
             return Continue(is_last=True)
         if command.round == 0:
             if self.questioned and self.num_questions < NUM_QUESTIONS:
@@ -220,7 +218,7 @@ class World:
 
     # The machines -----------------------------------------------------------------------------
 
-    def coordinator_event(self, event: FromRank | Decided | Lost | Overdue | TakenOver) -> None:
+    def coordinator_event(self, event: CoordinatorEvent) -> None:
         for command in self.coordinator.handle(event):
             match command:
                 case SendTo():
@@ -230,20 +228,16 @@ class World:
                 case Hurry():
                     assert self.coordinator.state is CoordinatorState.COMMITTING
 
-    def rank_event(
-        self,
-        rank: int,
-        event: FromCoordinator | Reached | WorkFailed | CoordinatorGone | TakenOver,
-    ) -> None:
+    def rank_event(self, rank: int, event: ParticipantEvent) -> None:
         before = self.ranks[rank].round
         for command in self.ranks[rank].handle(event):
             match command:
-                case Report():
-                    self.up[rank].append(command.message)
-                case Enter():
+                case Arrived() | Failed():
+                    self.up[rank].append(command)
+                case Proceed():
                     self.check_all_arrived(before)
                     self.work[rank] = None
-                case Answer():
+                case Ask():
                     self.work[rank] = b"answer"
                 case End():
                     self.work.pop(rank, None)
@@ -409,7 +403,7 @@ def test_all_orders_of_three_ranks(faults: dict[str, bool | int]) -> None:
 # One at a time ----------------------------------------------------------------------------------
 
 
-def sent(commands: Sequence[object]) -> dict[int, FromCoordinator]:
+def sent(commands: Sequence[object]) -> dict[int, ToRank]:
     return {command.rank: command.message for command in commands if isinstance(command, SendTo)}
 
 
@@ -429,26 +423,26 @@ def test_an_answer_may_be_asked_for_twice() -> None:
     coordinator = Coordinator(world_size=2)
     coordinator.handle(Arrived(0, 0))
     coordinator.handle(Arrived(1, 0))
-    asked = sent(coordinator.handle(Decided(AskMore({1: b"more?"}))))
+    asked = sent(coordinator.handle(AskMore({1: b"more?"})))
     assert asked == {1: Ask(0, b"more?", 1)}
     assert coordinator.awaited == (1,)
     assert sent(coordinator.handle(Arrived(1, 0))) == asked  # it did not hear the question
     assert coordinator.handle(Arrived(1, 0, b"answer", 1)) == [Decide(0, {1: b"answer"}, False)]
-    again = sent(coordinator.handle(Decided(AskMore({1: b"even more?"}))))
+    again = sent(coordinator.handle(AskMore({1: b"even more?"})))
     assert again == {1: Ask(0, b"even more?", 2)}
 
 
 def test_a_rank_that_did_not_hear_the_decision_gets_it_again() -> None:
     coordinator = Coordinator(world_size=1)
     coordinator.handle(Arrived(0, 0))
-    decided = sent(coordinator.handle(Decided(Continue(common=b"plan"))))
+    decided = sent(coordinator.handle(Continue(common=b"plan")))
     assert sent(coordinator.handle(Arrived(0, 0))) == decided == {0: Proceed(0, b"plan", 1)}
 
 
 def test_the_outcome_is_repeated_after_the_end() -> None:
     coordinator = Coordinator(world_size=1)
     coordinator.handle(Arrived(0, 0))
-    last = sent(coordinator.handle(Decided(Continue(is_last=True))))
+    last = sent(coordinator.handle(Continue(is_last=True)))
     assert sent(coordinator.handle(Arrived(0, 0))) == last
     aborted = Coordinator(world_size=1)
     aborted.handle(Lost(GONE))
@@ -465,7 +459,7 @@ def test_a_rank_that_failed_and_did_not_hear_the_verdict_gets_it_again() -> None
 def test_a_repeated_question_is_answered_once() -> None:
     rank = Participant(rank=0)
     rank.handle(Reached())
-    assert rank.handle(Ask(0, b"more?", 1)) == [Answer(b"more?")]
+    assert rank.handle(Ask(0, b"more?", 1)) == [Ask(0, b"more?", 1)]
     rank.handle(Reached(b"answer"))
     assert rank.handle(Ask(0, b"more?", 1)) == []
 
@@ -473,36 +467,36 @@ def test_a_repeated_question_is_answered_once() -> None:
 def test_a_commit_under_way_is_only_hurried() -> None:
     coordinator = Coordinator(world_size=1)
     coordinator.handle(Arrived(0, 0))
-    coordinator.handle(Decided(Continue(commits_next=True)))
+    coordinator.handle(Continue(commits_next=True))
     assert coordinator.handle(Arrived(0, 1)) == [Decide(1, {0: b""}, True)]
     assert coordinator.handle(Failed(0, GONE)) == [Hurry(GONE, has_grace=True)]
     assert coordinator.handle(Overdue(GONE)) == [Hurry(GONE, has_grace=False)]
     assert coordinator.handle(Lost(GONE)) == []
-    assert sent(coordinator.handle(Decided(Continue(is_last=True)))) == {
-        0: Proceed(1, b"", 2, True)
-    }
+    assert sent(coordinator.handle(Continue(is_last=True))) == {0: Proceed(1, b"", 2, True)}
 
 
 def test_a_rank_cancelled_after_its_last_arrival_takes_the_outcome() -> None:
     rank = Participant(rank=0)
     rank.handle(Reached(commits=True))
-    rank.handle(WorkFailed(GONE))
+    rank.handle(Failed(0, GONE))
     assert rank.handle(Proceed(0, b"x", 1, True)) == [End(None, payload=b"x")]
 
 
 def test_only_after_the_commit_round_the_outcome_is_unknown() -> None:
     rank = Participant(rank=0)
     rank.handle(Reached())
-    assert copy.deepcopy(rank).handle(CoordinatorGone(GONE)) == [End(GONE)]
+    assert copy.deepcopy(rank).handle(Lost(GONE)) == [End(GONE)]
     rank.handle(Proceed(0, b"", 1))
     rank.handle(Reached(commits=True))
-    rank.handle(WorkFailed(failure("cancelled")))
-    assert rank.handle(CoordinatorGone(GONE)) == [End(GONE, is_unknown=True)]
+    rank.handle(Failed(0, failure("cancelled")))
+    assert rank.handle(Lost(GONE)) == [End(GONE, is_unknown=True)]
 
 
-def test_what_cannot_happen_is_a_defect() -> None:
-    with pytest.raises(ProtocolViolation, match="Decided while gathering"):
-        Coordinator(world_size=1).handle(Decided(Continue()))
+def test_what_cannot_happen_is_a_defect_and_changes_nothing() -> None:
+    coordinator = Coordinator(world_size=1)
+    with pytest.raises(ProtocolViolation, match="Continue while gathering"):
+        coordinator.handle(Continue())
+    assert coordinator.handle(Arrived(0, 0)) == [Decide(0, {0: b""}, False)]
     waiting = Participant(rank=0)
     waiting.handle(Reached())
     assert waiting.state is ParticipantState.WAITING
@@ -510,15 +504,46 @@ def test_what_cannot_happen_is_a_defect() -> None:
         waiting.handle(Reached())
 
 
+def test_invariants_are_asserted_after_each_step() -> None:
+    coordinator = Coordinator(world_size=2)
+    coordinator.failure = GONE
+    with pytest.raises(AssertionError):
+        coordinator.handle(Arrived(0, 0))
+
+
+def test_a_rank_that_has_ended_ignores_everything() -> None:
+    rank = Participant(rank=0)
+    finals = [rank.is_final]
+    assert rank.handle(Aborted(GONE)) == [End(GONE)]
+    for event in (Reached(), Failed(0, GONE), Proceed(0), Aborted(GONE), Lost(GONE)):
+        assert rank.handle(event) == []
+        finals.append(rank.is_final)
+    assert finals == [False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "finals"),
+    [
+        (rounds._COORDINATOR, CoordinatorState, set()),
+        (rounds._PARTICIPANT, ParticipantState, {"ended"}),
+    ],
+)
+def test_a_table_has_a_row_for_each_state_and_the_outcomes_are_final(
+    table: Table[Any, Any], states: Collection[StrEnum], finals: set[str]
+) -> None:
+    assert table.keys() == set(states)
+    assert {state for state, row in table.items() if not row} == finals
+
+
 @pytest.mark.parametrize(
     ("message", "union"),
     [
         (Arrived(3, 1, b"x"), FromRank),
         (Failed(3, GONE), FromRank),
-        (Ask(0, b"?", 1), FromCoordinator),
-        (Proceed(1, b"y", 2), FromCoordinator),
-        (Repeat(), FromCoordinator),
-        (Aborted(GONE), FromCoordinator),
+        (Ask(0, b"?", 1), ToRank),
+        (Proceed(1, b"y", 2), ToRank),
+        (Repeat(), ToRank),
+        (Aborted(GONE), ToRank),
     ],
 )
 def test_messages_travel(message: object, union: object) -> None:

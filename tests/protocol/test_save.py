@@ -19,19 +19,17 @@ from actorsnap.planning.inventory import (
     sharded_digest,
 )
 from actorsnap.planning.packing import Item, PackingRules
-from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.messages import Token
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.plan_cache import PlanCache
-from actorsnap.protocol.rounds import Abort, AskMore, Continue, Decision
+from actorsnap.protocol.rounds import AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,
-    InventoryAnswer,
-    ItemsAnswer,
+    Details,
     Joined,
     ManifestStored,
     Question,
     SaveDecisions,
-    ShardedAnswer,
+    Token,
     decode,
     encode,
 )
@@ -91,11 +89,11 @@ class Ranks:
 
     def answer(self, rank: int, question: Question) -> bytes:
         if question.inventory:
-            return encode(InventoryAnswer(self.inventories[rank]))
+            return encode(Details(self.inventories[rank]))
         if question.sharded:
-            return encode(ShardedAnswer(self.sharded[rank]))
+            return encode(Details(sharded=self.sharded[rank]))
         own = {item_digest(self.items[rank]): self.items[rank]}
-        return encode(ItemsAnswer({digest: own[digest] for digest in question.lists}))
+        return encode(Details(lists={digest: own[digest] for digest in question.lists}))
 
     def assignments(self, *plans: bytes) -> list[Assignment]:
         decision = self.join(*plans)
@@ -160,9 +158,9 @@ def test_ranks_that_disagree_about_a_tensor() -> None:
 def test_another_release_is_refused_and_named() -> None:
     payloads = {0: encode(Joined("1", b"a")), 1: encode(Joined("0.9", b"a"))}
     decision = decisions(2).decide(0, payloads)
-    assert isinstance(decision, Abort)
-    assert decision.failure.rank == 1
-    assert "rank 1 runs actorsnap 0.9, the coordinator 1" in decision.failure.reason
+    assert isinstance(decision, Failure)
+    assert decision.rank == 1
+    assert "rank 1 runs actorsnap 0.9, the coordinator 1" in decision.reason
 
 
 def test_only_rank_0_repeats_the_metadata() -> None:
@@ -203,3 +201,17 @@ def test_the_manifests_to_commit() -> None:
         (manifest_key(ATTEMPT, 0), 10, 1),
         (manifest_key(ATTEMPT, 1), 20, 2),
     ]
+
+
+@pytest.mark.parametrize("key", ["a/data/x/0-0.safetensors", "a/data/x/0-0.chunks/7", "a/x"])
+@pytest.mark.parametrize("token", [b"", b"upload-7", b"\xff"])
+def test_a_token_says_its_key_once(key: str, token: bytes) -> None:
+    token = token or key.encode()
+    found = Token.of("a", key, token)
+    assert found.opened("a") == (key, token)
+    assert (found.token == b"") == (token == key.encode())
+
+
+def test_a_token_of_a_data_object_is_short() -> None:
+    key = "a/data/x/0-0.safetensors"
+    assert Token.of("a", key, key.encode()) == Token("x/0-0")

@@ -73,7 +73,7 @@ class Step(NamedTuple):
     @property
     def is_decided(self) -> bool:
         """Whether the others have succeeded, or can."""
-        is_end = self.event == "Proceed" or (self.event == "Decided" and self.is_save)
+        is_end = self.event == "Proceed" or (self.event == "Continue" and self.is_save)
         return is_end and self.round == _LAST_ROUND[self.call]
 
 
@@ -88,7 +88,7 @@ STEPS = [
     Step("save", 0, "rank", "Ask", 0),
     Step("save", 0, "object completed"),
     *(Step("save", 0, "coordinator", "Arrived", number) for number in range(4)),
-    Step("save", 0, "coordinator", "Decided", 3),
+    Step("save", 0, "coordinator", "Continue", 3),
     # All are ready, have compared, have read a piece, have read all, have loaded.
     *(Step("restore", 1, "rank", "Reached", number) for number in range(5)),
     *(Step("restore", 1, "rank", "Proceed", number) for number in (2, 4)),

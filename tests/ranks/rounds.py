@@ -13,7 +13,7 @@ import torch.distributed as dist
 from actorsnap.errors import ActorSnapError, StorageError
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.labels import CallKind, Label
+from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.rounds import Continue
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host, Script, run_sync

@@ -12,7 +12,8 @@ import pytest
 
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed
-from actorsnap.transport.ends import Broken, Moved, PeerLost
+from actorsnap.protocol.rounds import TakenOver
+from actorsnap.transport.ends import Broken, PeerLost
 from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
 
 DEAD = Failure(reason="the uploader process was killed", stage=Stage.STORE, rank=1)
@@ -151,7 +152,7 @@ async def test_ends_move_to_another_mailbox() -> None:
         ends.move(new.relay)
         new.relay.attach(ends.put)
         new.participant.give(Proceed(0))
-        assert [await ends.participant.receive() for _ in range(2)] == [Moved(), Proceed(0)]
+        assert [await ends.participant.receive() for _ in range(2)] == [TakenOver(), Proceed(0)]
         await ends.participant.send(Arrived(1, 1))
         await new.relay.flush()
         assert (old.participant.sent, new.participant.sent) == ([], [Arrived(1, 1)])

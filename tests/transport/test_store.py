@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import Frame, Kind
-from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
+from actorsnap.transport.store import PortTiming, StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
 
 
@@ -73,6 +73,8 @@ def open_port() -> Iterator[Opener]:
     opened: list[Port] = []
 
     def make(store: Any, rank: int, **options: Any) -> Port:
+        names = {"beat_s", "connect_s", "clock"} & options.keys()
+        timing = PortTiming(**{name: options.pop(name) for name in names})
         port = Port(
             store,
             namespace="job",
@@ -80,6 +82,7 @@ def open_port() -> Iterator[Opener]:
             world_size=options.pop("world_size", 2),
             up=Ask,
             down=Tell,
+            timing=timing,
             call_soon=cast(Any, asyncio.get_running_loop().call_soon_threadsafe),
             **options,
         )

@@ -1,0 +1,67 @@
+"""This process' part in the calls of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import anyio
+import pytest
+import torch.distributed as dist
+
+from actorsnap.options import Options
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.messages import Aborted, CallKind, Label
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.team import Team
+from actorsnap.state.process_group import find_group
+
+ENDED = Label(CallKind.TAKE, "/ckpt/step-1", 1)
+OWN = Label(CallKind.TAKE, "/ckpt/step-2", 2)
+
+
+@pytest.fixture
+def teams() -> Iterator[list[Team]]:
+    """Ranks 0 and 1 of a group, both in this process."""
+    store = cast(Any, dist).TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    found = []
+    for rank in (0, 1):
+        group = find_group(store=store, rank=rank, world_size=2)
+        assert group is not None
+        found.append(Team(group))
+    yield found
+    for team in found:
+        team.port.close()
+
+
+@pytest.mark.parametrize("label", [OWN, None], ids=["another call", "bad input"])
+def test_a_rank_whose_number_has_ended_with_another_call(
+    teams: list[Team], label: Label | None
+) -> None:
+    """It makes its own call with the next number; with bad input, it has no call to make."""
+    failure = Failure(reason="enough", stage=Stage.CANCEL, rank=0)
+
+    async def end(rank_0: Team) -> None:
+        with rank_0.port.begin(tag=ENDED.digest) as save:
+            assert save.coordinator is not None
+            await save.coordinator.receive()  # its own beginning
+            await save.coordinator.send(1, Aborted(failure, ENDED.digest))
+            await anyio.sleep_forever()
+
+    host = Host.get()
+    ending = host.submit(end(teams[0]))
+    call = teams[1].begin(label, Options(timeout_s=30))
+    receiving = host.submit(call.participant.receive())
+    if label is None:
+        assert receiving.future.result(20) == Aborted(failure, ENDED.digest)
+        assert teams[1].port.next_number == 1
+    else:
+        with pytest.raises(TimeoutError):
+            receiving.future.result(2)
+        assert teams[1].port.next_number == 2
+    receiving.cancel()
+    ending.cancel()
+    call.close()
