@@ -12,6 +12,7 @@ from actorsnap.protocol.failure import Failure, Stage, explain_loss
 from actorsnap.protocol.messages import (
     Aborted,
     Absent,
+    Arrived,
     AskLabel,
     Failed,
     FromCoordinator,
@@ -267,6 +268,8 @@ class Roll:
                 roll_call.on_lost(rank, silent_s)
             case PeerLost() | Broken() if roll_call.is_over:
                 return message
+            case Arrived(rank=rank) if not roll_call.has_called(rank):
+                pass  # the rank has left another call, which had this number
             case _ if roll_call.state in (RollState.CALLING, RollState.CALLED):
                 return message
             case _:

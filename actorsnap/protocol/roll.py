@@ -101,6 +101,10 @@ class RollCall:
     def is_over(self) -> bool:
         return self.state in (_S.CALLED, _S.REFUSED)
 
+    def has_called(self, rank: int) -> bool:
+        """Returns whether the rank makes this call, or another one."""
+        return rank in self._called
+
     @property
     def remind_after_s(self) -> float:
         """Seconds after rank 0's call at which the next ``remind`` is due."""

@@ -396,25 +396,27 @@ class StorePort(Generic[Up, Down]):
         """
         self._check_process()
         with self._numbering:
-            return self._begin(lost_after_s, number, tag)
+            if number is None:
+                number = self._next_number
+            else:
+                assert number >= self._next_number
+                self._run_on_loop(functools.partial(self._leave_out, number))
+            self._next_number = number + 1
+            save = StoreSave(self, number, lost_after_s, tag)
+            self._run_on_loop(lambda: self._register(save))
+            return save
 
     def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
-        """Begins the save that follows ``save``, with its tag, unless it has begun. Thread-safe."""
+        """Begins the save that follows ``save``, with its tag, unless it has begun. On the loop."""
         with self._numbering:
-            if self._next_number != save.number + 1:
-                return None
-            return self._begin(save.lost_after_s, None, save.tag)
-
-    def _begin(self, lost_after_s: float, number: int | None, tag: bytes) -> StoreSave[Up, Down]:
-        if number is None:
             number = self._next_number
-        else:
-            assert number >= self._next_number
-            self._run_on_loop(functools.partial(self._leave_out, number))
-        self._next_number = number + 1
-        save = StoreSave(self, number, lost_after_s, tag)
-        self._run_on_loop(lambda: self._register(save))
-        return save
+            if number != save.number + 1:
+                return None
+            self._next_number = number + 1
+        following = StoreSave(self, number, save.lost_after_s, save.tag)
+        # At once: its messages must not overtake the heartbeat that announces it.
+        self._register(following)
+        return following
 
     def send_late(self, rank: int, number: int, message: Down) -> None:
         """Sends a coordinator's message in a save that has ended here."""

@@ -161,28 +161,30 @@ def direct_late(num_ranks: int, **arguments: Any) -> list[Any]:
         world.end()
 
 
-def skipped(me: Rank, path: str, whom: Sequence[int], offload: str) -> dict[str, Any]:
-    """The ranks ``whom`` skip a save; then all make the same calls, and meet before each."""
+def skipped(
+    me: Rank, path: str, whom: Sequence[int], offload: str, missed: str, following: Sequence[str]
+) -> dict[str, Any]:
+    """The ranks ``whom`` skip a call; then all make the same calls, and meet before each."""
     me.join_gloo()
     ends._PATIENCE_S = 0.5
     options = Options(fsync=False, timeout_s=60.0, lost_after_s=20.0, offload=offload)
     kind = "take" if offload == "thread" else "async_take"
     _save(f"{path}/s", 1.0, options, kind, step=1)
     short = Options(fsync=False, timeout_s=2.0, lost_after_s=20.0, offload=offload)
-    first = None
-    if me.rank not in whom:
-        save = functools.partial(_save, f"{path}/s", 2.0, short, kind, overwrite=True, step=2)
-        first = outcome(save)
-    again = []
-    for step in (3, 4):
-        dist.barrier()
-        save = functools.partial(
-            _save, f"{path}/s", float(step), short, kind, overwrite=True, step=step
-        )
-        again.append(outcome(save))
-    dist.barrier()
     app = _state(0.0)
-    again.append(outcome(functools.partial(Snapshot(f"{path}/s", options=short).restore, app)))
+
+    def make(call: str, step: int) -> dict[str, Any]:
+        if call == "restore":
+            return outcome(functools.partial(Snapshot(f"{path}/s", options=short).restore, app))
+        fill = float(step)
+        save = functools.partial(_save, f"{path}/s", fill, short, kind, overwrite=True, step=step)
+        return outcome(save)
+
+    first = None if me.rank in whom else make(missed, 2)
+    again = []
+    for step, call in enumerate(following, 3):
+        dist.barrier()
+        again.append(make(call, step))
     dist.barrier()
     return {"first": first, "again": again, "value": app["model"]["w"].to_local().tolist()}
 

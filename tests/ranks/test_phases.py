@@ -141,8 +141,38 @@ def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) ->
 def test_ranks_that_have_skipped_a_call_are_back_at_the_next(
     director: Director, tmp_path: Path, whom: list[int], offload: str
 ) -> None:
+    following = ["save", "save", "restore"]
+    check_skipped(director, tmp_path, whom, offload, "save", following)
+
+
+@pytest.mark.parametrize("whom", [[0], [0, 2], [1]])
+@pytest.mark.parametrize(
+    ("missed", "following"),
+    [("save", ["restore", "save", "restore"]), ("restore", ["save", "save", "restore"])],
+)
+def test_the_next_call_after_a_skipped_one_may_be_of_another_kind(
+    director: Director, tmp_path: Path, whom: list[int], missed: str, following: list[str]
+) -> None:
+    check_skipped(director, tmp_path, whom, "thread", missed, following)
+
+
+def check_skipped(
+    director: Director,
+    path: Path,
+    whom: list[int],
+    offload: str,
+    missed: str,
+    following: list[str],
+) -> None:
+    """All calls after the skipped one succeed."""
     said = director.play(
-        "direct_skipped", num_ranks=NUM_RANKS, path=str(tmp_path), whom=whom, offload=offload
+        "direct_skipped",
+        num_ranks=NUM_RANKS,
+        path=str(path),
+        whom=whom,
+        offload=offload,
+        missed=missed,
+        following=following,
     )
     for number, rank in enumerate(said):
         if number not in whom:
