@@ -10,10 +10,9 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
-from actorsnap.protocol.save import Assignment
 from actorsnap.state.sources import ByteSource
 
-__all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "release_leases"]
+__all__ = ["StagedChunk", "StagedMemory", "Staging", "StagingOrder", "release_leases"]
 
 
 class StagedMemory(Protocol):
@@ -88,18 +87,8 @@ class StagingOrder:
 
 
 class Staging(Protocol):
-    async def run(self) -> None:
+    """Stages one rank's chunks, in this process or in the one that holds the bytes."""
+
+    async def run(self, order: StagingOrder) -> None:
         """Stages all chunks; releases the sources."""
-        ...
-
-
-class Stager(Protocol):
-    """Stages in another process, which holds the bytes."""
-
-    def prepare(self, assignment: Assignment) -> None:
-        """Provides the packing plan: staging may begin."""
-        ...
-
-    def make(self, order: StagingOrder) -> Staging:
-        """Returns a ``Staging`` that receives the chunks staged there."""
         ...

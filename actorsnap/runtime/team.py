@@ -23,7 +23,7 @@ from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.messages import Aborted, FromCoordinator, ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.roll import RollMachine
-from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
+from actorsnap.protocol.uploader import LeaveTeam, TakeOver
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
@@ -212,10 +212,6 @@ class Team:
                 "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )
         return self.address is not None and not self.hosts_store
-
-    def as_rank(self) -> TeamRank:
-        """Returns the description of the rank for the uploader process."""
-        return TeamRank(self.number, self.rank, self.world_size)
 
     async def take_over(self, number: int, call: TeamCall) -> TakeOver:
         """Returns the data with which another process continues this rank's part of a call. Only
