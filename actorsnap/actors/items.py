@@ -28,8 +28,7 @@ class StagedChunk:
     """A chunk whose bytes are ready to be hashed and written.
 
     Attributes:
-        chunk: The planned chunk.
-        head: Bytes of the object's header at the beginning of the chunk, or empty.
+        head: The chunk's part of the object's header, or empty.
         pieces: The following pieces, in order.
         sources: Per item of the object, the trainer's own memory; used without a lease only.
         lease: Memory with contiguous copies of the pieces, or None. Released after storing.
@@ -76,8 +75,8 @@ class StagingOrder:
         objects: The plan.
         chunks: In the order of storing.
         out: Receives staged chunks; closed at the end.
-        full: Set when staging waits for memory, and at its end. Until then the storing side leaves
-            the CPU to the copies, because the trainer waits for them.
+        full: Set when staging waits for memory, and at its end. Until then uploaders leave the CPU
+            to the copies, because the trainer waits for them.
     """
 
     objects: Sequence[ObjectPlan]

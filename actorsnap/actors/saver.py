@@ -1,8 +1,8 @@
 """One rank's part in one save, from its inventory to the outcome.
 
-Read ``Saver._save`` from top to bottom: the rank joins, opens its objects, moves bytes from the
-staging actor to the uploaders over one bounded stream, completes the objects, and stores its
-manifest. ``protocol.save`` defines the rounds in between.
+``Saver._save`` is the script: the rank joins, opens its objects, moves bytes from staging to the
+uploaders over one bounded stream, completes the objects, and stores its manifest.
+``protocol.save`` defines the rounds in between.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ logger = Log(__name__)
 _RELEASED = MemorySource(0, 0, None)
 
 _HEAD_START_S = 0.002
-"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first.
-Otherwise it continues a switch interval (5 ms) later.
-"""
+"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first,
+otherwise a switch interval (5 ms) later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +110,7 @@ class Saver:
     """Takes part in one save.
 
     Args:
-        captured: The rank's state, released after staging and building the manifest. A ``Failure``:
-            this rank only reports it.
+        captured: The rank's state; a ``Failure``: this rank only reports it.
         end: The transport's end of this rank.
         staging: Stages the state.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
@@ -191,7 +189,6 @@ class Saver:
         return failure
 
     async def _work(self) -> None:
-        """Saves; reports a failure or a cancellation by the caller."""
         if self._failure is None:
             with self._work_scope:
                 try:
@@ -262,7 +259,7 @@ class Saver:
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
-        """Reports this rank's inventory; returns its leaves by scope, and its part of the plan."""
+        """Returns this rank's leaves by scope, and its part of the plan."""
         # ``answer`` outlives this call: it must not refer to the trainer's memory.
         sharded, before = self._captured.sharded, self._before
         scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
@@ -289,7 +286,7 @@ class Saver:
     async def _store_objects(
         self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
     ) -> None:
-        """Stages and stores all chunks; completes the objects that only this rank writes."""
+        """Stages and stores all chunks; completes objects that only this rank writes."""
         plans, order = objects.plans, write_order(objects.plans)
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
         # The budget bounds copies; views of live memory only need to keep the uploaders busy.
@@ -357,7 +354,6 @@ class Saver:
             release_leases(staged)
 
     async def _open(self, assignment: Assignment, objects: RankObjects) -> None:
-        """Opens this rank's objects and joins those of other ranks."""
         tokens = await objects.open()
         if assignment.shares_objects:
             payload = await self._rounds.arrive(encode(tokens))
@@ -384,7 +380,6 @@ class Saver:
         begin.set()
 
     async def _complete_shared(self, objects: RankObjects) -> None:
-        """Completes the objects of this rank that other ranks also write."""
         async with anyio.create_task_group() as tasks:
             for number, plan in enumerate(objects.plans):
                 if plan.has_joiners:
@@ -456,8 +451,5 @@ class Saver:
         )
 
     async def _discard(self) -> None:
-        """Deletes this rank's objects, in bounded time. A failure leaves garbage and is only
-        logged.
-        """
         if self._objects is not None:
             await self._errands.clean_up(self._objects.delete)

@@ -1,8 +1,7 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
-It takes chunks in write order and sends them on a bounded stream. In a blocking save, chunks of
-contiguous CPU tensors are views of the trainer's memory; worker threads copy all others into leased
-memory first. This module must not know how chunks are used.
+In a blocking save, chunks of contiguous CPU tensors are views of the trainer's memory; worker
+threads copy all others into leased memory first.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["StagingActor"]
 
 _MAX_COPIED_BYTES = 48 << 20
-"""Limit of copies in a blocking save, in bytes, besides the budget. The trainer does not wait for
-these copies, so more of them would only use memory.
-"""
+"""Limit of copies in a blocking save, in bytes, besides the budget. Nobody waits for them, so more
+would only use memory."""
 
 
 class StagingActor:
@@ -33,10 +31,8 @@ class StagingActor:
 
     Args:
         leaves: The state.
-        copies: True: copy every chunk, so that the trainer may overwrite its tensors as soon as
-            ``run`` has returned; the sources are released by then. False: copy only chunks that
-            cannot be read in place.
-        budget: Lends the memory for copies.
+        copies: Copy every chunk, so that the trainer may overwrite its tensors as soon as ``run``
+            has returned. False: only chunks that cannot be read in place.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
         fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
             in the order of storing.

@@ -1,16 +1,14 @@
 """Decides when a trainer has an uploader process, and the fate of saves when it dies.
 
-1. A process is started for the first save, or earlier on request. Saves are sent when it is ready.
+1. The first save, or an earlier request, starts a process. Saves are sent when it is ready.
 2. If it ends before that, another one is started, once. If that fails too, these and all later
    saves are made without a process: a slow snapshot is better than none.
 3. A process that is silent for too long is killed: it was stopped, or hangs in a system call.
-4. If it dies in a save whose chunks are all still in the arena, or not yet copied there, the next
-   process gets the save, once, with the name of the dead attempt, which may have committed. Any
-   other save is aborted. A save with other ranks is sent again only if the process had not begun
-   it: otherwise the other ranks rely on the dead attempt.
-5. Each requested save ends exactly once: finished, aborted, or made without a process.
-
-``protocol.uploader`` defines the messages between trainer and process.
+4. If it dies in a save whose chunks are all still in the arena, or not yet copied, the next process
+   gets the save, once, with the name of the dead attempt, which may have committed. Any other save
+   is aborted. A save with other ranks is sent again only if the process had not begun it: otherwise
+   the other ranks rely on the dead attempt.
+5. Each save ends exactly once: finished, aborted, or made without a process.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ _S = SupervisorState
 class Supervisor:
     """Supervises the successive uploader processes of one trainer.
 
-    Each event is a method, which returns the commands to perform.
+    Events are methods that return the commands to perform.
     """
 
     def __init__(self) -> None:
@@ -126,12 +124,7 @@ class Supervisor:
     def add_save(
         self, number: int, *, rank: int = 0, is_shared: bool = False
     ) -> list[SupervisorCommand]:
-        """Adds a save.
-
-        Args:
-            rank: The trainer's rank in the save.
-            is_shared: Other ranks take part.
-        """
+        """Adds a save of this rank, shared with other ranks or not."""
         if self.state is _S.UNUSABLE:
             return [SaveHere(number)]
         save = self._saves[number] = _Supervised(rank, is_shared)
@@ -163,17 +156,13 @@ class Supervisor:
         return commands
 
     def note_begun(self, number: int, attempt: str) -> None:
-        """Notes that the process has begun the save.
-
-        Args:
-            attempt: Name of the attempt; on other ranks than 0 empty at first.
-        """
+        """Notes that the process has begun the save. Only rank 0 knows the attempt at first."""
         save = self._saves.get(number)
         if save is not None:
             save.has_begun, save.attempt = True, attempt
 
     def note_memory_gone(self, number: int) -> None:
-        """Notes that a chunk of the save is no longer in the arena."""
+        """Notes that a chunk has left the arena."""
         if number in self._saves:
             self._saves[number].can_be_sent = False
 
@@ -209,7 +198,7 @@ class Supervisor:
         return [ProcessCommand.KILL]
 
     def note_process_ended(self, reason: str) -> list[SupervisorCommand]:
-        """Notes that the process has ended, or could not be started."""
+        """Notes that the process has ended or did not start."""
         self._num_failed_starts += self.state is _S.STARTING
         commands: list[SupervisorCommand] = []
         for number, save in list(self._saves.items()):

@@ -1,12 +1,9 @@
-"""Messages between a trainer and its uploader process.
+"""Frames between a trainer and its uploader process, which are of the same release.
 
-The trainer captures and stages. The process runs the participant, the coordinator on rank 0, and
-the storage. See ``docs/decisions/0011-uploader-process.md``. Tensor bytes travel through the arena,
-never here.
-
-Both ends are of the same release. A state's ``Structure`` is sent once; later saves send its digest
-and the small values that have changed since. Chunks are not described: each end packs the same
-items by the same plan and rules, and numbers the chunks as in ``packing.write_order``.
+The trainer captures and stages; the process runs the participant, the coordinator and the storage
+(``docs/decisions/0011-uploader-process.md``). Tensor bytes travel through the arena. A state's
+``Structure`` is sent once; later saves send its digest and the values that have changed. Both ends
+pack the same items by the same plan and rules, and number the chunks as ``packing.write_order``.
 """
 
 from __future__ import annotations
@@ -49,13 +46,12 @@ __all__ = [
 
 
 class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An app state without its values: the leaves with bytes, as columns, and the other entries.
+    """An app state without its values.
 
     Attributes:
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
-        requires_grad: Indices of the leaves that require gradients.
-        holders: Sets of ranks with the indices of the leaves that these ranks share.
-        rank_zero_wins: Indices of the leaves of which rank 0's value is authoritative.
+        requires_grad, rank_zero_wins: Indices of these leaves.
+        holders: Sets of ranks, each with the indices of the leaves that they share.
         memory_formats: By leaf index, where there is one.
         attributes: By leaf index, where there are some; JSON.
         entries: The other entries without values, with their positions among all parts; JSON.
@@ -83,14 +79,11 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alive(_Frame, frozen=True, tag="a"):
-    """Heartbeat without news, in either direction. The first one of the process: it listens."""
+    """Heartbeat, in either direction. The process sends the first one when it listens."""
 
 
 class AttemptsEnded(_Frame, frozen=True, tag="A"):
-    """Attempts of the sender have committed or can no longer commit, in either direction.
-
-    The receiver may delete their garbage too.
-    """
+    """Attempts of the sender have committed or can no longer commit, in either direction."""
 
     attempts: list[str]
 
@@ -102,8 +95,7 @@ class Configure(_Frame, frozen=True, tag="v"):
     """Changes settings of the process.
 
     Attributes:
-        variables: Environment variables that the trainer has set or deleted since: they may be
-            credentials.
+        variables: Environment variables that were set or deleted: they may be credentials.
         log_level: Minimum level of lines for the trainer's log.
         duty: Share of the time in which uploaders work; see ``pacing``.
     """
@@ -117,20 +109,18 @@ class BeginSave(_Frame, frozen=True, tag="s"):
     """Begins a save.
 
     Attributes:
-        number: Number of the save, in all frames about it.
-        digest: Digest of the structure.
-        structure: None: the one that was sent before with this digest.
-        values: Value entries as JSON, by index: with a structure all of them, otherwise those that
+        number: Identifies the save in all frames.
+        structure: None: the one sent before with this digest.
+        values: Value entries as JSON, by index: all of them, or without a structure those that
             differ from the ones sent with it.
         display_url, url, storage_options: See ``runtime.location.Location``.
         options, metadata: As msgpack, and as JSON.
-        left_s: Seconds left of ``Options.timeout_s``.
-        step: See ``SaveRequest``.
-        budget_bytes: Budget of the trainer's process, in bytes.
+        left_s: Rest of ``Options.timeout_s``, in seconds.
+        budget_bytes: Memory budget of the trainer.
         previous_attempt: The attempt of a process that died in this save, or empty.
-        forgotten: Digest of a structure that no later save will name, or empty.
-        is_recorded: Whether ``Finished`` needs a record.
-        team: Number of the trainer's team; None if this is the only rank.
+        forgotten: Digest of a structure that no later save uses, or empty.
+        is_recorded: ``Finished`` needs a record.
+        team: Number of the trainer's team; None for a single rank.
     """
 
     number: int
@@ -159,11 +149,11 @@ class Staged(_Frame, frozen=True, tag="c"):
     """Progress of staging.
 
     Attributes:
-        chunks: Chunks now in the arena: the number of each, and its offset there. The offset is
-            None for a chunk of header bytes only.
+        chunks: Number of each new chunk, and its offset in the arena; None if it has header bytes
+            only.
         is_waiting: The trainer waits for memory: begin to store.
         is_last: All chunks were staged.
-        error: Why staging has failed; no more chunks follow. Empty if it has not.
+        error: Why staging has failed, or empty.
     """
 
     number: int
@@ -177,7 +167,7 @@ class CancelSave(_Frame, frozen=True, tag="x"):
     """Aborts the save, if it is not too late.
 
     Attributes:
-        is_concluded: The trainer has ended the call of all ranks; no message will come.
+        is_concluded: The trainer has ended the call of all ranks.
     """
 
     number: int
@@ -198,14 +188,14 @@ class EndReceived(_Frame, frozen=True, tag="m"):
 
 
 class AbsenceReported(_Frame, frozen=True, tag="n"):
-    """The answer to ``AnswerWanted``; see ``CoordinatorEnd.absence``."""
+    """Answers ``AnswerWanted``; see ``CoordinatorEnd.absence``."""
 
     number: int
     reason: str | None
 
 
 class TurnGiven(_Frame, frozen=True, tag="t"):
-    """The answer to ``AnswerWanted``; see ``CommitTurn.wait``."""
+    """Answers ``AnswerWanted``; see ``CommitTurn.wait``."""
 
     number: int
     is_unanswered: bool
@@ -232,13 +222,13 @@ class TakeOver(_Frame, frozen=True, tag="T"):
 
 
 class LeaveTeam(_Frame, frozen=True, tag="L"):
-    """The trainer's team makes no more calls; see ``TeamRank.team``."""
+    """The trainer's team makes no more calls."""
 
     team: int
 
 
 ToSave: TypeAlias = Staged | CancelSave | EndReceived | AbsenceReported | TurnGiven | TakeOver
-"""Frames about a save that runs."""
+"""About a running save."""
 
 ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
 
@@ -278,7 +268,7 @@ class TakeOverPrepared(_Frame, frozen=True, tag="T"):
 
 
 class Begun(_Frame, frozen=True, tag="b"):
-    """The save has begun, and may leave garbage from now on. On rank 0 the attempt has a name."""
+    """The save has begun, and may leave garbage. Only rank 0's attempt has a name yet."""
 
     number: int
     attempt: str
@@ -318,9 +308,8 @@ class Finished(_Frame, frozen=True, tag="f"):
     Attributes:
         error: None if committed.
         is_unanswered: See ``CommitTurn.release``.
-        record: Activities of the process, for the trainer's trace: ``actors.trace.Record`` as
-            msgpack; empty if there is none.
-        retries: Number of retried storage requests in the record.
+        record: ``actors.trace.Record`` as msgpack, for the trainer's trace; or empty.
+        retries: Number of retried storage requests.
     """
 
     number: int
@@ -342,6 +331,6 @@ class Logged(_Frame, frozen=True, tag="l"):
 FromSave: TypeAlias = (
     Begun | MessageSent | AnswerWanted | TakeOverPrepared | StagingWanted | Progressed | Finished
 )
-"""Frames about a save that runs."""
+"""About a running save."""
 
 FromProcess: TypeAlias = FromSave | Logged | AttemptsEnded | Alive

@@ -1,7 +1,6 @@
-"""Makes a save in this process, from captured state to commit.
+"""Makes a save in this process, from captured state to commit and garbage collection.
 
-Connects storage, transport, participant and, on rank 0, the coordinator on the runtime's loop.
-Maps a failure to one error, and collects garbage after a commit.
+Connects storage, transport, participant and, on rank 0, the coordinator.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class LocalEngine:
     Args:
         captured: The rank's state, or the reason for its absence.
         copies: The trainer may change the state before the save has ended.
-        ends: The ends of the ranks' call; None: those of the save's own call.
+        ends: The ends of the ranks' call, if they are not those of ``save.membership``.
         staging: Stages the state; None: this process has its bytes.
         previous_attempt: An attempt at this save whose process has died: if it has committed, so
             has the save.
@@ -202,11 +201,6 @@ class LocalEngine:
         )
 
     async def _make(self) -> None:
-        """Prepares, runs the actors, and collects garbage.
-
-        Raises:
-            ActorSnapError: The save is not committed.
-        """
         save = self._save
         fsync = save.options.fsync
         try:
@@ -256,7 +250,6 @@ class LocalEngine:
         )
 
     async def _open_assigned(self, assignment: Assignment) -> Storage:
-        """Opens the storage that the coordinator assigns; rank 0's options hold for all ranks."""
         if self._staging is not None:
             self._staging.prepare(assignment)
         self._save.attempt = assignment.attempt
@@ -268,7 +261,6 @@ class LocalEngine:
         return self._storage
 
     async def _find_older_in_time(self, storage: Storage) -> Commit | None:
-        """Runs ``_find_older`` with the deadline and with cancellation."""
         save = self._save
         reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
@@ -290,13 +282,8 @@ class LocalEngine:
         raise self._to_error(Failure(reason=reason, stage=stage, rank=0, key=key))
 
     async def _find_older(self, storage: Storage) -> Commit | None:
-        """Returns the commit that this save will replace; None if there is none or it is damaged.
-
-        Also finds attempts to resume.
-
-        Raises:
-            ObjectExists: There is a commit object, and ``overwrite`` is false.
-            UnsupportedFormat, NotASnapshot: This release cannot replace it.
+        """Returns the commit to replace; None if there is none or it is damaged. Also finds
+        attempts to resume.
         """
         save, request = self._save, self._save.request
         what, older = "a snapshot is committed", None
@@ -330,11 +317,7 @@ class LocalEngine:
         return older
 
     async def _run_actors(self, *, fsync: bool) -> CommitActor | None:
-        """Runs this rank's actors to the end; returns the committer on rank 0.
-
-        Raises:
-            ActorSnapError: The save is not committed.
-        """
+        """Runs this rank's actors; returns the committer on rank 0."""
         save, membership = self._save, self._save.membership
         transport = None
         end: ParticipantEnd
@@ -506,7 +489,7 @@ class LocalEngine:
         return error
 
     async def _collect(self, committer: CommitActor) -> None:
-        """Collects garbage. Never fails the committed save, nor delays its caller for long."""
+        """Collects garbage. Neither fails the save nor delays its caller for long."""
 
         async def collect() -> None:
             assert self._storage is not None
@@ -531,7 +514,7 @@ class LocalEngine:
 
 
 def _where(error: BaseException) -> dict[str, object]:
-    """Returns the stage and key of a failure, as fields of a log line."""
+    """Returns fields of a log line."""
     return {name: getattr(error, name, None) for name in ("stage", "key")}
 
 

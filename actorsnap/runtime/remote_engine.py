@@ -1,10 +1,10 @@
 """The trainer's half of a save made by the uploader process: capture and staging.
 
 Staged chunks keep their memory until the save has ended, so that a new process can repeat the save
-if this one dies. They give it up earlier if any save waits for memory. If no process can be
-started, a ``LocalEngine`` makes the save.
+if this one dies, or until any save waits for memory. If no process can be started, a
+``LocalEngine`` makes the save.
 
-With several ranks the mailbox also stays in the trainer, and messages are relayed
+With several ranks the mailbox stays in the trainer, and messages are relayed
 (``transport.relay``). If the process dies, the trainer ends the call. With ``detach``, if the
 trainer ends, the process opens the mailbox.
 """
@@ -114,7 +114,7 @@ class RemoteEngine:
                 world_size=team.world_size,
                 participant=call.participant,
                 coordinator=call.coordinator,
-                on_aborted=self._on_verdict,
+                on_aborted=self._conclude_unless_begun,
             )
 
     @property
@@ -172,11 +172,8 @@ class RemoteEngine:
         )
         self._conclude_unless_begun(Failure(reason=reason, stage=Stage.JOIN, rank=save.rank))
 
-    def _on_verdict(self, failure: Failure) -> None:
-        """Handles rank 0's abort. A saver that has begun receives it itself."""
-        self._conclude_unless_begun(failure)
-
     def _conclude_unless_begun(self, failure: Failure) -> None:
+        """Ends the save after rank 0's abort; an engine in the process receives it itself."""
         if not self._has_begun_there and not self._is_handed_back:
             self._uploader.conclude(self._number, failure)
 
@@ -264,7 +261,7 @@ class RemoteEngine:
         if self._relay is None:
             self._abort(failure)
         else:
-            self._tasks.start_soon(self._conclude, self._relay, failure)
+            self._tasks.start_soon(self._conclude_for_process, self._relay, failure)
 
     def let_go(self) -> None:
         self._keeps = False
@@ -284,7 +281,6 @@ class RemoteEngine:
             self._team.port.close(_CLOSE_S, is_continued=True)
 
     async def _give_turn(self) -> None:
-        """Gives the commit turn when earlier saves have ended, in either process."""
         assert self._save.turn is not None
         is_unanswered = await self._save.turn.wait()
         self._uploader.send(TurnGiven(self._number, is_unanswered))
@@ -295,7 +291,6 @@ class RemoteEngine:
         self._uploader.send(AbsenceReported(self._number, reason))
 
     def _on_take_over_prepared(self, error: str) -> None:
-        """Allows the save to be detached, unless there is an error."""
         assert self._take_over_prepared is not None
         if error:
             self._may_detach = False
@@ -332,7 +327,6 @@ class RemoteEngine:
             )
 
     def _on_progress(self, frame: Progressed) -> None:
-        """Records stored chunks; keeps or releases their memory."""
         self._save.board.add(hashed=frame.hashed, stored=frame.stored)
         self._stored.update(frame.released)
         if not self._keeps:
@@ -352,7 +346,7 @@ class RemoteEngine:
                 self._error.__cause__ = self._cause
         self._ended.set()
 
-    async def _conclude(self, relay: Relay, failure: Failure) -> None:
+    async def _conclude_for_process(self, relay: Relay, failure: Failure) -> None:
         """Ends the call of all ranks in place of the dead process."""
         outcome: Failure | None = msgspec.structs.replace(failure, may_be_visible=True)
         with anyio.move_on_after(self._save.request.left_s + _VERDICT_S):

@@ -1,8 +1,7 @@
-"""A save in flight, as its caller sees it.
+"""A save in flight.
 
-A ``Save`` has the futures that callers wait for, accepts their cancellation, and reports one
-outcome. An engine makes it: ``LocalEngine`` in this process, ``RemoteEngine`` with the uploader
-process.
+A ``Save`` has the futures of its callers, takes their cancellation, and reports one outcome. An
+engine makes it: ``LocalEngine`` in this process, ``RemoteEngine`` with the uploader process.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ class SaveRequest:
     """The arguments of a save.
 
     Attributes:
-        location: The target; rank 0's holds for all ranks.
-        overwrite: Whether to replace a committed snapshot.
-        resume: Whether to use objects of dead attempts there; rank 0's holds.
-        step: The caller's training step, or None.
-        metadata: The caller's metadata.
+        location, resume: Rank 0's hold for all ranks.
         begun_s: Start of the call, by ``time.monotonic``.
     """
 
@@ -74,10 +69,10 @@ class Engine(Protocol):
         """Makes the save; returns when it is committed. Called once.
 
         Args:
-            tasks: For tasks that hang in a storage; they may outlive the outcome.
+            tasks: For tasks that may hang in a storage; they may outlive the outcome.
 
         Raises:
-            Exception: The save is not committed, unless ``Save.commit`` was called.
+            Exception: The save's outcome, unless ``Save.commit`` was called.
         """
         ...
 
@@ -95,21 +90,17 @@ class Save:
 
     Args:
         membership: None for a single rank.
-        fence: Lets the trainer wait for lazily staged state; None if staging is eager.
-        observation: Records work and waits.
+        fence: None: staging is eager.
         turn: None: ``start`` takes one if the save overwrites.
 
     Attributes:
-        engine: Makes the save. Set before ``start``.
-        rank: This process' rank in the save.
+        engine: Set before ``start``.
         attempt: The attempt's name, once known here.
         eager_staged: Settled when the call that began the save may return, or with the save's
             error. The same as ``staged`` without a fence.
         staged: Settled when the trainer may overwrite its tensors, or with the save's error.
         finished: Settled with the outcome; its error is raised to users.
-        board: Progress.
-        cancel_reason: Why an abort was requested; None if it was not.
-        is_committed: The snapshot is committed; nothing can fail the save any more.
+        is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
     """
 
@@ -152,12 +143,11 @@ class Save:
 
     @property
     def url(self) -> str:
-        """The target's URL: rank 0's, once known."""
+        """The target's URL for people: rank 0's, once known."""
         return self.request.location.display_url
 
     @property
     def location(self) -> Location:
-        """The target: rank 0's, once known."""
         return self.request.location
 
     @property
@@ -166,7 +156,6 @@ class Save:
 
     @property
     def label(self) -> str:
-        """The name in the log."""
         return self.board.label
 
     # From any thread
@@ -186,8 +175,6 @@ class Save:
             return  # the runtime may have ended
 
         def request() -> None:
-            if self.finished.done():
-                return
             self.cancel_reason = self.cancel_reason or reason
             if not self._has_begun:
                 # Other ranks count on this one, so the save begins and fails at once.
@@ -219,7 +206,6 @@ class Save:
     # On the runtime's loop
 
     async def _begin(self) -> None:
-        """Runs the save once, unless it has already ended."""
         if not self._has_begun and not self.finished.done():
             self._has_begun = True
             await self._run()
@@ -244,7 +230,6 @@ class Save:
                     self.leave_process()
         finally:
             self.engine.close()
-            del self.engine  # they refer to each other
 
     def _stopped(self) -> SnapshotAborted:
         reason, is_detached = "the runtime was stopped", self.engine.is_detached
@@ -258,7 +243,6 @@ class Save:
         )
 
     async def _end_observation(self, error: BaseException | None) -> None:
-        """Exports the recording, before the outcome is reported."""
         observation, self.observation = self.observation, Observation("save")
         observation.attempt = self.attempt
         is_committed = error is None or self.is_committed

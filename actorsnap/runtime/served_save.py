@@ -1,8 +1,7 @@
 """A trainer's save in its uploader process: the other half of a ``RemoteEngine``.
 
-A ``LocalEngine`` makes it. Two parts stay in the trainer: copies of the state, which arrive through
-the arena, and the rank's mailbox, whose messages are relayed. If the trainer ends and the save
-continues, this process opens the mailbox.
+The trainer keeps two parts: it copies the state into the arena, and relays the messages of the
+rank's mailbox. If it ends and the save continues, this process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -66,23 +65,21 @@ class Trainer(Protocol):
 
     is_in_a_hurry: bool
 
-    def send(self, frame: FromProcess) -> None:
-        """Sends a frame."""
-        ...
+    def send(self, frame: FromProcess) -> None: ...
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """See ``ArenaView.view``."""
         ...
 
-    def ended(self, frame: Finished) -> None:
+    def finish(self, frame: Finished) -> None:
         """Reports an outcome."""
         ...
 
 
 class ServedSave:
-    """A save that starts at once, on the loop of the uploader process.
+    """Connects a ``Save`` of this process with the trainer. Starts it at once.
 
-    It is the ``RemoteStaging`` of its engine, and the ``RelayLink`` of its ends.
+    It is the ``RemoteStaging`` of the engine, and the ``RelayLink`` of its ends.
 
     Args:
         structure, values: Sent with this or an earlier ``BeginSave``.
@@ -198,7 +195,7 @@ class ServedSave:
         return self._absences.pop().reason
 
     async def _prepare_take_over(self, frame: TakeOver) -> None:
-        """Connects to the ranks' store. Imports torch."""
+        # Imports torch.
         error = ""
         try:
             store = await self._host.run_blocking(
@@ -211,7 +208,7 @@ class ServedSave:
 
     @property
     def call_number(self) -> int:
-        """The number of the call prepared for take-over; -1 without one."""
+        """Number of the call to continue; -1 if none was prepared."""
         return -1 if self._take_over is None else self._take_over[0].call
 
     async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
@@ -244,11 +241,6 @@ class ServedSave:
                 await relay.flush()
                 tasks.cancel_scope.cancel()
 
-    def report_released(self) -> None:
-        """Reports the chunks released since the last report."""
-        if self._released:
-            self.report_progress()
-
     def report_progress(self) -> None:
         """Reports the progress since the last report. Each frame wakes a thread of the trainer."""
         now = self._save.board.latest
@@ -267,7 +259,7 @@ class ServedSave:
         self._staged_out.close()
         error = self._save.finished.exception()
         encoded = None if error is None else encode(error)
-        self._trainer.ended(
+        self._trainer.finish(
             Finished(self._number, encoded, self._save.is_unanswered, *self._record)
         )
 
@@ -287,11 +279,7 @@ class ServedSave:
         )
 
     async def run(self, order: StagingOrder) -> None:
-        """Passes chunks that the trainer has staged on to the uploaders.
-
-        Raises:
-            Exception: The error of the trainer's staging.
-        """
+        """Passes on chunks that the trainer has staged. Raises the error of its staging."""
         async with order.out:
             async for frame in self._staged_out:
                 for number, offset in frame.chunks:
@@ -318,7 +306,7 @@ class ServedSave:
     def _release(self, number: int) -> None:
         self._released.append(number)
         if self._trainer.is_in_a_hurry:
-            self.report_released()
+            self.report_progress()
 
 
 def _request_of(frame: BeginSave) -> SaveRequest:
@@ -339,7 +327,6 @@ def _request_of(frame: BeginSave) -> SaveRequest:
 
 
 def _connect(address: StoreAddress) -> StoreAt:
-    """Returns a store after a test connection. Blocks."""
     store = StoreAt(address)
     store.clone()
     return store
@@ -359,7 +346,6 @@ class _LinkedTurn:
         self._given.set()
 
     def leave_trainer(self, own: CommitTurn) -> None:
-        """Continues with a turn of this process after the trainer's end."""
         self._own = own
         self._given.set()
 

@@ -1,8 +1,7 @@
 """The bodies of the calls that save, shared by async and sync callers.
 
-Each is a ``Script``: plain code that runs in the caller's thread, where ``state_dict`` belongs. It
-yields the steps for the runtime's loop. ``snapshot`` drives the scripts with ``await``, ``sync`` by
-blocking.
+Each is a ``Script``: it runs in the caller's thread, where ``state_dict`` belongs, and yields the
+steps for the runtime's loop. ``snapshot`` drives it with ``await``, ``sync`` by blocking.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class TakeCall:
 
 
 def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
-    """Captures in the caller's thread. Returns when the snapshot is stored; if async, when it is
-    staged; if async and lazy, when its eager part is staged."""
+    """Returns when the snapshot is stored; if async, when its state or eager part is staged."""
     team = find_team(call.group, call.store)
     if team is None:
         save = yield from _prepare(call, is_async, ranks=(global_rank(),))
@@ -144,7 +142,6 @@ def _prepare(
     ranks: Sequence[int],
     membership: Membership | None = None,
 ) -> Script[Save]:
-    """Checks everything, then captures the app state."""
     options = resolve_options(call.options)
     if options.compression is not None:
         check_available()
@@ -202,7 +199,7 @@ def _prepare(
 def _chosen_uploader(
     host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
-    """Returns the uploader process if it should and can make this rank's part of the save."""
+    """Returns the uploader process if it should and can make the save."""
     is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
@@ -218,7 +215,7 @@ def _chosen_uploader(
 
 
 def _pays(nbytes: int, num_ranks: int) -> bool:
-    """Returns whether an uploader process costs the trainer less than threads."""
+    """Returns whether an uploader process costs less than threads."""
     return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
 
 
@@ -243,8 +240,7 @@ def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | N
 
 
 def _check_sendable(storage_options: dict[str, Any]) -> None:
-    """Raises if the options would not arrive unchanged. They may hold anything, for a storage of
-    another package."""
+    """Raises if the options, which may hold anything, would not arrive unchanged."""
     data = msgspec.msgpack.encode(storage_options)
     if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
         raise ValueError("storage_options would arrive changed: use lists, str and numbers")
@@ -277,7 +273,7 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]
 
 
 def _label_of(call: TakeCall, is_async: bool) -> Label | None:
-    """Returns the label that all ranks share; None for bad input, which ``_prepare`` refuses."""
+    """Returns the label of the call; None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
         return Label(kind, make_location(call.path, None).canonical, check_step(call.step))

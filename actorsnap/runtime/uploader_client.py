@@ -1,8 +1,8 @@
 """The trainer's end of its uploader process: starts it, watches it, and hands saves to it.
 
-``protocol.supervisor`` decides; this module performs. There is one process per runtime. It is
-executed, not forked. It does not import the user's ``__main__``, and torch only for saves of
-several ranks. It ends when the trainer's end of the link closes, for any reason.
+``protocol.supervisor`` decides; this module performs. The process is executed, not forked. It does
+not import the user's ``__main__``, and torch only for detached saves of several ranks. It ends when
+the trainer's end of the link closes.
 """
 
 from __future__ import annotations
@@ -73,15 +73,13 @@ _START_S = 120.0
 """The same limit during start, in seconds: modules may come from a slow network."""
 
 _LEAVE_S = 10.0
-"""Time for the process to end before it is killed, in seconds. Only garbage collection may be
-left to do."""
+"""Time for the process to end before it is killed, in seconds: it may be collecting garbage."""
 
 _STDERR = 2
 _FIRST_DESCRIPTOR = 3
-"""The first descriptor after the standard streams."""
 
 _MAX_KNOWN = 4
-"""Maximum number of structures that the process remembers."""
+"""Number of structures that the process remembers."""
 
 
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
@@ -108,8 +106,7 @@ class HandedSave(Protocol):
         ...
 
     def make_here(self) -> None:
-        """Makes the save in this process, because no uploader process can be started. Nothing has
-        been staged."""
+        """Makes the save in this process, as no other can be started. Nothing has been staged."""
         ...
 
     def close_mailbox(self) -> None:
@@ -144,12 +141,10 @@ class Uploader:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None without a process."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process is running and listening."""
         return self._machine.state is SupervisorState.READY
 
     @property
@@ -158,35 +153,28 @@ class Uploader:
         return self._machine.state is not SupervisorState.UNUSABLE
 
     def new_number(self) -> int:
-        """Returns a number that identifies a save in all calls and frames."""
         return next(self._numbers)
 
     def add(self, number: int, save: HandedSave, *, rank: int, is_shared: bool) -> None:
-        """Adds a save; see ``Supervisor.add_save``."""
         self._saves[number] = save
         self._perform(self._machine.add_save(number, rank=rank, is_shared=is_shared))
 
     def start(self) -> None:
-        """Starts the process if there is none."""
         self._perform(self._machine.start())
 
     def cancel(self, number: int, reason: str) -> None:
-        """Requests an abort; the commit may still win."""
         self._perform(self._machine.cancel_save(number, reason))
 
     def conclude(self, number: int, failure: Failure) -> None:
-        """Ends a save because its team has ended it."""
         self._perform(self._machine.conclude_save(number, failure))
 
     def forget_memory(self, number: int) -> None:
-        """Records that a save's staged memory will be overwritten."""
         self._machine.note_memory_gone(number)
 
     def pack(
         self, described: Described, captured: Captured, rank: int, wanted: StagingWanted
     ) -> tuple[ObjectPlan, ...]:
-        """Returns the objects to stage; their places are not decided yet. Blocks; for worker
-        threads."""
+        """Returns the objects to stage, without a place. Blocks; for worker threads."""
         key = (described.digest, rank, wanted.rules, wanted.plan)
         packed = self._packed
         if packed is None or packed[0] != key:
@@ -205,7 +193,7 @@ class Uploader:
         self.send(Configure(duty=duty))
 
     def make_room(self) -> None:
-        """Releases memory kept in case the process dies, because a save waits for memory."""
+        """Releases memory kept in case the process dies: a save waits for memory."""
         for save in self._saves.values():
             save.let_go()
 
@@ -215,7 +203,7 @@ class Uploader:
             self._link.send(frame)
 
     def send_begin(self, frame: BeginSave) -> None:
-        """Begins a save. Leaves out the structure and values that the process knows."""
+        """Begins a save, without the structure and values that the process knows."""
         self._send_environment()
         known = self._known.pop(frame.digest, None)
         if known is None:
@@ -232,7 +220,6 @@ class Uploader:
         self.send(frame)
 
     def _send_environment(self) -> None:
-        """Sends environment variables and the log level, if they have changed."""
         before, now, log_level = self._environment, dict(os.environb), _log_level()
         changed = [
             (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
@@ -300,13 +287,12 @@ class Uploader:
         self._perform(self._machine.note_process_ended(reason))
 
     async def _serve(self, link: Link[FromProcess, ToProcess]) -> None:
-        """Exchanges frames until the process has ended."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.flush_forever)
             tasks.start_soon(self._watch)
             while (frame := await link.receive()) is not None:
                 self._heard_s = time.monotonic()
-                self._take(frame)
+                self._handle(frame)
             tasks.cancel_scope.cancel()
 
     async def _watch(self) -> None:
@@ -324,7 +310,7 @@ class Uploader:
                 logger.warning("the uploader process was silent for %.0f s: killed", silent_s)
                 self._perform(self._machine.note_silent())
 
-    def _take(self, frame: FromProcess) -> None:
+    def _handle(self, frame: FromProcess) -> None:
         match frame:
             case Alive():
                 if self._machine.state is SupervisorState.STARTING:
@@ -401,8 +387,7 @@ def _passed(*descriptors: int) -> Iterator[list[int]]:
 
 
 def _has_stderr() -> bool:
-    """Returns whether a process would inherit stderr; descriptors opened by Python are not
-    inheritable."""
+    """Returns whether a process would inherit stderr: it does not if Python has opened it."""
     try:
         return os.get_inheritable(_STDERR)
     except OSError:
@@ -410,7 +395,7 @@ def _has_stderr() -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """Waits for a process that ends or is dead, and kills it if needed; returns how it ended."""
+    """Waits for the end of a process, then kills it; returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_LEAVE_S)
     if process.poll() is None:

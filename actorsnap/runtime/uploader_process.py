@@ -1,8 +1,8 @@
 """The main program of the uploader process.
 
-It serves the trainer over the link, with an ``ServedSave`` per save. It has its own process
-group, so that a terminal's Ctrl-C does not reach it, and its workers have a lower priority than the
-trainer. After the trainer's end it finishes detached, staged saves and aborts the others.
+It serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no
+Ctrl-C of the terminal, and its workers have a lower priority than the trainer. After the trainer's
+end it finishes detached, staged saves and aborts the others.
 
 It imports torch only if a detached save of several ranks needs the job's store.
 """
@@ -124,7 +124,7 @@ class _Service:
             self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
             self._link.send(Alive())
             while (frame := await self._link.receive()) is not None:
-                self._take(frame)
+                self._handle(frame)
             await self._outlive_trainer(tasks)
             tasks.cancel_scope.cancel()
         if self._saves:
@@ -147,7 +147,7 @@ class _Service:
                 await self._idle.wait()
 
     def terminate(self) -> None:
-        """Handles SIGTERM: aborts running saves, reports that, and ends."""
+        """Handles SIGTERM: aborts running saves, then ends."""
         if not self._is_terminated:
             self._is_terminated = True
             self._cancel_all("the uploader process was asked to end (SIGTERM)")
@@ -165,14 +165,14 @@ class _Service:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena.view(offset, nbytes)
 
-    def ended(self, frame: Finished) -> None:
+    def finish(self, frame: Finished) -> None:
         del self._saves[frame.number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
         self._link.send(frame)
         if self._idle is not None and not self._saves:
             self._idle.set()
 
-    def _take(self, frame: ToProcess) -> None:
+    def _handle(self, frame: ToProcess) -> None:
         match frame:
             case BeginSave():
                 self._begin(frame)
@@ -219,7 +219,7 @@ class _Service:
         """Reports released chunks at once, until all saves have ended."""
         self.is_in_a_hurry = True
         for save in self._saves.values():
-            save.report_released()
+            save.report_progress()
 
     def _cancel_all(self, reason: str) -> None:
         for save in self._saves.values():
@@ -252,7 +252,6 @@ class _Forwarder(logging.Handler):
         self._service = service
 
     def follow(self, level: int) -> None:
-        """Forwards lines of this level and above."""
         self.setLevel(level)
         logging.getLogger("actorsnap").setLevel(level)
 
