@@ -977,6 +977,24 @@ def test_a_detached_save_is_committed_without_the_trainer(
     assert number_at(tmp_path / "s") == 1
 
 
+def test_exit_waits_for_a_detached_save_that_no_process_makes(tmp_path: Path, holds: Holds) -> None:
+    holds.hold("manifest")
+    with trainer(
+        """
+        from actorsnap.runtime import uploader_client
+        uploader_client._BOOT = "raise SystemExit(3)"
+        save(sys.argv[1], 1, DETACHED).staged()
+        """,
+        f"held://{tmp_path}/s",
+    ) as parent:
+        holds.wait_held("manifest")
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(1.0)
+        holds.let("manifest")
+    assert parent.returncode == 0
+    assert number_at(tmp_path / "s") == 1
+
+
 def test_a_stopped_runtime_lets_detached_saves_go(tmp_path: Path, holds: Holds) -> None:
     holds.hold("manifest")
     options = Options(detach=True, fsync=False)
