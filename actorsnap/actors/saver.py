@@ -318,7 +318,7 @@ class Saver:
                 watch.start_soon(self._release_when_stopped, staged_out)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._stage, staging_order)
-                    tasks.start_soon(self._open, assignment, objects)
+                    tasks.start_soon(self._open_objects, assignment, objects)
                     tasks.start_soon(self._begin_storing, may_store, begin)
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
@@ -353,7 +353,7 @@ class Saver:
             self._has_stopped = True
             release_leases(staged)
 
-    async def _open(self, assignment: Assignment, objects: RankObjects) -> None:
+    async def _open_objects(self, assignment: Assignment, objects: RankObjects) -> None:
         tokens = await objects.open()
         if assignment.shares_objects:
             payload = await self._rounds.arrive(encode(tokens))

@@ -111,7 +111,6 @@ class Supervisor:
         return len(self._saves)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
         if self.state in (_S.ABSENT, _S.UNUSABLE):
             assert not self._saves
         if self.state is _S.STARTING:
@@ -134,7 +133,6 @@ class Supervisor:
         return self.start()
 
     def cancel_save(self, number: int, reason: str) -> list[SupervisorCommand]:
-        """Handles a cancellation by the caller."""
         save = self._saves.get(number)
         if save is None or save.cancel_reason is not None:
             return []
@@ -162,12 +160,10 @@ class Supervisor:
             save.has_begun, save.attempt = True, attempt
 
     def note_memory_gone(self, number: int) -> None:
-        """Notes that a chunk has left the arena."""
         if number in self._saves:
             self._saves[number].can_be_sent = False
 
     def note_save_ended(self, number: int) -> None:
-        """Notes that the process has reported the outcome."""
         self._saves.pop(number, None)
 
     # The process
@@ -180,7 +176,6 @@ class Supervisor:
         return [ProcessCommand.START]
 
     def note_ready(self) -> list[SupervisorCommand]:
-        """Notes that the process listens."""
         self.state = _S.READY
         self._num_failed_starts = 0
         commands: list[SupervisorCommand] = []
@@ -190,7 +185,6 @@ class Supervisor:
         return commands
 
     def note_silent(self) -> list[SupervisorCommand]:
-        """Notes that the process was silent for too long."""
         if self.state not in (_S.STARTING, _S.READY):
             return []
         self._num_failed_starts += self.state is _S.STARTING
@@ -198,7 +192,6 @@ class Supervisor:
         return [ProcessCommand.KILL]
 
     def note_process_ended(self, reason: str) -> list[SupervisorCommand]:
-        """Notes that the process has ended or did not start."""
         self._num_failed_starts += self.state is _S.STARTING
         commands: list[SupervisorCommand] = []
         for number, save in list(self._saves.items()):

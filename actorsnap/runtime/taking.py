@@ -61,10 +61,9 @@ logger = Log(__name__)
 _STAGES = ("eager", "lazy")
 
 _AUTO_BYTES = 64 << 20
-"""Minimum size of a state for the uploader process, in bytes. Measured on two cores and a tmpfs,
-time lost by a trainer until the commit, with a thread and with a process: 16 MiB, 22 and 27 ms;
-64 MiB, 58 and 47 ms; 256 MiB, 182 and 100 ms. With two trainers on two cores, processes saved no
-time and commits took ten times as long, because the uploaders only got idle CPU time (0012)."""
+"""Minimum size of a state for the uploader process, in bytes: for smaller ones a thread costs the
+trainer less time (0011). With two trainers on two cores, processes saved no time and commits took
+ten times as long, because the uploaders only got idle CPU time (0012)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +187,7 @@ def _prepare(
     )
     save = Save(host, request, membership=membership, fence=fence, observation=observation)
     if is_async and options.offload != "thread" and is_shared(location.url):
-        uploader = _chosen_uploader(host, location, options, captured, save.world_size)
+        uploader = _choose_uploader(host, location, options, captured, save.world_size)
         if uploader is not None:
             save.engine = RemoteEngine(save, captured, uploader)
             return save
@@ -196,7 +195,7 @@ def _prepare(
     return save
 
 
-def _chosen_uploader(
+def _choose_uploader(
     host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
     """Returns the uploader process if it should and can make the save."""
@@ -204,23 +203,6 @@ def _chosen_uploader(
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
         return None
-    uploader = _usable_uploader(host, location, logging.DEBUG if is_auto else logging.WARNING)
-    if uploader is None or not is_auto:
-        return uploader
-    if not uploader.is_ready:
-        # This save does not wait for the process; the next one may use it.
-        host.call_soon(uploader.start)
-        return None
-    return uploader
-
-
-def _pays(nbytes: int, num_ranks: int) -> bool:
-    """Returns whether an uploader process costs less than threads."""
-    return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
-
-
-def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | None:
-    """Returns the uploader process if it can save there; otherwise logs the reason."""
     try:
         _check_sendable(location.storage_options)
         uploader = find_uploader(host)
@@ -233,10 +215,24 @@ def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | N
         msgspec.MsgspecError,
     ) as error:
         logger.log(
-            level, "snapshot %s: no uploader process for it: %s", location.display_url, error
+            logging.DEBUG if is_auto else logging.WARNING,
+            "snapshot %s: no uploader process for it: %s",
+            location.display_url,
+            error,
         )
         return None
-    return uploader if uploader.is_usable else None
+    if not uploader.is_usable:
+        return None
+    if is_auto and not uploader.is_ready:
+        # This save does not wait for the process; the next one may use it.
+        host.call_soon(uploader.start)
+        return None
+    return uploader
+
+
+def _pays(nbytes: int, num_ranks: int) -> bool:
+    """Returns whether an uploader process costs less than threads."""
+    return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
 
 
 def _check_sendable(storage_options: dict[str, Any]) -> None:

@@ -150,10 +150,11 @@ class _Service:
         """Handles SIGTERM: aborts running saves, then ends."""
         if not self._is_terminated:
             self._is_terminated = True
-            self._cancel_all("the uploader process was asked to end (SIGTERM)")
+            for save in self._saves.values():
+                save.cancel("the uploader process was asked to end (SIGTERM)")
 
     def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
-        """Forwards a log line, from any thread."""
+        """Forwards a log line. From any thread."""
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return
@@ -221,22 +222,18 @@ class _Service:
         for save in self._saves.values():
             save.report_progress()
 
-    def _cancel_all(self, reason: str) -> None:
-        for save in self._saves.values():
-            save.cancel(reason)
-
     async def _tick(self) -> None:
-        said_s = time.monotonic()
-        said_frames = 0
+        sent_s = time.monotonic()
+        sent_frames = 0
         while True:
             await anyio.sleep(_TICK_S)
             now = time.monotonic()
             for save in self._saves.values():
                 save.report_progress()
-            if self._link.statistics.sent_frames == said_frames and now - said_s >= _ALIVE_S:
+            if self._link.statistics.sent_frames == sent_frames and now - sent_s >= _ALIVE_S:
                 self._link.send(Alive())
-            if self._link.statistics.sent_frames != said_frames:
-                said_s, said_frames = now, self._link.statistics.sent_frames
+            if self._link.statistics.sent_frames != sent_frames:
+                sent_s, sent_frames = now, self._link.statistics.sent_frames
             is_orphan = self._is_orphan or os.getppid() != self._parent
             if is_orphan or (self._is_terminated and not self._saves):
                 # A forked child of the trainer may hold the trainer's end open.

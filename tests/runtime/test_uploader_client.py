@@ -42,6 +42,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.runtime.validation import make_location
+from actorsnap.state.captured import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
@@ -366,7 +367,8 @@ def test_what_the_process_would_get_otherwise_is_opened_here(
 ) -> None:
     def chosen(storage_options: dict[str, Any]) -> Uploader | None:
         location = make_location(tmp_path / "s", storage_options)
-        return taking._usable_uploader(Host.get(), location, logging.WARNING)
+        options = Options(offload="process")
+        return taking._choose_uploader(Host.get(), location, options, Captured(), num_ranks=1)
 
     assert chosen({"auth": ["me", 1, None, 0.5], "nested": {"a": True}}) is uploader()
     assert not caplog.records
