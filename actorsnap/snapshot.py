@@ -14,11 +14,11 @@ from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
 from actorsnap.runtime.host import run_async, watch_async
-from actorsnap.runtime.job import Job
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
@@ -147,7 +147,7 @@ class Snapshot:
         Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
             commit was already under way: then the snapshot is complete.
         """
-        job = await run_async(
+        save = await run_async(
             taking.take(
                 taking.TakeCall(
                     path=path,
@@ -166,7 +166,7 @@ class Snapshot:
                 is_async=False,
             )
         )
-        return cls._of(job)
+        return cls._of(save)
 
     @classmethod
     @async_call
@@ -208,7 +208,7 @@ class Snapshot:
                 SGD trains are deferred only if it was guarded in an earlier save, because its steps
                 cannot be noticed.
         """
-        job = await run_async(
+        save = await run_async(
             taking.take(
                 taking.TakeCall(
                     path=path,
@@ -227,7 +227,7 @@ class Snapshot:
                 is_async=True,
             )
         )
-        return PendingSnapshot(job)
+        return PendingSnapshot(save)
 
     @async_call
     async def restore(
@@ -522,9 +522,9 @@ class Snapshot:
         await run_async(maintenance.delete(self._source))
 
     @classmethod
-    def _of(cls, job: Job) -> Snapshot:
+    def _of(cls, save: Save) -> Snapshot:
         snapshot = cls.__new__(cls)
-        snapshot._source = job.source()
+        snapshot._source = save.source()
         return snapshot
 
 
@@ -535,16 +535,16 @@ class PendingSnapshot:
     ``Options.at_exit`` chooses between waiting and aborting at interpreter exit.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, save: Save) -> None:
+        self._save = save
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path!r}: {self._job.board.latest.phase}>"
+        return f"<{type(self).__name__} {self.path!r}: {self._save.board.latest.phase}>"
 
     @property
     def path(self) -> str:
         """The URL, without secrets."""
-        return self._job.url
+        return self._save.url
 
     @async_call
     async def staged(self) -> None:
@@ -554,7 +554,7 @@ class PendingSnapshot:
             ActorSnapError: The save failed before.
         Cancellation: The save continues.
         """
-        await run_async(taking.await_staged(self._job))
+        await run_async(taking.await_staged(self._save))
 
     def guard(self, *optimizers: Any) -> Guard:
         """Makes each optimizer's next step wait until the tensors that it changes are copied.
@@ -574,11 +574,11 @@ class PendingSnapshot:
         Raises:
             UsageError: An argument is not an optimizer, or this is a forked child.
         """
-        return taking.guard(self._job, optimizers)
+        return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
         """Returns whether the outcome is known; ``wait`` then returns at once."""
-        return self._job.is_done()
+        return self._save.is_done()
 
     @async_call
     async def wait(self) -> Snapshot:
@@ -589,8 +589,8 @@ class PendingSnapshot:
             StateChanged: A tensor was changed before its lazy staging ended.
         Cancellation: The save continues.
         """
-        await run_async(taking.await_pending(self._job, self._job.finished))
-        return Snapshot._of(self._job)
+        await run_async(taking.await_pending(self._save, self._save.finished))
+        return Snapshot._of(self._save)
 
     def __await__(self) -> Generator[Any, Any, Snapshot]:
         return self.wait().__await__()
@@ -601,11 +601,11 @@ class PendingSnapshot:
         ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, or it returns
         if the commit was faster.
         """
-        self._job.cancel("cancelled by the caller")
+        self._save.cancel("cancelled by the caller")
 
     def events(self) -> AsyncIterator[Progress]:
         """Yields the save's progress, latest state first, ending with ``committed`` or ``aborted``.
 
         A slow reader skips states. Never raises the save's error.
         """
-        return watch_async(self._job.watched())
+        return watch_async(self._save.watched())

@@ -23,11 +23,11 @@ from actorsnap.runtime.host import (
     run_sync,
     watch_sync,
 )
-from actorsnap.runtime.job import Job
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
@@ -77,7 +77,7 @@ class Snapshot:
         store: Any = None,
     ) -> Snapshot:
         """See ``actorsnap.Snapshot.take``."""
-        job = run_sync(
+        save = run_sync(
             taking.take(
                 taking.TakeCall(
                     path=path,
@@ -97,7 +97,7 @@ class Snapshot:
             ),
             name="Snapshot.take",
         )
-        return cls._of(job)
+        return cls._of(save)
 
     @classmethod
     def async_take(
@@ -117,7 +117,7 @@ class Snapshot:
         store: Any = None,
     ) -> PendingSnapshot:
         """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied eagerly."""
-        job = run_sync(
+        save = run_sync(
             taking.take(
                 taking.TakeCall(
                     path=path,
@@ -137,7 +137,7 @@ class Snapshot:
             ),
             name="Snapshot.async_take",
         )
-        return PendingSnapshot(job)
+        return PendingSnapshot(save)
 
     def restore(
         self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
@@ -228,49 +228,49 @@ class Snapshot:
         run_sync(maintenance.delete(self._source), name="Snapshot.delete")
 
     @classmethod
-    def _of(cls, job: Job) -> Snapshot:
+    def _of(cls, save: Save) -> Snapshot:
         snapshot = cls.__new__(cls)
-        snapshot._source = job.source()
+        snapshot._source = save.source()
         return snapshot
 
 
 class PendingSnapshot:
     """``actorsnap.PendingSnapshot`` for scripts."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, save: Save) -> None:
+        self._save = save
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path!r}: {self._job.board.latest.phase}>"
+        return f"<{type(self).__name__} {self.path!r}: {self._save.board.latest.phase}>"
 
     @property
     def path(self) -> str:
         """The URL, without secrets."""
-        return self._job.url
+        return self._save.url
 
     def staged(self) -> None:
         """Blocks until the trainer may overwrite its tensors. Ctrl-C leaves the save running."""
-        run_sync(taking.await_staged(self._job), name="PendingSnapshot.staged")
+        run_sync(taking.await_staged(self._save), name="PendingSnapshot.staged")
 
     def guard(self, *optimizers: Any) -> Guard:
         """See ``actorsnap.PendingSnapshot.guard``."""
-        return taking.guard(self._job, optimizers)
+        return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
         """Returns whether the outcome is known; ``wait`` then returns at once."""
-        return self._job.is_done()
+        return self._save.is_done()
 
     def wait(self) -> Snapshot:
         """Blocks until the outcome is known; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C
         leaves the save running."""
-        run_sync(taking.await_pending(self._job, self._job.finished), name="PendingSnapshot.wait")
-        return Snapshot._of(self._job)
+        run_sync(taking.await_pending(self._save, self._save.finished), name="PendingSnapshot.wait")
+        return Snapshot._of(self._save)
 
     def cancel(self) -> None:
         """See ``actorsnap.PendingSnapshot.cancel``."""
-        self._job.cancel("cancelled by the caller")
+        self._save.cancel("cancelled by the caller")
 
     def events(self) -> Iterator[Progress]:
         """See ``actorsnap.PendingSnapshot.events``; blocks between states."""
         refuse_running_loop("PendingSnapshot.events")
-        return watch_sync(self._job.watched())
+        return watch_sync(self._save.watched())

@@ -57,7 +57,7 @@ def added_by(statement: str) -> set[str]:
 )
 def test_only_what_is_needed_is_imported(statement: str) -> None:
     added = added_by(statement)
-    assert "actorsnap.runtime.saving" in added
+    assert "actorsnap.runtime.local_engine" in added
     heavy = {
         name for name in added if any(name == root or name.startswith(f"{root}.") for root in HEAVY)
     }
@@ -68,7 +68,7 @@ def test_the_uploader_process_needs_no_torch() -> None:
     """Nor does a storage of another package that it opens."""
     output = run(
         "import sys\n"
-        "import actorsnap.runtime.saving, actorsnap.storage.fs\n"
+        "import actorsnap.runtime.local_engine, actorsnap.storage.fs\n"
         "from actorsnap import Options, StorageError, __version__\n"
         "print('torch' in sys.modules, 'asyncio' in sys.modules)\n"
     )

@@ -8,7 +8,7 @@ trainer's thread waits for a ``Watch``, which needs no cooperation of that threa
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -49,11 +49,13 @@ class Fence:
 
     Attributes:
         is_open: Nobody has to wait any more.
+        on_eager_staged: Called, perhaps repeatedly, when everything but the lazy part is copied.
     """
 
     def __init__(self, lazy: LazyState, leaves: Sequence[Leaf]) -> None:
         self.lazy = lazy
         self.is_open = False
+        self.on_eager_staged: Callable[[], None] = lambda: None
         self._paths = [leaf.item.path for leaf in leaves]
         self._watches: list[Watch] = []
         self._is_hurried = False
@@ -117,6 +119,8 @@ class Fence:
         for watch in list(self._watches):
             self._backlog.will_touch(watch.leaves)
             self._look_at(watch)
+        if not self._backlog.has_eager_left:
+            self.on_eager_staged()
 
     async def next_chunk(self, copier: int) -> Chunk | None:
         """Returns the next chunk to copy, when it is due; None at the end.
@@ -155,6 +159,7 @@ class Fence:
                 watch.chunks.remove(number)
                 self._look_at(watch)
         if not self._backlog.has_eager_left:
+            self.on_eager_staged()
             self._tell()
 
     def check(self) -> None:

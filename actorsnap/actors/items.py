@@ -10,10 +10,9 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
-from actorsnap.protocol.save import Assignment
 from actorsnap.state.sources import ByteSource
 
-__all__ = ["StagedChunk", "StagedMemory", "Stager", "Staging", "StagingOrder", "release_leases"]
+__all__ = ["StagedChunk", "StagedMemory", "Staging", "StagingOrder", "release_leases"]
 
 
 class StagedMemory(Protocol):
@@ -29,8 +28,7 @@ class StagedChunk:
     """A chunk whose bytes are ready to be hashed and written.
 
     Attributes:
-        chunk: The planned chunk.
-        head: Bytes of the object's header at the beginning of the chunk, or empty.
+        head: The chunk's part of the object's header, or empty.
         pieces: The following pieces, in order.
         sources: Per item of the object, the trainer's own memory; used without a lease only.
         lease: Memory with contiguous copies of the pieces, or None. Released after storing.
@@ -77,8 +75,8 @@ class StagingOrder:
         objects: The plan.
         chunks: In the order of storing.
         out: Receives staged chunks; closed at the end.
-        full: Set when staging waits for memory, and at its end. Until then the storing side leaves
-            the CPU to the copies, because the trainer waits for them.
+        full: Set when staging waits for memory, and at its end. Until then uploaders leave the CPU
+            to the copies, because the trainer waits for them.
     """
 
     objects: Sequence[ObjectPlan]
@@ -88,18 +86,8 @@ class StagingOrder:
 
 
 class Staging(Protocol):
-    async def run(self) -> None:
+    """Stages one rank's chunks, in this process or in the one that holds the bytes."""
+
+    async def run(self, order: StagingOrder) -> None:
         """Stages all chunks; releases the sources."""
-        ...
-
-
-class Stager(Protocol):
-    """Stages in another process, which holds the bytes."""
-
-    def prepare(self, assignment: Assignment) -> None:
-        """Provides the packing plan: staging may begin."""
-        ...
-
-    def make(self, order: StagingOrder) -> Staging:
-        """Returns a ``Staging`` that receives the chunks staged there."""
         ...

@@ -1,8 +1,8 @@
 """One rank's part in one save, from its inventory to the outcome.
 
-Read ``Saver._save`` from top to bottom: the rank joins, opens its objects, moves bytes from the
-staging actor to the uploaders over one bounded stream, completes the objects, and stores its
-manifest. ``protocol.save`` defines the rounds in between.
+``Saver._save`` is the script: the rank joins, opens its objects, moves bytes from staging to the
+uploaders over one bounded stream, completes the objects, and stores its manifest.
+``protocol.save`` defines the rounds in between.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressor import CompressedStore
-from actorsnap.actors.fence import Fence
-from actorsnap.actors.items import StagedChunk, Stager, Staging, StagingOrder, release_leases
+from actorsnap.actors.items import StagedChunk, Staging, StagingOrder, release_leases
 from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
-from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import NULL_RECORDER, Phase, ProgressBoard, Recorder, Work
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
@@ -50,25 +48,22 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
+from actorsnap.release import RELEASE
 from actorsnap.state.captured import Captured
 from actorsnap.state.sources import MemorySource
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
 
-__all__ = ["SaveSettings", "Saver"]
+__all__ = ["SaveReports", "SaveSettings", "Saver"]
 
 logger = Log(__name__)
 
 _RELEASED = MemorySource(0, 0, None)
 
-_MAX_COMPRESSED_BYTES = 64 << 20
-"""Memory for compressed chunks, in bytes, when another process copies with the budget."""
-
 _HEAD_START_S = 0.002
-"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first.
-Otherwise it continues a switch interval (5 ms) later.
-"""
+"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first,
+otherwise a switch interval (5 ms) later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +73,47 @@ class SaveSettings:
     Attributes:
         copies: Copy all bytes before storing them, so that the trainer may continue.
         num_uploaders: Chunks hashed and written at once.
-        num_copiers: Chunks copied at once.
+        num_threads: Threads that compress a chunk.
+        timeout_s: The coordinator's time limit, in seconds.
         pace: See ``UploaderActor``.
+        max_compressed_bytes: See ``CompressedStore``.
+        release: The release that the rank reports.
     """
 
     copies: bool
     num_uploaders: int
-    num_copiers: int
+    num_threads: int
+    timeout_s: float = math.inf
     pace: Pace | None = None
+    max_compressed_bytes: int | None = None
+    release: str = RELEASE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReports:
+    """Receives the news of a rank's save.
+
+    Attributes:
+        on_staged: Called when the trainer may overwrite its tensors.
+        on_failure: Receives the exception of a failure before it is reported to the other ranks.
+    """
+
+    board: ProgressBoard
+    on_staged: Callable[[], None]
+    on_failure: Callable[[BaseException], None]
+    recorder: Recorder = NULL_RECORDER
 
 
 class Saver:
     """Takes part in one save.
 
     Args:
+        captured: The rank's state; a ``Failure``: this rank only reports it.
         end: The transport's end of this rank.
+        staging: Stages the state.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
-        captured: The rank's state, released after staging and building the manifest. A ``Failure``:
-            this rank only reports it.
         errands: Runs all work of this rank that may hang.
-        on_staged: Called when the trainer may overwrite its tensors.
-        on_failure: Receives the exception of a failure before it is reported.
-        stager: Stages in another process; None: in this one.
-        fence: Stages lazily; see ``StagingActor``.
-        on_eager_staged: Called when everything but the lazy part is copied.
         remembered: The plan of the group's last save, with its digest.
-        timeout_s: The coordinator's time limit, in seconds.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -111,45 +121,33 @@ class Saver:
 
     def __init__(
         self,
+        captured: Captured | Failure,
         *,
         rank: int,
-        release: str,
         end: ParticipantEnd,
+        staging: Staging,
         open_storage: Callable[[Assignment], Awaitable[Storage]],
-        captured: Captured | Failure,
         settings: SaveSettings,
         budget: Budget,
         errands: AbandonableTasks,
-        board: ProgressBoard,
-        on_staged: Callable[[], None],
-        on_failure: Callable[[BaseException], None],
-        stager: Stager | None = None,
-        fence: Fence | None = None,
-        on_eager_staged: Callable[[], None] = lambda: None,
+        reports: SaveReports,
         remembered: tuple[bytes, RankPlan] | None = None,
-        timeout_s: float = math.inf,
-        recorder: Recorder = NULL_RECORDER,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
         self._rank = rank
-        self._release = release
         self._rounds = ParticipantActor(
-            machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=timeout_s
+            machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=settings.timeout_s
         )
-        self._open_storage = open_storage
         self._captured = Captured() if isinstance(captured, Failure) else captured
         self._leaves = self._captured.leaves
+        self._staging: Staging | None = staging
+        self._open_storage = open_storage
         self._settings = settings
         self._budget = budget
         self._errands = errands
-        self._board = board
-        self._on_staged = on_staged
-        self._on_failure = on_failure
-        self._stager = stager
-        self._fence = fence
-        self._on_eager_staged = on_eager_staged
+        self._reports = reports
+        self._recorder = reports.recorder
         self._before = remembered
-        self._recorder = recorder
         self._work_scope = anyio.CancelScope()
         # Why the work ends: the first reason counts.
         self._failure: Failure | None = captured if isinstance(captured, Failure) else None
@@ -180,7 +178,7 @@ class Saver:
             raise
         finally:
             # Errors and their frames may refer to this object: release the trainer's memory now.
-            self._leaves, self._captured = [], Captured()
+            self._leaves, self._captured, self._staging = [], Captured(), None
         failure = outcome.failure
         if failure is not None and outcome.is_unknown:
             return await self._look_for_commit(failure)
@@ -189,7 +187,6 @@ class Saver:
         return failure
 
     async def _work(self) -> None:
-        """Saves; reports a failure or a cancellation by the caller."""
         if self._failure is None:
             with self._work_scope:
                 try:
@@ -220,8 +217,8 @@ class Saver:
     def _failure_of(self, error: BaseException, stage: Stage, key: str | None) -> Failure:
         rank = self._rank
         if not isinstance(error, ActorSnapError):
-            logger.debug("%s: %s failed", self._board.label, stage, exc_info=error)
-        self._on_failure(error)
+            logger.debug("%s: %s failed", self._reports.board.label, stage, exc_info=error)
+        self._reports.on_failure(error)
         failure = Failure.caused_by(error, stage=stage, rank=rank, key=key)
         self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
         if isinstance(error, StateChanged):
@@ -236,8 +233,6 @@ class Saver:
         with self._during(Stage.JOIN), self._recorder.row("participant") as row:
             scopes, assignment = await self._join()
             row.note(Work.AGREE)
-        if self._stager is not None:
-            self._stager.prepare(assignment)
         storage = await self._open_storage(assignment)
         with self._during(Stage.PLAN):
             plans = await self._errands.run_blocking(self._pack, assignment, scopes)
@@ -253,7 +248,7 @@ class Saver:
             ChecksumLedger(plan, [self._leaves[index].item for index in plan.items])
             for plan in plans
         ]
-        self._board.plan(sum(plan.nbytes for plan in plans))
+        self._reports.board.plan(sum(plan.nbytes for plan in plans))
         await self._store_objects(assignment, objects, ledgers)
         if assignment.shares_objects:
             await self._rounds.arrive()
@@ -262,7 +257,7 @@ class Saver:
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
-        """Reports this rank's inventory; returns its leaves by scope, and its part of the plan."""
+        """Returns this rank's leaves by scope, and its part of the plan."""
         # ``answer`` outlives this call: it must not refer to the trainer's memory.
         sharded, before = self._captured.sharded, self._before
         scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
@@ -276,7 +271,7 @@ class Saver:
                 return encode(Details(sharded=sharded))
             return encode(Details(lists={digest: lists[digest] for digest in question.lists}))
 
-        joined = Joined(self._release, inventory_digest(inventory), remembered)
+        joined = Joined(self._settings.release, inventory_digest(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
         assignment = decode(payload, Assignment)
         if assignment.plan is None:
@@ -289,7 +284,7 @@ class Saver:
     async def _store_objects(
         self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
     ) -> None:
-        """Stages and stores all chunks; completes the objects that only this rank writes."""
+        """Stages and stores all chunks; completes objects that only this rank writes."""
         plans, order = objects.plans, write_order(objects.plans)
         copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
         # The budget bounds copies; views of live memory only need to keep the uploaders busy.
@@ -297,7 +292,7 @@ class Saver:
             len(order) + 1 if copies else 2 * num_uploaders
         )
         may_store, begin = anyio.Event(), anyio.Event()
-        staging = self._staging(StagingOrder(plans, order, staged_in, may_store))
+        staging_order = StagingOrder(plans, order, staged_in, may_store)
         pending = [len(plan.chunks) for plan in plans]
 
         def report(number: int) -> None:
@@ -313,15 +308,15 @@ class Saver:
                 codec=assignment.rules.codec,
                 budget=self._budget,
                 run_blocking=self._errands.run_cpu,
-                num_threads=self._settings.num_copiers,
-                max_bytes=None if self._stager is None else _MAX_COMPRESSED_BYTES,
+                num_threads=self._settings.num_threads,
+                max_bytes=self._settings.max_compressed_bytes,
             )
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(self._release_when_stopped, staged_out)
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._stage, staging)
-                    tasks.start_soon(self._open, assignment, objects)
+                    tasks.start_soon(self._stage, staging_order)
+                    tasks.start_soon(self._open_objects, assignment, objects)
                     tasks.start_soon(self._begin_storing, may_store, begin)
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
@@ -334,7 +329,7 @@ class Saver:
                             is_stopped=lambda: self._has_stopped,
                             has_blocking_io=objects.storage.capabilities.has_blocking_io,
                             resumes=bool(assignment.resumed),
-                            board=self._board,
+                            board=self._reports.board,
                             pace=self._settings.pace,
                             compressed=compressed,
                             recorder=self._recorder,
@@ -356,16 +351,16 @@ class Saver:
             self._has_stopped = True
             release_leases(staged)
 
-    async def _open(self, assignment: Assignment, objects: RankObjects) -> None:
-        """Opens this rank's objects and joins those of other ranks."""
+    async def _open_objects(self, assignment: Assignment, objects: RankObjects) -> None:
         tokens = await objects.open()
         if assignment.shares_objects:
             payload = await self._rounds.arrive(encode(tokens))
             await objects.join(decode(payload, tuple[Token, ...]))
 
-    async def _stage(self, staging: Staging) -> None:
+    async def _stage(self, order: StagingOrder) -> None:
+        assert self._staging is not None
         with self._during(Stage.STAGE):
-            await staging.run()
+            await self._staging.run(order)
         if self._settings.copies:
             for leaf in self._leaves:
                 leaf.source = _RELEASED  # the trainer may free its memory now
@@ -373,8 +368,8 @@ class Saver:
 
     def _announce_staged(self) -> None:
         self._recorder.mark("staged")
-        self._board.enter(Phase.STORING)
-        self._on_staged()
+        self._reports.board.enter(Phase.STORING)
+        self._reports.on_staged()
 
     async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
         if self._settings.copies:
@@ -383,7 +378,6 @@ class Saver:
         begin.set()
 
     async def _complete_shared(self, objects: RankObjects) -> None:
-        """Completes the objects of this rank that other ranks also write."""
         async with anyio.create_task_group() as tasks:
             for number, plan in enumerate(objects.plans):
                 if plan.has_joiners:
@@ -442,22 +436,6 @@ class Saver:
             check_memory(plans, assignment.rules, self._budget.limit_bytes)
         return plans
 
-    def _staging(self, order: StagingOrder) -> Staging:
-        if self._stager is not None:
-            return self._stager.make(order)
-        return StagingActor(
-            order,
-            sources=[sources_of(plan, self._leaves) for plan in order.objects],
-            copies=self._settings.copies,
-            budget=self._budget,
-            run_blocking=self._errands.run_blocking,
-            num_copiers=self._settings.num_copiers if self._settings.copies else 1,
-            board=self._board,
-            recorder=self._recorder,
-            fence=self._fence,
-            on_eager_staged=self._on_eager_staged,
-        )
-
     # The end --------------------------------------------------------------------------------------
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
@@ -471,8 +449,5 @@ class Saver:
         )
 
     async def _discard(self) -> None:
-        """Deletes this rank's objects, in bounded time. A failure leaves garbage and is only
-        logged.
-        """
         if self._objects is not None:
             await self._errands.clean_up(self._objects.delete)

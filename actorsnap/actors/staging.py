@@ -1,13 +1,12 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
-It takes chunks in write order and sends them on a bounded stream. In a blocking save, chunks of
-contiguous CPU tensors are views of the trainer's memory; worker threads copy all others into leased
-memory first. This module must not know how chunks are used.
+In a blocking save, chunks of contiguous CPU tensors are views of the trainer's memory; worker
+threads copy all others into leased memory first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
 
@@ -20,35 +19,32 @@ from actorsnap.state.captured import Leaf
 from actorsnap.state.sources import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["StagingActor", "sources_of"]
+__all__ = ["StagingActor"]
 
 _MAX_COPIED_BYTES = 48 << 20
-"""Limit of copies in a blocking save, in bytes, besides the budget. The trainer does not wait for
-these copies, so more of them would only use memory.
-"""
+"""Limit of copies in a blocking save, in bytes, besides the budget. Nobody waits for them, so more
+would only use memory."""
 
 
 class StagingActor:
-    """Stages all chunks of one rank's plan.
+    """Stages the chunks of one rank's plan; see ``Staging``.
 
     Args:
-        order: The chunks, and their destination.
-        sources: Per object, the byte source of each item, in stored order.
-        copies: True: copy every chunk, so that the trainer may overwrite its tensors as soon as
-            ``run`` has returned; the sources are released by then. False: copy only chunks that
-            cannot be read in place.
-        budget: Lends the memory for copies.
+        leaves: The state.
+        copies: Copy every chunk, so that the trainer may overwrite its tensors as soon as ``run``
+            has returned. False: only chunks that cannot be read in place.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
         fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
-            in the order of ``order``.
-        on_eager_staged: Called when everything but the lazy part is copied; with a fence only.
+            in the order of storing.
     """
+
+    _order: StagingOrder
+    _room: anyio.Semaphore
 
     def __init__(
         self,
-        order: StagingOrder,
+        leaves: Sequence[Leaf],
         *,
-        sources: Sequence[Sequence[ByteSource]],
         copies: bool,
         budget: Budget,
         run_blocking: RunBlocking,
@@ -56,72 +52,59 @@ class StagingActor:
         board: ProgressBoard,
         recorder: Recorder = NULL_RECORDER,
         fence: Fence | None = None,
-        on_eager_staged: Callable[[], None] = lambda: None,
     ) -> None:
-        self._fence = fence
-        self._on_eager_staged = on_eager_staged
-        self._objects = order.objects
-        self._order = order.chunks
-        self._sources = sources
+        self._leaves = leaves
+        self._sources: Sequence[Sequence[ByteSource]] = ()
         self._copies = copies
-        self._out = order.out
         self._budget = budget
-        self._full = order.full
         self._run_blocking = run_blocking
         self._num_copiers = num_copiers
         self._board = board
         self._recorder = recorder
-        largest = max([chunk.stop - chunk.start for chunk in order.chunks], default=1)
-        self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
+        self._fence = fence
 
-    async def run(self) -> None:
-        """Stages all chunks.
+    async def run(self, order: StagingOrder) -> None:
+        """Stages all chunks. Call once.
 
         Raises:
             StateChanged: The state was changed without waiting for the fence.
             Exception: Raised by a device copy.
         Cancellation: Leases of unsent chunks are released; a copy in flight ends first.
         """
-        chunks = iter(self._order)
+        self._order = order
+        largest = max([chunk.stop - chunk.start for chunk in order.chunks], default=1)
+        self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
+        chunks = iter(order.chunks)
         fence = self._fence
         try:
+            self._sources = [_sources_of(plan, self._leaves) for plan in order.objects]
             if fence is not None:
-                fence.plan(self._objects, self._order)
-                if not fence.has_eager_left:
-                    self._on_eager_staged()
-            async with self._out:
-                async with anyio.create_task_group() as tasks:
-                    for copier in range(self._num_copiers):
-                        tasks.start_soon(self._stage_next, chunks, copier)
-                if fence is not None:
-                    fence.check()
+                fence.plan(order.objects, order.chunks)
+            async with order.out, anyio.create_task_group() as tasks:
+                for copier in range(self._num_copiers):
+                    tasks.start_soon(self._stage_next, chunks, copier)
+            if fence is not None:
+                fence.check()
         finally:
             # The trainer may free its memory now, even if this actor stays referenced.
-            self._sources = ()
+            self._leaves = self._sources = ()
             if fence is not None:
                 fence.open()
-        self._full.set()
+        order.full.set()
 
     async def _next(self, chunks: Iterator[Chunk], copier: int) -> Chunk | None:
         if self._fence is not None:
             return await self._fence.next_chunk(copier)
         return next(chunks, None)
 
-    def _finish(self, chunk: Chunk) -> None:
-        fence = self._fence
-        if fence is not None:
-            had_eager_left = fence.has_eager_left
-            fence.finish(chunk)
-            if had_eager_left and not fence.has_eager_left:
-                self._on_eager_staged()
-
     async def _stage_next(self, chunks: Iterator[Chunk], copier: int) -> None:
         with self._recorder.row("staging") as row:
             while (chunk := await self._next(chunks, copier)) is not None:
                 staged = await self._stage(chunk, row)
                 try:
-                    self._finish(chunk)
-                    await self._out.send(staged)
+                    if self._fence is not None:
+                        self._fence.finish(chunk)
+                    await self._order.out.send(staged)
                 except BaseException:
                     if staged.lease is not None:
                         staged.lease.release()
@@ -131,11 +114,12 @@ class StagingActor:
 
     def _note_sent(self, row: Row) -> None:
         row.note(Wait.ROOM)
-        self._recorder.sample("staged chunks", lambda: self._out.statistics().current_buffer_used)
+        out = self._order.out
+        self._recorder.sample("staged chunks", lambda: out.statistics().current_buffer_used)
         self._recorder.sample("leased bytes", lambda: self._budget.statistics().leased_bytes)
 
     async def _stage(self, chunk: Chunk, row: Row) -> StagedChunk:
-        plan = self._objects[chunk.object]
+        plan = self._order.objects[chunk.object]
         sources = self._sources[chunk.object]
         pieces = list(plan.pieces(chunk))
         head = memoryview(plan.header)[chunk.start : min(chunk.stop, len(plan.header))]
@@ -146,7 +130,7 @@ class StagingActor:
         if can_be_read_in_place or not pieces:
             return StagedChunk(chunk, head, pieces, sources, None)
         if self._budget.would_wait(nbytes):
-            self._full.set()
+            self._order.full.set()
         lease = await self._lease(nbytes)
         row.note(Wait.MEMORY)
         copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
@@ -170,7 +154,7 @@ class StagingActor:
         return lease
 
 
-def sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:
+def _sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:
     """Returns the byte source of each item of an object, in stored order."""
     return [
         source if box is None else PartSource(source, box.start, stop - start)

@@ -1,151 +1,51 @@
 """Decides when a trainer has an uploader process, and the fate of saves when it dies.
 
-1. A process is started for the first save, or earlier on request. Saves are sent when it is ready.
+1. The first save, or an earlier request, starts a process. Saves are sent when it is ready.
 2. If it ends before that, another one is started, once. If that fails too, these and all later
    saves are made without a process: a slow snapshot is better than none.
 3. A process that is silent for too long is killed: it was stopped, or hangs in a system call.
-4. If it dies in a save whose chunks are all still in the arena, or not yet copied there, the next
-   process gets the save, once, with the name of the dead attempt, which may have committed. Any
-   other save is aborted. A save with other ranks is sent again only if the process had not begun
-   it: otherwise the other ranks rely on the dead attempt.
-5. Each requested save ends exactly once: finished, aborted, or made without a process.
-
-``protocol.frames`` defines the messages between trainer and process.
+4. If it dies in a save whose chunks are all still in the arena, or not yet copied, the next process
+   gets the save, once, with the name of the dead attempt, which may have committed. Any other save
+   is aborted. A save with other ranks is sent again only if the process had not begun it: otherwise
+   the other ranks rely on the dead attempt.
+5. Each save ends exactly once: finished, aborted, or made without a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
 from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.uploader import CancelSave
 
 __all__ = [
     "AbortSave",
-    "AskedToCancel",
-    "AskedToEnd",
-    "AskedToSave",
-    "AskedToStart",
-    "AttemptBegun",
-    "KillProcess",
-    "MemoryGone",
-    "ProcessEnded",
-    "ProcessReady",
-    "ProcessSilent",
-    "SaveEnded",
+    "ProcessCommand",
     "SaveHere",
-    "SendCancel",
-    "SendEnd",
     "SendSave",
-    "StartProcess",
     "Supervisor",
     "SupervisorCommand",
-    "SupervisorEvent",
     "SupervisorState",
 ]
 
-# Events -------------------------------------------------------------------------------------
 
+class ProcessCommand(StrEnum):
+    """What to do with the process."""
 
-class AskedToSave(msgspec.Struct, frozen=True):
-    """A save was requested.
-
-    Attributes:
-        rank: The trainer's rank in the save.
-        is_shared: Other ranks take part.
-    """
-
-    number: int
-    rank: int = 0
-    is_shared: bool = False
-
-
-class AskedToStart(msgspec.Struct, frozen=True):
-    """Saves will follow."""
-
-
-class AskedToCancel(msgspec.Struct, frozen=True):
-    """The caller has cancelled the save."""
-
-    number: int
-    reason: str
-
-
-class AskedToEnd(msgspec.Struct, frozen=True):
-    """The save was ended for its team."""
-
-    number: int
-    failure: Failure
-
-
-class ProcessReady(msgspec.Struct, frozen=True):
-    """The process listens."""
-
-
-class ProcessSilent(msgspec.Struct, frozen=True):
-    """The process was silent for this long."""
-
-    seconds: float
-
-
-class ProcessEnded(msgspec.Struct, frozen=True):
-    """The process has ended, or could not be started; ``reason`` is for people."""
-
-    reason: str
-
-
-class AttemptBegun(msgspec.Struct, frozen=True):
-    """The process has begun the save; on rank 0 its attempt has a name, on other ranks later."""
-
-    number: int
-    attempt: str
-
-
-class MemoryGone(msgspec.Struct, frozen=True):
-    """A chunk of the save is no longer in the arena."""
-
-    number: int
-
-
-class SaveEnded(msgspec.Struct, frozen=True):
-    """The process has reported the outcome."""
-
-    number: int
-
-
-# Commands -----------------------------------------------------------------------------------
-
-
-class StartProcess(msgspec.Struct, frozen=True):
-    """Start a process. Ends in ``ProcessReady`` or ``ProcessEnded``."""
-
-
-class KillProcess(msgspec.Struct, frozen=True):
-    """Kill the process. Ends in ``ProcessEnded``."""
+    START = "start"
+    """Leads to ``note_ready`` or ``note_process_ended``."""
+    KILL = "kill"
+    """Leads to ``note_process_ended``."""
 
 
 class SendSave(msgspec.Struct, frozen=True):
     """Send the save; its staged chunks follow on request."""
 
     number: int
-    after: str = ""
-
-
-class SendCancel(msgspec.Struct, frozen=True):
-    """Pass the cancellation on."""
-
-    number: int
-    reason: str
-
-
-class SendEnd(msgspec.Struct, frozen=True):
-    """Report to the process that the save was ended for its team."""
-
-    number: int
-    failure: Failure
+    previous_attempt: str = ""
 
 
 class AbortSave(msgspec.Struct, frozen=True):
@@ -161,21 +61,8 @@ class SaveHere(msgspec.Struct, frozen=True):
     number: int
 
 
-SupervisorEvent: TypeAlias = (
-    AskedToSave
-    | AskedToStart
-    | AskedToCancel
-    | AskedToEnd
-    | ProcessReady
-    | ProcessSilent
-    | ProcessEnded
-    | AttemptBegun
-    | MemoryGone
-    | SaveEnded
-)
-SupervisorCommand: TypeAlias = (
-    StartProcess | KillProcess | SendSave | SendCancel | SendEnd | AbortSave | SaveHere
-)
+SupervisorCommand: TypeAlias = ProcessCommand | SendSave | CancelSave | AbortSave | SaveHere
+"""``CancelSave``: send it."""
 
 _MAX_STARTS = 2
 
@@ -190,7 +77,9 @@ class SupervisorState(StrEnum):
     UNUSABLE = "unusable"
 
 
-class _Save(msgspec.Struct):
+class _Supervised(msgspec.Struct):
+    """A save that has not ended."""
+
     rank: int
     is_shared: bool
     is_sent: bool = False
@@ -206,11 +95,14 @@ _S = SupervisorState
 
 
 class Supervisor:
-    """Supervises the successive uploader processes of one trainer."""
+    """Supervises the successive uploader processes of one trainer.
+
+    Events are methods that return the commands to perform.
+    """
 
     def __init__(self) -> None:
         self.state = _S.ABSENT
-        self._saves: dict[int, _Save] = {}
+        self._saves: dict[int, _Supervised] = {}
         self._num_failed_starts = 0
 
     @property
@@ -218,80 +110,72 @@ class Supervisor:
         """Number of saves that have not ended."""
         return len(self._saves)
 
-    def handle(self, event: SupervisorEvent) -> list[SupervisorCommand]:
-        """Handles one event; returns the commands to perform."""
-        commands = _RULES[type(event)](self, event)
-        self.validate()
-        return commands
-
     def validate(self) -> None:
         if self.state in (_S.ABSENT, _S.UNUSABLE):
             assert not self._saves
-        if self.state in (_S.STARTING,):
+        if self.state is _S.STARTING:
             assert not any(save.is_sent for save in self._saves.values())
         if self.state is _S.READY:
             assert all(save.is_sent for save in self._saves.values())
 
     # Saves
 
-    def _on_asked(self, event: AskedToSave) -> list[SupervisorCommand]:
+    def add_save(
+        self, number: int, *, rank: int = 0, is_shared: bool = False
+    ) -> list[SupervisorCommand]:
+        """Adds a save of this rank, shared with other ranks or not."""
         if self.state is _S.UNUSABLE:
-            return [SaveHere(event.number)]
-        save = self._saves[event.number] = _Save(event.rank, event.is_shared)
-        if self.state is _S.ABSENT:
-            return [self._start()]
+            return [SaveHere(number)]
+        save = self._saves[number] = _Supervised(rank, is_shared)
         if self.state is _S.READY:
             save.is_sent = True
-            return [SendSave(event.number)]
-        return []
+            return [SendSave(number)]
+        return self.start()
 
-    def _on_asked_to_start(self, event: AskedToStart) -> list[SupervisorCommand]:
-        return [self._start()] if self.state is _S.ABSENT else []
-
-    def _on_cancel(self, event: AskedToCancel) -> list[SupervisorCommand]:
-        save = self._saves.get(event.number)
+    def cancel_save(self, number: int, reason: str) -> list[SupervisorCommand]:
+        save = self._saves.get(number)
         if save is None or save.cancel_reason is not None:
             return []
-        save.cancel_reason = event.reason
-        if save.is_sent:
-            return [SendCancel(event.number, event.reason)]
-        return [self._abort(event.number, event.reason)]
+        save.cancel_reason = reason
+        return [CancelSave(number, reason) if save.is_sent else self._abort(number, reason)]
 
-    def _on_asked_to_end(self, event: AskedToEnd) -> list[SupervisorCommand]:
-        save = self._saves.get(event.number)
+    def conclude_save(self, number: int, failure: Failure) -> list[SupervisorCommand]:
+        """Ends a save because its team has ended it."""
+        save = self._saves.get(number)
         if save is None or save.failure is not None:
             return []
-        save.failure = event.failure
+        save.failure = failure
         commands: list[SupervisorCommand] = []
         if save.is_sent:
-            commands.append(SendEnd(event.number, event.failure))
+            commands.append(CancelSave(number, failure.reason, is_concluded=True))
         if not save.is_sent or not save.has_begun:
             # Nothing was staged for the process, which may still be starting.
-            commands.append(self._abort(event.number, event.failure.reason))
+            commands.append(self._abort(number, failure.reason))
         return commands
 
-    def _on_begun(self, event: AttemptBegun) -> list[SupervisorCommand]:
-        save = self._saves.get(event.number)
+    def note_begun(self, number: int, attempt: str) -> None:
+        """Notes that the process has begun the save. Only rank 0 knows the attempt at first."""
+        save = self._saves.get(number)
         if save is not None:
-            save.has_begun, save.attempt = True, event.attempt
-        return []
+            save.has_begun, save.attempt = True, attempt
 
-    def _on_memory_gone(self, event: MemoryGone) -> list[SupervisorCommand]:
-        if event.number in self._saves:
-            self._saves[event.number].can_be_sent = False
-        return []
+    def note_memory_gone(self, number: int) -> None:
+        if number in self._saves:
+            self._saves[number].can_be_sent = False
 
-    def _on_save_ended(self, event: SaveEnded) -> list[SupervisorCommand]:
-        self._saves.pop(event.number, None)
-        return []
+    def note_save_ended(self, number: int) -> None:
+        self._saves.pop(number, None)
 
     # The process
 
-    def _start(self) -> SupervisorCommand:
+    def start(self) -> list[SupervisorCommand]:
+        """Starts a process if there is none."""
+        if self.state is not _S.ABSENT:
+            return []
         self.state = _S.STARTING
-        return StartProcess()
+        return [ProcessCommand.START]
 
-    def _on_ready(self, event: ProcessReady) -> list[SupervisorCommand]:
+    def note_ready(self) -> list[SupervisorCommand]:
         self.state = _S.READY
         self._num_failed_starts = 0
         commands: list[SupervisorCommand] = []
@@ -300,28 +184,27 @@ class Supervisor:
             commands.append(SendSave(number, save.attempt))
         return commands
 
-    def _on_silent(self, event: ProcessSilent) -> list[SupervisorCommand]:
+    def note_silent(self) -> list[SupervisorCommand]:
         if self.state not in (_S.STARTING, _S.READY):
             return []
         self._num_failed_starts += self.state is _S.STARTING
         self.state = _S.ENDING
-        return [KillProcess()]
+        return [ProcessCommand.KILL]
 
-    def _on_ended(self, event: ProcessEnded) -> list[SupervisorCommand]:
+    def note_process_ended(self, reason: str) -> list[SupervisorCommand]:
         self._num_failed_starts += self.state is _S.STARTING
         commands: list[SupervisorCommand] = []
         for number, save in list(self._saves.items()):
-            commands += self._bury(number, save, event.reason)
+            commands += self._bury(number, save, reason)
         if self._num_failed_starts >= _MAX_STARTS:
             self.state = _S.UNUSABLE
-            commands += self._give_up(event.reason)
-        elif self._saves:
-            commands.append(self._start())
-        else:
-            self.state = _S.ABSENT
+            return commands + self._give_up(reason)
+        self.state = _S.ABSENT
+        if self._saves:
+            commands += self.start()
         return commands
 
-    def _bury(self, number: int, save: _Save, reason: str) -> list[SupervisorCommand]:
+    def _bury(self, number: int, save: _Supervised, reason: str) -> list[SupervisorCommand]:
         """Ends or keeps a save after its process has died; keeps one that was not sent."""
         if not save.is_sent:
             return []
@@ -359,17 +242,3 @@ class Supervisor:
                 may_be_visible=bool(save.attempt),
             ),
         )
-
-
-_RULES: dict[type, Callable[..., list[SupervisorCommand]]] = {
-    AskedToSave: Supervisor._on_asked,
-    AskedToStart: Supervisor._on_asked_to_start,
-    AskedToCancel: Supervisor._on_cancel,
-    AskedToEnd: Supervisor._on_asked_to_end,
-    AttemptBegun: Supervisor._on_begun,
-    MemoryGone: Supervisor._on_memory_gone,
-    SaveEnded: Supervisor._on_save_ended,
-    ProcessReady: Supervisor._on_ready,
-    ProcessSilent: Supervisor._on_silent,
-    ProcessEnded: Supervisor._on_ended,
-}

@@ -1,17 +1,14 @@
-"""Messages between a trainer and its uploader process.
+"""Frames between a trainer and its uploader process, which are of the same release.
 
-The trainer captures and stages. The process runs the participant, the coordinator on rank 0, and
-the storage. See ``docs/decisions/0011-uploader-process.md``. Tensor bytes travel through the arena,
-never here.
-
-Both ends are of the same release. A state's ``Structure`` is sent once. A save then sends its
-digest and the small values that have changed since. Chunks are not described: each end packs the
-same items by the same plan and rules, and numbers the chunks as in ``packing.write_order``.
+The trainer captures and stages; the process runs the participant, the coordinator and the storage
+(``docs/decisions/0011-uploader-process.md``). Tensor bytes travel through the arena. A state's
+``Structure`` is sent once; later saves send its digest and the values that have changed. Both ends
+pack the same items by the same plan and rules, and number the chunks as ``packing.write_order``.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -21,51 +18,40 @@ from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.failure import EncodedError
 
 __all__ = [
-    "AbsenceAsked",
     "AbsenceReported",
     "Alive",
+    "AnswerWanted",
     "AttemptsEnded",
+    "BeginSave",
     "Begun",
     "CancelSave",
-    "ChangeEnvironment",
-    "ChangeLogLevel",
-    "ChangePace",
-    "ChunksReleased",
-    "ChunksStaged",
+    "Configure",
     "EndReceived",
-    "EndSave",
     "Finished",
     "FromProcess",
+    "FromSave",
     "LeaveTeam",
     "Logged",
     "MessageSent",
     "Progressed",
-    "ProcessStarted",
-    "Recorded",
-    "Remember",
-    "Save",
-    "StagingEnded",
-    "StagingFailed",
-    "StagingWaits",
+    "Staged",
     "StagingWanted",
     "Structure",
     "TakeOver",
     "TakeOverPrepared",
-    "TeamRank",
     "ToProcess",
-    "TurnAsked",
+    "ToSave",
     "TurnGiven",
 ]
 
 
 class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An app state without its values: the leaves with bytes, as columns, and the other entries.
+    """An app state without its values.
 
     Attributes:
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
-        requires_grad: Indices of the leaves that require gradients.
-        holders: Sets of ranks with the indices of the leaves that these ranks share.
-        rank_zero_wins: Indices of the leaves of which rank 0's value is authoritative.
+        requires_grad, rank_zero_wins: Indices of these leaves.
+        holders: Sets of ranks, each with the indices of the leaves that they share.
         memory_formats: By leaf index, where there is one.
         attributes: By leaf index, where there are some; JSON.
         entries: The other entries without values, with their positions among all parts; JSON.
@@ -93,14 +79,11 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alive(_Frame, frozen=True, tag="a"):
-    """Heartbeat without news, in either direction."""
+    """Heartbeat, in either direction. The process sends the first one when it listens."""
 
 
 class AttemptsEnded(_Frame, frozen=True, tag="A"):
-    """Attempts of the sender have committed or can no longer commit, in either direction.
-
-    The receiver may delete their garbage too.
-    """
+    """Attempts of the sender have committed or can no longer commit, in either direction."""
 
     attempts: list[str]
 
@@ -108,53 +91,44 @@ class AttemptsEnded(_Frame, frozen=True, tag="A"):
 # Frames to the process ----------------------------------------------------------------------
 
 
-class Remember(_Frame, frozen=True, tag="r"):
-    """Defines a structure that saves will name, with its current values.
+class Configure(_Frame, frozen=True, tag="v"):
+    """Changes settings of the process.
 
     Attributes:
-        values: One entry each, as JSON.
-        forgotten: Digest of a structure that no later save will name, or empty.
+        variables: Environment variables that were set or deleted: they may be credentials.
+        log_level: Minimum level of lines for the trainer's log.
+        duty: Share of the time in which uploaders work; see ``pacing``.
     """
 
-    digest: bytes
-    structure: Structure
-    values: list[bytes]
-    forgotten: bytes = b""
+    variables: list[tuple[bytes, bytes | None]] = []
+    log_level: int | None = None
+    duty: float | None = None
 
 
-class TeamRank(_Frame, frozen=True):
-    """The rank of a save with several ranks.
-
-    Attributes:
-        team: Number of the trainer's team.
-    """
-
-    team: int
-    rank: int
-    world_size: int
-
-
-class Save(_Frame, frozen=True, tag="s"):
+class BeginSave(_Frame, frozen=True, tag="s"):
     """Begins a save.
 
     Attributes:
-        number: Number of the save, in all frames about it.
-        values: Values that differ from those in ``Remember``: index among the values, and entry.
-        url, at, storage_options: See ``runtime.location.Location``.
+        number: Identifies the save in all frames.
+        structure: None: the one sent before with this digest.
+        values: Value entries as JSON, by index: all of them, or without a structure those that
+            differ from the ones sent with it.
+        display_url, url, storage_options: See ``runtime.location.Location``.
         options, metadata: As msgpack, and as JSON.
-        left_s: Seconds left of ``Options.timeout_s``.
-        step: See ``SaveRequest``.
-        budget_bytes: Budget of the trainer's process, in bytes.
-        after: The attempt of a process that died in this save, or empty.
-        records: Send ``Recorded`` at the end.
-        team: None if this is the only rank.
+        left_s: Rest of ``Options.timeout_s``, in seconds.
+        budget_bytes: Memory budget of the trainer.
+        previous_attempt: The attempt of a process that died in this save, or empty.
+        forgotten: Digest of a structure that no later save uses, or empty.
+        is_recorded: ``Finished`` needs a record.
+        team: Number of the trainer's team; None for a single rank.
     """
 
     number: int
-    structure: bytes
+    digest: bytes
+    structure: Structure | None
     values: list[tuple[int, bytes]]
-    url: str
-    at: bytes
+    display_url: str
+    url: bytes
     storage_options: dict[str, Any]
     options: bytes
     left_s: float
@@ -163,70 +137,42 @@ class Save(_Frame, frozen=True, tag="s"):
     resume: bool
     metadata: bytes
     step: int | None = None
-    after: str = ""
-    records: bool = False
-    team: TeamRank | None = None
+    previous_attempt: str = ""
+    forgotten: bytes = b""
+    is_recorded: bool = False
+    team: int | None = None
+    rank: int = 0
+    world_size: int = 1
 
 
-class ChunksStaged(_Frame, frozen=True, tag="c"):
-    """Chunks are in the arena: the number of each, and its offset there.
+class Staged(_Frame, frozen=True, tag="c"):
+    """Progress of staging.
 
-    The offset is None for a chunk of header bytes only.
+    Attributes:
+        chunks: Number of each new chunk, and its offset in the arena; None if it has header bytes
+            only.
+        is_waiting: The trainer waits for memory: begin to store.
+        is_last: All chunks were staged.
+        error: Why staging has failed, or empty.
     """
 
     number: int
-    chunks: list[tuple[int, int | None]]
-
-
-class StagingWaits(_Frame, frozen=True, tag="w"):
-    """The trainer waits for memory: begin to store."""
-
-    number: int
-
-
-class StagingEnded(_Frame, frozen=True, tag="e"):
-    """All chunks were staged."""
-
-    number: int
-
-
-class StagingFailed(_Frame, frozen=True, tag="f"):
-    """Staging has failed; no more chunks follow."""
-
-    number: int
-    error: tuple[EncodedError, ...]
+    chunks: list[tuple[int, int | None]] = []
+    is_waiting: bool = False
+    is_last: bool = False
+    error: tuple[EncodedError, ...] = ()
 
 
 class CancelSave(_Frame, frozen=True, tag="x"):
-    """Aborts the save, if it is not too late."""
+    """Aborts the save, if it is not too late.
+
+    Attributes:
+        is_concluded: The trainer has ended the call of all ranks.
+    """
 
     number: int
     reason: str
-
-
-class ChangeEnvironment(_Frame, frozen=True, tag="v"):
-    """Environment variables that the trainer has set or deleted since: they may be credentials."""
-
-    variables: list[tuple[bytes, bytes | None]]
-
-
-class ChangeLogLevel(_Frame, frozen=True, tag="l"):
-    """Sets the minimum level of lines for the trainer's log, after the application changed it."""
-
-    level: int
-
-
-class ChangePace(_Frame, frozen=True, tag="p"):
-    """Sets the share of the time in which uploaders work; see ``pacing``."""
-
-    duty: float
-
-
-class EndSave(_Frame, frozen=True, tag="E"):
-    """Ends a save of several ranks: the trainer has concluded it."""
-
-    number: int
-    reason: str
+    is_concluded: bool = False
 
 
 class EndReceived(_Frame, frozen=True, tag="m"):
@@ -241,15 +187,15 @@ class EndReceived(_Frame, frozen=True, tag="m"):
     item: bytes
 
 
-class AbsenceReported(_Frame, frozen=True, tag="q"):
-    """The answer to ``AbsenceAsked``; see ``CoordinatorEnd.absence``."""
+class AbsenceReported(_Frame, frozen=True, tag="n"):
+    """Answers ``AnswerWanted``; see ``CoordinatorEnd.absence``."""
 
     number: int
     reason: str | None
 
 
 class TurnGiven(_Frame, frozen=True, tag="t"):
-    """The answer to ``TurnAsked``; see ``CommitTurn.wait``."""
+    """Answers ``AnswerWanted``; see ``CommitTurn.wait``."""
 
     number: int
     is_unanswered: bool
@@ -276,40 +222,25 @@ class TakeOver(_Frame, frozen=True, tag="T"):
 
 
 class LeaveTeam(_Frame, frozen=True, tag="L"):
-    """The trainer's team makes no more calls; see ``TeamRank.team``."""
+    """The trainer's team makes no more calls."""
 
     team: int
 
 
-ToProcess: TypeAlias = (
-    Remember
-    | LeaveTeam
-    | Save
-    | ChunksStaged
-    | StagingWaits
-    | StagingEnded
-    | StagingFailed
-    | CancelSave
-    | ChangeEnvironment
-    | ChangeLogLevel
-    | ChangePace
-    | EndSave
-    | EndReceived
-    | AbsenceReported
-    | TurnGiven
-    | TakeOver
-    | AttemptsEnded
-    | Alive
-)
+ToSave: TypeAlias = Staged | CancelSave | EndReceived | AbsenceReported | TurnGiven | TakeOver
+"""About a running save."""
+
+ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
 
 
 # Frames from the process --------------------------------------------------------------------
 
 
-class ProcessStarted(_Frame, frozen=True, tag="r"):
-    """The process listens."""
+class AnswerWanted(_Frame, frozen=True, tag="q"):
+    """Asks for ``TurnGiven``, or for ``AbsenceReported``, before a commit."""
 
-    release: str
+    number: int
+    subject: Literal["turn", "absence"]
 
 
 class MessageSent(_Frame, frozen=True, tag="m"):
@@ -325,18 +256,6 @@ class MessageSent(_Frame, frozen=True, tag="m"):
     message: bytes
 
 
-class AbsenceAsked(_Frame, frozen=True, tag="q"):
-    """Asks for ``AbsenceReported``."""
-
-    number: int
-
-
-class TurnAsked(_Frame, frozen=True, tag="u"):
-    """Asks for ``TurnGiven``, before the commit of a save that overwrites."""
-
-    number: int
-
-
 class TakeOverPrepared(_Frame, frozen=True, tag="T"):
     """The answer to ``TakeOver``.
 
@@ -349,7 +268,7 @@ class TakeOverPrepared(_Frame, frozen=True, tag="T"):
 
 
 class Begun(_Frame, frozen=True, tag="b"):
-    """The save has begun, and may leave garbage from now on. On rank 0 the attempt has a name."""
+    """The save has begun, and may leave garbage. Only rank 0's attempt has a name yet."""
 
     number: int
     attempt: str
@@ -359,29 +278,28 @@ class StagingWanted(_Frame, frozen=True, tag="w"):
     """All ranks have joined: the rules and plan for packing the state.
 
     Attributes:
-        attempt, at: Name and location of the attempt, as set by rank 0.
+        attempt, url: Name and location of the attempt, as set by rank 0.
     """
 
     number: int
     rules: PackingRules
     plan: RankPlan
     attempt: str = ""
-    at: bytes = b""
-
-
-class ChunksReleased(_Frame, frozen=True, tag="c"):
-    """The memory of these chunks is no longer used."""
-
-    number: int
-    chunks: list[int]
+    url: bytes = b""
 
 
 class Progressed(_Frame, frozen=True, tag="p"):
-    """Bytes done since the last frame."""
+    """Progress since the last such frame.
+
+    Attributes:
+        hashed, stored: Sizes in bytes.
+        released: Chunks whose memory is no longer used.
+    """
 
     number: int
     hashed: int
     stored: int
+    released: list[int]
 
 
 class Finished(_Frame, frozen=True, tag="f"):
@@ -390,25 +308,15 @@ class Finished(_Frame, frozen=True, tag="f"):
     Attributes:
         error: None if committed.
         is_unanswered: See ``CommitTurn.release``.
+        record: ``actors.trace.Record`` as msgpack, for the trainer's trace; or empty.
+        retries: Number of retried storage requests.
     """
 
     number: int
     error: tuple[EncodedError, ...] | None
     is_unanswered: bool = False
-
-
-class Recorded(_Frame, frozen=True, tag="t"):
-    """Activities of the process, for the trainer's trace; sent before ``Finished``.
-
-    Attributes:
-        retries: Number of retried storage requests.
-        record: See ``actors.trace.Record``, as msgpack.
-    """
-
-    number: int
-    attempt: str
-    retries: int
-    record: bytes
+    record: bytes = b""
+    retries: int = 0
 
 
 class Logged(_Frame, frozen=True, tag="l"):
@@ -420,19 +328,9 @@ class Logged(_Frame, frozen=True, tag="l"):
     fields: dict[str, str | int | float | None] = {}
 
 
-FromProcess: TypeAlias = (
-    ProcessStarted
-    | MessageSent
-    | AbsenceAsked
-    | TurnAsked
-    | TakeOverPrepared
-    | Begun
-    | StagingWanted
-    | ChunksReleased
-    | Progressed
-    | Recorded
-    | Finished
-    | Logged
-    | AttemptsEnded
-    | Alive
+FromSave: TypeAlias = (
+    Begun | MessageSent | AnswerWanted | TakeOverPrepared | StagingWanted | Progressed | Finished
 )
+"""About a running save."""
+
+FromProcess: TypeAlias = FromSave | Logged | AttemptsEnded | Alive

@@ -1,7 +1,7 @@
 """Saves of this process to one path commit in the order of their calls.
 
-Otherwise a small save after a large one would commit first and then be replaced by the older state.
-Only saves with ``overwrite`` take part; without it the second save fails.
+Otherwise a large save would replace a later, smaller one. Only saves with ``overwrite`` take part:
+without it the second save fails.
 """
 
 from __future__ import annotations

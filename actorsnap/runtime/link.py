@@ -1,7 +1,4 @@
-"""Frames over a socket pair between the trainer and its uploader process.
-
-A frame is its length, as four bytes, and msgpack data. This module must not know its meaning.
-"""
+"""Frames over a socket pair: a length, as four bytes, and msgpack data of any meaning."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ _READ_BYTES = 1 << 18
 
 
 class LinkStatistics(msgspec.Struct):
-    """Bytes and frames sent and received, prefixes included."""
-
     sent_bytes: int = 0
     sent_frames: int = 0
     received_bytes: int = 0
@@ -31,10 +26,9 @@ class LinkStatistics(msgspec.Struct):
 
 
 class Link(Generic[In, Out]):
-    """One end of the connection. On one event loop only.
+    """One end of the connection, which it owns. On one event loop only.
 
     Args:
-        connection: The socket; the link takes ownership.
         incoming: The type of received frames.
     """
 

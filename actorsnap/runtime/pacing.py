@@ -27,7 +27,7 @@ from actorsnap.protocol.pacing import (
     TimePassed,
 )
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.job import Job
+from actorsnap.runtime.save import Save
 
 __all__ = ["Step", "step", "watch"]
 
@@ -59,13 +59,13 @@ def step() -> Step:
     return Step()
 
 
-def watch(save: Job) -> None:
+def watch(save: Save) -> None:
     """Applies the save's ``max_slowdown`` from its staging to its end."""
     if save.options.max_slowdown is not None:
         _Pacer.get().watch(save, save.options.max_slowdown)
 
 
-def _is_staged(save: Job) -> bool:
+def _is_staged(save: Save) -> bool:
     return save.staged.done() and save.staged.exception() is None
 
 
@@ -78,7 +78,7 @@ class _Pacer:
         self._lock = threading.Lock()
         self._machine = PacingMachine()
         self._numbers = itertools.count()
-        self._saves: dict[int, tuple[Job, float]] = {}
+        self._saves: dict[int, tuple[Save, float]] = {}
         self._host: Host | None = None
         self._num_steps = 0
         self._has_warned = False
@@ -99,7 +99,7 @@ class _Pacer:
         self._num_steps += 1
         self._handle(StepEnded(seconds))
 
-    def watch(self, save: Job, limit: float) -> None:
+    def watch(self, save: Save, limit: float) -> None:
         number = next(self._numbers)
         with self._lock:
             self._saves[number] = save, time.monotonic()

@@ -1,8 +1,7 @@
 """The bodies of the calls that save, shared by async and sync callers.
 
-Each is a ``Script``: plain code that runs in the caller's thread, where ``state_dict`` belongs. It
-yields the steps for the runtime's loop. ``snapshot`` drives the scripts with ``await``, ``sync`` by
-blocking.
+Each is a ``Script``: it runs in the caller's thread, where ``state_dict`` belongs, and yields the
+steps for the runtime's loop. ``snapshot`` drives it with ``await``, ``sync`` by blocking.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
 from actorsnap.runtime.guard import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
-from actorsnap.runtime.job import Job, SaveRequest
 from actorsnap.runtime.limits import has_cores
+from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location, open_location, open_ready_location
-from actorsnap.runtime.offloaded import OffloadedSave
-from actorsnap.runtime.saving import SaveJob
+from actorsnap.runtime.remote_engine import RemoteEngine
+from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.team import Membership, Team, find_team
 from actorsnap.runtime.tracing import observe
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
@@ -62,10 +61,9 @@ logger = Log(__name__)
 _STAGES = ("eager", "lazy")
 
 _AUTO_BYTES = 64 << 20
-"""Minimum size of a state for the uploader process, in bytes. Measured on two cores and a tmpfs,
-time lost by a trainer until the commit, with a thread and with a process: 16 MiB, 22 and 27 ms;
-64 MiB, 58 and 47 ms; 256 MiB, 182 and 100 ms. With two trainers on two cores, processes saved no
-time and commits took ten times as long, because the uploaders only got idle CPU time (0012)."""
+"""Minimum size of a state for the uploader process, in bytes: for smaller ones a thread costs the
+trainer less time (0011). With two trainers on two cores, processes saved no time and commits took
+ten times as long, because the uploaders only got idle CPU time (0012)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,32 +85,31 @@ class TakeCall:
     begun_s: float = field(default_factory=time.monotonic)
 
 
-def take(call: TakeCall, *, is_async: bool) -> Script[Job]:
-    """Captures in the caller's thread. Returns when the snapshot is stored; if async, when it is
-    staged; if async and lazy, when its eager part is staged."""
+def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
+    """Returns when the snapshot is stored; if async, when its state or eager part is staged."""
     team = find_team(call.group, call.store)
     if team is None:
-        job = yield from _prepare(call, is_async, ranks=(global_rank(),))
+        save = yield from _prepare(call, is_async, ranks=(global_rank(),))
     else:
-        job = yield from _prepare_in_team(call, is_async, team)
+        save = yield from _prepare_in_team(call, is_async, team)
     del call
     try:
         if is_async:
-            pacing.watch(job)
-        job.start()
-        if job.fence is not None:
-            Guard(Host.get(), job.fence, job.fence.lazy.must_wait)
-        awaited = job.eager_staged if is_async else job.finished
+            pacing.watch(save)
+        save.start()
+        if save.fence is not None:
+            Guard(Host.get(), save.fence, save.fence.lazy.must_wait)
+        awaited = save.eager_staged if is_async else save.finished
         # A failure is raised through the loop: an error raised by the future keeps the caller's
         # frames and so the app state alive.
         if not awaited.done() or awaited.exception() is not None:
-            yield lambda _: _await_or_cancel(job, awaited)
+            yield lambda _: _await_or_cancel(save, awaited)
     except BaseException:
         # Ctrl-C may have come while no step waited for the save.
-        job.cancel("the caller was interrupted")
-        concurrent.futures.wait([job.finished])
+        save.cancel("the caller was interrupted")
+        concurrent.futures.wait([save.finished])
         raise
-    return job
+    return save
 
 
 def warm_up(nbytes: int, options: Options | None) -> Script[None]:
@@ -143,8 +140,7 @@ def _prepare(
     is_async: bool,
     ranks: Sequence[int],
     membership: Membership | None = None,
-) -> Script[Job]:
-    """Checks everything, then captures the app state."""
+) -> Script[Save]:
     options = resolve_options(call.options)
     if options.compression is not None:
         check_available()
@@ -189,55 +185,24 @@ def _prepare(
         options=options,
         begun_s=call.begun_s,
     )
+    save = Save(host, request, membership=membership, fence=fence, observation=observation)
     if is_async and options.offload != "thread" and is_shared(location.url):
-        num_ranks = 1 if membership is None else membership.team.world_size
-        uploader = _chosen_uploader(host, location, options, captured, num_ranks)
+        uploader = _choose_uploader(host, location, options, captured, save.world_size)
         if uploader is not None:
-            return OffloadedSave(
-                host,
-                uploader,
-                request,
-                captured,
-                membership=membership,
-                fence=fence,
-                observation=observation,
-            )
-    return SaveJob(
-        host,
-        request,
-        captured,
-        copies=is_async,
-        membership=membership,
-        fence=fence,
-        observation=observation,
-    )
+            save.engine = RemoteEngine(save, captured, uploader)
+            return save
+    save.engine = LocalEngine(save, captured, copies=is_async)
+    return save
 
 
-def _chosen_uploader(
+def _choose_uploader(
     host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
-    """Returns the uploader process if it should and can make this rank's part of the save."""
+    """Returns the uploader process if it should and can make the save."""
     is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
         return None
-    uploader = _usable_uploader(host, location, logging.DEBUG if is_auto else logging.WARNING)
-    if uploader is None or not is_auto:
-        return uploader
-    if not uploader.is_ready:
-        # This save does not wait for the process; the next one may use it.
-        host.call_soon(uploader.start)
-        return None
-    return uploader
-
-
-def _pays(nbytes: int, num_ranks: int) -> bool:
-    """Returns whether an uploader process costs the trainer less than threads."""
-    return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
-
-
-def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | None:
-    """Returns the uploader process if it can save there; otherwise logs the reason."""
     try:
         _check_sendable(location.storage_options)
         uploader = find_uploader(host)
@@ -250,15 +215,28 @@ def _usable_uploader(host: Host, location: Location, level: int) -> Uploader | N
         msgspec.MsgspecError,
     ) as error:
         logger.log(
-            level, "snapshot %s: no uploader process for it: %s", location.display_url, error
+            logging.DEBUG if is_auto else logging.WARNING,
+            "snapshot %s: no uploader process for it: %s",
+            location.display_url,
+            error,
         )
         return None
-    return uploader if uploader.is_usable else None
+    if not uploader.is_usable:
+        return None
+    if is_auto and not uploader.is_ready:
+        # This save does not wait for the process; the next one may use it.
+        host.call_soon(uploader.start)
+        return None
+    return uploader
+
+
+def _pays(nbytes: int, num_ranks: int) -> bool:
+    """Returns whether an uploader process costs less than threads."""
+    return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
 
 
 def _check_sendable(storage_options: dict[str, Any]) -> None:
-    """Raises if the options would not arrive unchanged. They may hold anything, for a storage of
-    another package."""
+    """Raises if the options, which may hold anything, would not arrive unchanged."""
     data = msgspec.msgpack.encode(storage_options)
     if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
         raise ValueError("storage_options would arrive changed: use lists, str and numbers")
@@ -273,7 +251,7 @@ def _is_same(there: Any, here: Any) -> bool:
     return not isinstance(there, list) or all(map(_is_same, there, here))
 
 
-def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
+def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:
     """As ``_prepare``, but an error here becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
     membership = team.join(_label_of(call, is_async), options)
@@ -285,13 +263,13 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Job]:
     except BaseException as error:
         reason = "the caller was interrupted"
         failure = Failure(reason=reason, stage=Stage.CANCEL, rank=team.rank)
-        job = _failing(call, failure, error, membership, options)
-        job.start()
+        save = _failing(call, failure, error, membership, options)
+        save.start()
         raise
 
 
 def _label_of(call: TakeCall, is_async: bool) -> Label | None:
-    """Returns the label that all ranks share; None for bad input, which ``_prepare`` refuses."""
+    """Returns the label of the call; None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
         return Label(kind, make_location(call.path, None).canonical, check_step(call.step))
@@ -305,55 +283,51 @@ def _failing(
     cause: BaseException,
     membership: Membership,
     options: Options,
-) -> SaveJob:
-    return SaveJob(
-        Host.get(),
-        SaveRequest(
-            location=Location(display_url=str(call.path), url="", storage_options={}),
-            overwrite=False,
-            resume=False,
-            step=None,
-            metadata={},
-            options=options,
-            begun_s=call.begun_s,
-        ),
-        failure,
-        copies=False,
-        membership=membership,
-        cause=cause,
+) -> Save:
+    request = SaveRequest(
+        location=Location(display_url=str(call.path), url="", storage_options={}),
+        overwrite=False,
+        resume=False,
+        step=None,
+        metadata={},
+        options=options,
+        begun_s=call.begun_s,
     )
+    save = Save(Host.get(), request, membership=membership)
+    save.engine = LocalEngine(save, failure, copies=False, cause=cause)
+    return save
 
 
-async def _await_or_cancel(job: Job, future: concurrent.futures.Future[T]) -> T:
+async def _await_or_cancel(save: Save, future: concurrent.futures.Future[T]) -> T:
     """Waits for a step of a save. Cancellation: cancels the save and waits for its end."""
     try:
         await wait_done(future)
     except BaseException:
-        job.cancel("the caller was cancelled")
+        save.cancel("the caller was cancelled")
         with anyio.CancelScope(shield=True):
-            await wait_done(job.finished)
+            await wait_done(save.finished)
         raise
     return future.result()
 
 
-def await_staged(job: Job) -> Script[None]:
+def await_staged(save: Save) -> Script[None]:
     """Waits until the trainer may overwrite its tensors; speeds up lazy copies."""
-    job.check_process()
-    fence = job.fence
-    if fence is not None and not job.staged.done():
+    save.check_process()
+    fence = save.fence
+    if fence is not None and not save.staged.done():
         Host.get().call_soon(fence.hurry)
-    yield from await_pending(job, job.staged)
+    yield from await_pending(save, save.staged)
 
 
-def guard(job: Job, optimizers: Sequence[Any]) -> Guard:
+def guard(save: Save, optimizers: Sequence[Any]) -> Guard:
     """Makes each optimizer's next step wait for the tensors that it changes."""
-    job.check_process()
-    return Guard(Host.get(), job.fence, optimizers)
+    save.check_process()
+    return Guard(Host.get(), save.fence, optimizers)
 
 
-def await_pending(job: Job, future: concurrent.futures.Future[T]) -> Script[T]:
+def await_pending(save: Save, future: concurrent.futures.Future[T]) -> Script[T]:
     """Waits for a step of a save. Cancellation: the save continues."""
-    job.check_process()
+    save.check_process()
 
     async def step() -> T:
         await wait_done(future)

@@ -18,7 +18,7 @@ from actorsnap.planning.packing import RankPlan
 from actorsnap.protocol.messages import Aborted, CallKind, FromCoordinator, Label, ToCoordinator
 from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.roll import RollCall
-from actorsnap.protocol.uploader import LeaveTeam, TakeOver, TeamRank
+from actorsnap.protocol.uploader import LeaveTeam, TakeOver
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
@@ -152,10 +152,6 @@ class Team(TeamMemory):
                 "store is no TCPStore, and has no address. Pass a TCPStore as store="
             )
         return self.address is not None and not self.hosts_store
-
-    def as_rank(self) -> TeamRank:
-        """Describes the rank for the uploader process."""
-        return TeamRank(self.number, self.rank, self.world_size)
 
     async def take_over(self, number: int, call: TeamCall) -> TakeOver:
         """Returns the data for another process to continue this rank's part of ``call``.

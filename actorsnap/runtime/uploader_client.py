@@ -1,8 +1,8 @@
 """The trainer's end of its uploader process: starts it, watches it, and hands saves to it.
 
-``protocol.supervisor`` decides; this module performs. There is one process per runtime. It is
-executed, not forked. It does not import the user's ``__main__``, and torch only for saves of
-several ranks. It ends when the trainer's end of the link closes, for any reason.
+``protocol.supervisor`` decides; this module performs. The process is executed, not forked. It does
+not import the user's ``__main__``, and torch only for detached saves of several ranks. It ends when
+the trainer's end of the link closes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol, TypeAlias
 
 import anyio
+import msgspec
 
 from actorsnap.actors.abandonable import first_error
 from actorsnap.log import Log
@@ -29,50 +30,26 @@ from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.supervisor import (
     AbortSave,
-    AskedToCancel,
-    AskedToEnd,
-    AskedToSave,
-    AskedToStart,
-    AttemptBegun,
-    KillProcess,
-    MemoryGone,
-    ProcessEnded,
-    ProcessReady,
-    ProcessSilent,
-    SaveEnded,
+    ProcessCommand,
     SaveHere,
-    SendCancel,
-    SendEnd,
     SendSave,
-    StartProcess,
     Supervisor,
-    SupervisorEvent,
+    SupervisorCommand,
     SupervisorState,
 )
 from actorsnap.protocol.uploader import (
-    AbsenceAsked,
     Alive,
     AttemptsEnded,
+    BeginSave,
     Begun,
     CancelSave,
-    ChangeEnvironment,
-    ChangeLogLevel,
-    ChangePace,
-    ChunksReleased,
-    EndSave,
+    Configure,
     Finished,
     FromProcess,
+    FromSave,
     Logged,
-    MessageSent,
-    ProcessStarted,
-    Progressed,
-    Recorded,
-    Remember,
-    Save,
     StagingWanted,
-    TakeOverPrepared,
     ToProcess,
-    TurnAsked,
 )
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
@@ -96,78 +73,44 @@ _START_S = 120.0
 """The same limit during start, in seconds: modules may come from a slow network."""
 
 _LEAVE_S = 10.0
-"""Time for the process to end before it is killed, in seconds. Only garbage collection may be
-left to do."""
+"""Time for the process to end before it is killed, in seconds: it may be collecting garbage."""
 
 _STDERR = 2
 _FIRST_DESCRIPTOR = 3
-"""The first descriptor after the standard streams."""
 
 _MAX_KNOWN = 4
-"""Maximum number of structures that the process remembers."""
+"""Number of structures that the process remembers."""
 
 
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
 class HandedSave(Protocol):
-    """A save handed to the process. Methods are called on the runtime's loop.
-
-    Attributes:
-        described: The description of the state.
-        rank: This process' rank in the save.
-    """
-
-    described: Described
-    rank: int
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks take part."""
-        ...
+    """A save handed to the process. Methods are called on the runtime's loop."""
 
     @property
     def is_detached(self) -> bool:
         """Whether the process continues the save when this process ends."""
         ...
 
-    def frame(self, values: list[tuple[int, bytes]], after: str) -> Save:
-        """Returns the frame that begins the save; staged chunks are announced again on request."""
+    def begin(self, previous_attempt: str) -> None:
+        """Sends the save; staged chunks are announced again on request."""
         ...
 
-    def on_sent(self) -> None: ...
+    def deliver(self, frame: FromSave) -> None: ...
 
-    def on_begun(self) -> None: ...
-
-    def on_message(self, frame: MessageSent) -> None: ...
-
-    def on_absence_asked(self) -> None: ...
-
-    def on_turn_asked(self) -> None: ...
-
-    def on_take_over_prepared(self, error: str) -> None: ...
-
-    def close_mailbox(self) -> None:
-        """Hands the rank's mailbox over to the process. Blocks for a moment."""
-
-    def on_staging_wanted(self, frame: StagingWanted) -> None: ...
-
-    def on_released(self, chunks: Sequence[int]) -> None: ...
-
-    def on_progress(self, hashed: int, stored: int) -> None: ...
-
-    def on_recorded(self, frame: Recorded) -> None: ...
-
-    def on_finished(self, frame: Finished) -> None: ...
-
-    def on_aborted(self, failure: Failure) -> None: ...
+    def abort(self, failure: Failure) -> None: ...
 
     def let_go(self) -> None:
-        """Releases memory that is kept in case the process dies."""
+        """Releases the memory of stored chunks; the save can then not be repeated."""
         ...
 
     def make_here(self) -> None:
-        """Makes the save in this process, because no uploader process can be started."""
+        """Makes the save in this process, as no other can be started. Nothing has been staged."""
+        ...
+
+    def close_mailbox(self) -> None:
+        """Hands the rank's mailbox over to the process. Blocks for a moment."""
         ...
 
 
@@ -189,8 +132,8 @@ class Uploader:
         self.incarnation = 0
         self._link: Link[FromProcess, ToProcess] | None = None
         self._heard_s = 0.0
-        # Known to the process, the latest last.
-        self._known: dict[bytes, list[bytes]] = {}
+        # Values sent with the structures that the process knows; the latest last.
+        self._known: dict[bytes, list[tuple[int, bytes]]] = {}
         self._environment: dict[bytes, bytes] = {}
         self._log_level = logging.NOTSET
         # The last plan: the next save is usually the same.
@@ -198,12 +141,10 @@ class Uploader:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None without a process."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process is running and listening."""
         return self._machine.state is SupervisorState.READY
 
     @property
@@ -212,34 +153,28 @@ class Uploader:
         return self._machine.state is not SupervisorState.UNUSABLE
 
     def new_number(self) -> int:
-        """Returns a number that identifies a save in all calls and frames."""
         return next(self._numbers)
 
-    def add(self, number: int, save: HandedSave) -> None:
+    def add(self, number: int, save: HandedSave, *, rank: int, is_shared: bool) -> None:
         self._saves[number] = save
-        self._handle(AskedToSave(number, save.rank, save.is_shared))
+        self._perform(self._machine.add_save(number, rank=rank, is_shared=is_shared))
 
     def start(self) -> None:
-        """Starts the process if there is none."""
-        self._handle(AskedToStart())
+        self._perform(self._machine.start())
 
     def cancel(self, number: int, reason: str) -> None:
-        """Requests an abort; the commit may still win."""
-        self._handle(AskedToCancel(number, reason))
+        self._perform(self._machine.cancel_save(number, reason))
 
-    def end(self, number: int, failure: Failure) -> None:
-        """Ends a save because its team has ended it."""
-        self._handle(AskedToEnd(number, failure))
+    def conclude(self, number: int, failure: Failure) -> None:
+        self._perform(self._machine.conclude_save(number, failure))
 
     def forget_memory(self, number: int) -> None:
-        """Records that a save's staged memory will be overwritten."""
-        self._handle(MemoryGone(number))
+        self._machine.note_memory_gone(number)
 
     def pack(
         self, described: Described, captured: Captured, rank: int, wanted: StagingWanted
     ) -> tuple[ObjectPlan, ...]:
-        """Returns the objects to stage; their places are not decided yet. Blocks; for worker
-        threads."""
+        """Returns the objects to stage, without a place. Blocks; for worker threads."""
         key = (described.digest, rank, wanted.rules, wanted.plan)
         packed = self._packed
         if packed is None or packed[0] != key:
@@ -255,10 +190,10 @@ class Uploader:
         return packed[1]
 
     def set_duty(self, duty: float) -> None:
-        self.send(ChangePace(duty))
+        self.send(Configure(duty=duty))
 
     def make_room(self) -> None:
-        """Releases memory kept in case the process dies, because a save waits for memory."""
+        """Releases memory kept in case the process dies: a save waits for memory."""
         for save in self._saves.values():
             save.let_go()
 
@@ -267,57 +202,48 @@ class Uploader:
         if self._link is not None:
             self._link.send(frame)
 
-    def _handle(self, event: SupervisorEvent) -> None:
-        for command in self._machine.handle(event):
-            match command:
-                case StartProcess():
-                    self._host.serve(self._live())
-                case KillProcess():
-                    assert self._process is not None
-                    self._process.kill()
-                case SendSave():
-                    self._send_save(command.number, command.after)
-                case SendCancel():
-                    self.send(CancelSave(command.number, command.reason))
-                case SendEnd():
-                    self.send(EndSave(command.number, command.failure.reason))
-                case AbortSave():
-                    self._saves.pop(command.number).on_aborted(command.failure)
-                case SaveHere():
-                    self._saves.pop(command.number).make_here()
-
-    def _send_environment(self) -> None:
-        before, now = self._environment, dict(os.environb)
-        changed = [
-            (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
-        ]
-        if changed:
-            self._environment = now
-            self.send(ChangeEnvironment(changed))
-
-    def _send_log_level(self) -> None:
-        if self._log_level != (now := _log_level()):
-            self._log_level = now
-            self.send(ChangeLogLevel(now))
-
-    def _send_save(self, number: int, after: str) -> None:
+    def send_begin(self, frame: BeginSave) -> None:
+        """Begins a save, without the structure and values that the process knows."""
         self._send_environment()
-        self._send_log_level()
-        save = self._saves[number]
-        digest, values = save.described.digest, save.described.values
-        before = self._known.pop(digest, None)
-        if before is None:
-            forgotten = b""
+        known = self._known.pop(frame.digest, None)
+        if known is None:
+            known = frame.values
             if len(self._known) == _MAX_KNOWN:
                 forgotten = next(iter(self._known))
                 del self._known[forgotten]
-            self.send(Remember(digest, save.described.structure, values, forgotten))
-            before = values
-        self._known[digest] = before
-        pairs = enumerate(zip(values, before, strict=True))
-        changed = [(position, now) for position, (now, then) in pairs if now != then]
-        self.send(save.frame(changed, after))
-        save.on_sent()
+                frame = msgspec.structs.replace(frame, forgotten=forgotten)
+        else:
+            pairs = zip(frame.values, known, strict=True)
+            changed = [value for value, before in pairs if value != before]
+            frame = msgspec.structs.replace(frame, structure=None, values=changed)
+        self._known[frame.digest] = known
+        self.send(frame)
+
+    def _send_environment(self) -> None:
+        before, now, log_level = self._environment, dict(os.environb), _log_level()
+        changed = [
+            (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
+        ]
+        if changed or log_level != self._log_level:
+            self._environment, self._log_level = now, log_level
+            self.send(Configure(changed, log_level))
+
+    def _perform(self, commands: list[SupervisorCommand]) -> None:
+        for command in commands:
+            match command:
+                case ProcessCommand.START:
+                    self._host.serve(self._live())
+                case ProcessCommand.KILL:
+                    assert self._process is not None
+                    self._process.kill()
+                case SendSave():
+                    self._saves[command.number].begin(command.previous_attempt)
+                case CancelSave():
+                    self.send(command)
+                case AbortSave():
+                    self._saves.pop(command.number).abort(command.failure)
+                case SaveHere():
+                    self._saves.pop(command.number).make_here()
 
     async def _live(self) -> None:
         try:
@@ -331,7 +257,8 @@ class Uploader:
             )
         except Exception as error:  # an unusual environment must not fail a save
             logger.warning("the uploader process cannot be started: %s", error)
-            self._handle(ProcessEnded(f"the uploader process cannot be started: {error}"))
+            reason = f"the uploader process cannot be started: {error}"
+            self._perform(self._machine.note_process_ended(reason))
             return
         self._process, self._link = process, Link(connection, FromProcess)
         is_stopped = True
@@ -357,16 +284,15 @@ class Uploader:
                 with anyio.CancelScope(shield=True):
                     reason = await self._host.run_blocking(_end, process)
         logger.warning("%s", reason)
-        self._handle(ProcessEnded(reason))
+        self._perform(self._machine.note_process_ended(reason))
 
     async def _serve(self, link: Link[FromProcess, ToProcess]) -> None:
-        """Exchanges frames until the process has ended."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.flush_forever)
             tasks.start_soon(self._watch)
             while (frame := await link.receive()) is not None:
                 self._heard_s = time.monotonic()
-                self._take(frame)
+                self._handle(frame)
             tasks.cancel_scope.cancel()
 
     async def _watch(self) -> None:
@@ -382,66 +308,32 @@ class Uploader:
             silent_s = now - self._heard_s
             if silent_s > (_START_S if is_starting else _SILENT_S):
                 logger.warning("the uploader process was silent for %.0f s: killed", silent_s)
-                self._handle(ProcessSilent(silent_s))
+                self._perform(self._machine.note_silent())
 
-    def _take(self, frame: FromProcess) -> None:
+    def _handle(self, frame: FromProcess) -> None:
         match frame:
-            case ProcessStarted():
-                self.set_duty(self._host.pace.duty)
-                self.send(AttemptsEnded(self._host.ended_attempts()))
-                self._handle(ProcessReady())
-            case Begun():
-                self._handle(AttemptBegun(frame.number, frame.attempt))
-                if frame.number in self._saves:
-                    self._saves[frame.number].on_begun()
+            case Alive():
+                if self._machine.state is SupervisorState.STARTING:
+                    self.set_duty(self._host.pace.duty)
+                    self.send(AttemptsEnded(self._host.ended_attempts()))
+                    self._perform(self._machine.note_ready())
             case Logged():
                 Log(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)
             case AttemptsEnded():
                 self._host.note_ended(frame.attempts)
-            case Alive():
-                pass
             case _:
-                save = self._saves.get(frame.number)
-                if save is not None:
-                    self._pass_on(save, frame)
+                self._deliver(frame)
 
-    def _pass_on(
-        self,
-        save: HandedSave,
-        frame: StagingWanted
-        | ChunksReleased
-        | Progressed
-        | Recorded
-        | MessageSent
-        | AbsenceAsked
-        | TurnAsked
-        | TakeOverPrepared
-        | Finished,
-    ) -> None:
-        match frame:
-            case StagingWanted():
-                if save.is_shared:
-                    # Rank 0's attempt.
-                    self._handle(AttemptBegun(frame.number, frame.attempt))
-                save.on_staging_wanted(frame)
-            case ChunksReleased():
-                save.on_released(frame.chunks)
-            case Progressed():
-                save.on_progress(frame.hashed, frame.stored)
-            case Recorded():
-                save.on_recorded(frame)
-            case MessageSent():
-                save.on_message(frame)
-            case AbsenceAsked():
-                save.on_absence_asked()
-            case TurnAsked():
-                save.on_turn_asked()
-            case TakeOverPrepared():
-                save.on_take_over_prepared(frame.error)
-            case Finished():
-                del self._saves[frame.number]
-                self._handle(SaveEnded(frame.number))
-                save.on_finished(frame)
+    def _deliver(self, frame: FromSave) -> None:
+        save = self._saves.get(frame.number)
+        if save is None:
+            return  # it was ended here
+        if isinstance(frame, Begun | StagingWanted):
+            self._machine.note_begun(frame.number, frame.attempt)
+        elif isinstance(frame, Finished):
+            del self._saves[frame.number]
+            self._machine.note_save_ended(frame.number)
+        save.deliver(frame)
 
 
 def _log_level() -> int:
@@ -495,8 +387,7 @@ def _passed(*descriptors: int) -> Iterator[list[int]]:
 
 
 def _has_stderr() -> bool:
-    """Returns whether a process would inherit stderr; descriptors opened by Python are not
-    inheritable."""
+    """Returns whether a process would inherit stderr: it does not if Python has opened it."""
     try:
         return os.get_inheritable(_STDERR)
     except OSError:
@@ -504,7 +395,7 @@ def _has_stderr() -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """Waits for a process that ends or is dead, and kills it if needed; returns how it ended."""
+    """Waits for the end of a process, then kills it; returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_LEAVE_S)
     if process.poll() is None:

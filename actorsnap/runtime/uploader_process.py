@@ -1,8 +1,8 @@
 """The main program of the uploader process.
 
-It serves the trainer over the link, with an ``UploadedSave`` per save. It has its own process
-group, so that a terminal's Ctrl-C does not reach it, and its workers have a lower priority than the
-trainer. After the trainer's end it finishes detached, staged saves and aborts the others.
+It serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no
+Ctrl-C of the terminal, and its workers have a lower priority than the trainer. After the trainer's
+end it finishes detached, staged saves and aborts the others.
 
 It imports torch only if a detached save of several ranks needs the job's store.
 """
@@ -27,30 +27,22 @@ from actorsnap.protocol.failure import encode_value
 from actorsnap.protocol.uploader import (
     Alive,
     AttemptsEnded,
-    CancelSave,
-    ChangeEnvironment,
-    ChangeLogLevel,
-    ChangePace,
-    EndSave,
+    BeginSave,
+    Configure,
     Finished,
     FromProcess,
     LeaveTeam,
     Logged,
-    ProcessStarted,
-    Remember,
-    Save,
-    StagingWaits,
+    Staged,
     Structure,
-    TeamRank,
     ToProcess,
 )
-from actorsnap.release import RELEASE
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.process import is_running
+from actorsnap.runtime.served_save import ServedSave
 from actorsnap.runtime.team import TeamMemory
-from actorsnap.runtime.uploaded import UploadedSave
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
 
@@ -111,7 +103,7 @@ class _Service:
         self._connection = connection
         self._link: Link[ToProcess, FromProcess]
         self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
-        self._saves: dict[int, UploadedSave] = {}
+        self._saves: dict[int, ServedSave] = {}
         # By number; kept for later saves.
         self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort[Any, Any]] = {}
@@ -130,9 +122,9 @@ class _Service:
             tasks.start_soon(self._link.flush_forever)
             tasks.start_soon(self._tick)
             self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
-            self._link.send(ProcessStarted(RELEASE))
+            self._link.send(Alive())
             while (frame := await self._link.receive()) is not None:
-                self._take(frame)
+                self._handle(frame)
             await self._outlive_trainer(tasks)
             tasks.cancel_scope.cancel()
         if self._saves:
@@ -145,7 +137,7 @@ class _Service:
         left = [save for save in self._saves.values() if not save.is_detached]
         for save in left:
             save.cancel("the trainer has ended")
-            save.end("the trainer has ended")
+            save.break_off("the trainer has ended")
         for save in sorted(self._saves.values(), key=lambda save: save.call_number):
             if save.is_detached:
                 tasks.start_soon(save.continue_alone, self._ports)
@@ -155,13 +147,14 @@ class _Service:
                 await self._idle.wait()
 
     def terminate(self) -> None:
-        """Handles SIGTERM: aborts running saves, reports that, and ends."""
+        """Handles SIGTERM: aborts running saves, then ends."""
         if not self._is_terminated:
             self._is_terminated = True
-            self._cancel_all("the uploader process was asked to end (SIGTERM)")
+            for save in self._saves.values():
+                save.cancel("the uploader process was asked to end (SIGTERM)")
 
     def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
-        """Forwards a log line, from any thread."""
+        """Forwards a log line. From any thread."""
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return
@@ -173,42 +166,19 @@ class _Service:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena.view(offset, nbytes)
 
-    def ended(self, frame: Finished) -> None:
+    def finish(self, frame: Finished) -> None:
         del self._saves[frame.number]
         self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
         self._link.send(frame)
         if self._idle is not None and not self._saves:
             self._idle.set()
 
-    def _take(self, frame: ToProcess) -> None:
+    def _handle(self, frame: ToProcess) -> None:
         match frame:
-            case Remember():
-                self._known.pop(frame.forgotten, None)
-                self._known[frame.digest] = (frame.structure, frame.values)
-            case Save() if self._is_terminated:
-                pass  # the next process will get it
-            case Save():
-                team = None if frame.team is None else self._find_team(frame.team)
-                structure, values = self._known[frame.structure]
-                self._saves[frame.number] = UploadedSave(
-                    self._host, self, frame, structure, values, team
-                )
-            case ChangeEnvironment():
-                for name, value in frame.variables:
-                    if value is None:
-                        os.environb.pop(name, None)
-                    else:
-                        os.environb[name] = value
-            case ChangeLogLevel():
-                self.forwarder.follow(frame.level)
-            case ChangePace():
-                self._host.set_duty(frame.duty)
-            case CancelSave():
-                if frame.number in self._saves:
-                    self._saves[frame.number].cancel(frame.reason)
-            case EndSave():
-                if frame.number in self._saves:
-                    self._saves[frame.number].end(frame.reason)
+            case BeginSave():
+                self._begin(frame)
+            case Configure():
+                self._configure(frame)
             case AttemptsEnded():
                 self._host.note_ended(frame.attempts)
             case LeaveTeam():
@@ -218,37 +188,52 @@ class _Service:
             case _:
                 # The trainer may not know yet that the save has ended.
                 if frame.number in self._saves:
-                    if isinstance(frame, StagingWaits):
+                    if isinstance(frame, Staged) and frame.is_waiting:
                         self._hurry()
                     self._saves[frame.number].deliver(frame)
 
-    def _find_team(self, rank: TeamRank) -> TeamMemory:
-        if rank.team not in self._teams:
-            self._teams[rank.team] = TeamMemory(rank.rank, rank.world_size)
-        return self._teams[rank.team]
+    def _begin(self, frame: BeginSave) -> None:
+        if self._is_terminated:
+            return  # the next process will get it
+        if frame.structure is not None:
+            self._known.pop(frame.forgotten, None)
+            self._known[frame.digest] = frame.structure, [value for _, value in frame.values]
+        team = None
+        if frame.team is not None:
+            team = self._teams.get(frame.team) or TeamMemory(frame.rank, frame.world_size)
+            self._teams[frame.team] = team
+        structure, values = self._known[frame.digest]
+        self._saves[frame.number] = ServedSave(self._host, self, frame, structure, values, team)
+
+    def _configure(self, frame: Configure) -> None:
+        for name, value in frame.variables:
+            if value is None:
+                os.environb.pop(name, None)
+            else:
+                os.environb[name] = value
+        if frame.log_level is not None:
+            self.forwarder.follow(frame.log_level)
+        if frame.duty is not None:
+            self._host.set_duty(frame.duty)
 
     def _hurry(self) -> None:
         """Reports released chunks at once, until all saves have ended."""
         self.is_in_a_hurry = True
         for save in self._saves.values():
-            save.tell_released()
-
-    def _cancel_all(self, reason: str) -> None:
-        for save in self._saves.values():
-            save.cancel(reason)
+            save.report_progress()
 
     async def _tick(self) -> None:
-        said_s = time.monotonic()
-        said_frames = 0
+        sent_s = time.monotonic()
+        sent_frames = 0
         while True:
             await anyio.sleep(_TICK_S)
             now = time.monotonic()
             for save in self._saves.values():
-                save.tell_progress()
-            if self._link.statistics.sent_frames == said_frames and now - said_s >= _ALIVE_S:
+                save.report_progress()
+            if self._link.statistics.sent_frames == sent_frames and now - sent_s >= _ALIVE_S:
                 self._link.send(Alive())
-            if self._link.statistics.sent_frames != said_frames:
-                said_s, said_frames = now, self._link.statistics.sent_frames
+            if self._link.statistics.sent_frames != sent_frames:
+                sent_s, sent_frames = now, self._link.statistics.sent_frames
             is_orphan = self._is_orphan or os.getppid() != self._parent
             if is_orphan or (self._is_terminated and not self._saves):
                 # A forked child of the trainer may hold the trainer's end open.
@@ -264,7 +249,6 @@ class _Forwarder(logging.Handler):
         self._service = service
 
     def follow(self, level: int) -> None:
-        """Forwards lines of this level and above."""
         self.setLevel(level)
         logging.getLogger("actorsnap").setLevel(level)
 

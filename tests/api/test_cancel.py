@@ -27,7 +27,8 @@ from actorsnap import (
     sync,
 )
 from actorsnap.actors import commit
-from actorsnap.runtime import host, location, saving
+from actorsnap.runtime import host, local_engine, location
+from actorsnap.runtime.save import Save
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
@@ -157,7 +158,7 @@ async def test_cancelling_a_take_while_its_storage_is_opened(
         await anyio.sleep(0.1)
         return _Silent(await open_place(*args, **more))
 
-    monkeypatch.setattr(saving, "open_location", open_late)
+    monkeypatch.setattr(local_engine, "open_location", open_late)
     options = Options(fsync=False, timeout_s=10.0)
     task = asyncio.create_task(Snapshot.take(tmp_path / "s", state(1), options=options))
     assert await asyncio.to_thread(opening.wait, LIMIT_S)
@@ -441,7 +442,7 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrit
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("what", [saving.SaveJob, host.Call])
+@pytest.mark.parametrize("what", [Save, host.Call])
 def test_ctrl_c_between_two_steps_of_a_call(
     tmp_path: Path, what: Any, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

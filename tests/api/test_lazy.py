@@ -104,7 +104,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def fence_of(pending: Any) -> Any:
-    return pending._job.fence
+    return pending._save.fence
 
 
 def is_awaited(pending: Any) -> bool:
@@ -733,7 +733,7 @@ def test_a_dropped_handle_keeps_the_fence() -> None:
             url, trainer.state, stage="lazy", options=CHUNKS, overwrite=True
         )
         pending.guard(trainer.optimizer)
-        job = pending._job
+        save = pending._save
         step = in_thread(trainer.optimizer.step)
         wait_until_awaited(pending)
         del pending
@@ -741,7 +741,7 @@ def test_a_dropped_handle_keeps_the_fence() -> None:
         assert not step.done()
         copies.open()
         step.result(PATIENCE_S)
-        job.finished.result(PATIENCE_S)
+        save.finished.result(PATIENCE_S)
     assert trainer.num_hooks() == 0
     assert_saved(url, expected)
 

@@ -50,7 +50,7 @@ async def test_every_call_is_refused_with_the_line_to_write(tmp_path: Path) -> N
     await Snapshot.take(tmp_path / "s", state(1), options=FAST)
     snapshot = sync.Snapshot(tmp_path / "s")
     taken = await Snapshot.async_take(tmp_path / "p", state(1), options=FAST)
-    pending = sync.PendingSnapshot(taken._job)
+    pending = sync.PendingSnapshot(taken._save)
     untouchable = {"model": Untouchable()}
     calls: dict[str, Callable[[], object]] = {
         "await actorsnap.warm_up(...)": lambda: sync.warm_up(1 << 20),

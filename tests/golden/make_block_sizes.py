@@ -18,7 +18,7 @@ from actorsnap import Options, StateDict
 from actorsnap.actors import checksum_ledger
 from actorsnap.format.checksum import choose_block_bytes
 from actorsnap.format.layout import Attempt
-from actorsnap.runtime import saving
+from actorsnap.runtime import local_engine
 from actorsnap.runtime.host import Host
 from actorsnap.sync import Snapshot
 
@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
     with (
         mock.patch.object(Host, "new_attempt", return_value=attempt),
         mock.patch.object(checksum_ledger, "choose_block_bytes", block_bytes_of_a_shard),
-        mock.patch.object(saving, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
+        mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         # A chunk ends inside of the larger ones.
         Snapshot.take(folder, app_state(), options=Options(fsync=False, chunk_bytes=2 << 20))

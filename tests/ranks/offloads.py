@@ -24,7 +24,7 @@ import torch.distributed as dist
 from actorsnap import Options, StateDict
 from actorsnap.runtime import taking, uploader_client
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.job import Job
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.ranks.models import STATES
@@ -281,7 +281,7 @@ def _call_unlike(
         Snapshot(f"{path}/0").restore(app)
         return
     if case.startswith(f"{me.rank} is interrupted"):
-        start = mock.patch.object(Job, "start", side_effect=KeyboardInterrupt)
+        start = mock.patch.object(Save, "start", side_effect=KeyboardInterrupt)
         with start, suppress(KeyboardInterrupt):
             Snapshot.async_take(where, app, **arguments)
         return
@@ -332,7 +332,7 @@ def auto(me: Rank, path: str) -> list[dict[str, Any]]:
         before = added.call_count
         with ExitStack() as stack:
             if me.rank == interrupted:
-                start = mock.patch.object(Job, "start", side_effect=KeyboardInterrupt)
+                start = mock.patch.object(Save, "start", side_effect=KeyboardInterrupt)
                 stack.enter_context(start)
                 stack.enter_context(suppress(KeyboardInterrupt))
             began = time.monotonic()

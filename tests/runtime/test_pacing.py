@@ -63,7 +63,7 @@ def set_duty(duty: float) -> None:
 
 
 def stored_bytes(pending: PendingSnapshot) -> int:
-    return pending._job.board.latest.stored_bytes
+    return pending._save.board.latest.stored_bytes
 
 
 @OFFLOADS

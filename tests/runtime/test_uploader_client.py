@@ -36,12 +36,13 @@ from actorsnap import (
     shutdown,
 )
 from actorsnap.planning.packing import Item, ObjectPlan, pack
-from actorsnap.protocol.uploader import Save
+from actorsnap.protocol.uploader import BeginSave
 from actorsnap.runtime import taking, timeline, tracefile, uploader_client
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.offloaded import OffloadedSave
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.runtime.validation import make_location
+from actorsnap.state.captured import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
@@ -366,7 +367,8 @@ def test_what_the_process_would_get_otherwise_is_opened_here(
 ) -> None:
     def chosen(storage_options: dict[str, Any]) -> Uploader | None:
         location = make_location(tmp_path / "s", storage_options)
-        return taking._usable_uploader(Host.get(), location, logging.WARNING)
+        options = Options(offload="process")
+        return taking._choose_uploader(Host.get(), location, options, Captured(), num_ranks=1)
 
     assert chosen({"auth": ["me", 1, None, 0.5], "nested": {"a": True}}) is uploader()
     assert not caplog.records
@@ -481,11 +483,11 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path, holds: Holds) -
 def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it yet, and nobody would ever end it."""
 
-    def interrupted(self: OffloadedSave) -> None:
+    def interrupted(self: Save) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(OffloadedSave, "start", interrupted)
+        patched.setattr(Save, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "s", 1)
     assert not (tmp_path / "s").exists()
@@ -634,7 +636,7 @@ def test_a_fault_at_this_end_leaves_no_save_waiting(
         raise ValueError("a fault of this program")
 
     with monkeypatch.context() as patched:
-        patched.setattr("actorsnap.runtime.offloaded.OffloadedSave.on_staging_wanted", fail)
+        patched.setattr("actorsnap.runtime.remote_engine.RemoteEngine._on_staging_wanted", fail)
         with pytest.raises(SnapshotAborted, match="uploader process"):
             save(tmp_path / "s", 1).wait()
     save(tmp_path / "t", 2).wait()
@@ -702,11 +704,11 @@ def test_the_process_gets_the_time_that_is_left(
     monkeypatch.setattr(
         uploader_client, "_BOOT", f"import time; time.sleep(2); {uploader_client._BOOT}"
     )
-    frames: list[Save] = []
+    frames: list[BeginSave] = []
     send = Uploader.send
 
     def sent(self: Uploader, frame: Any) -> None:
-        if isinstance(frame, Save):
+        if isinstance(frame, BeginSave):
             frames.append(frame)
         send(self, frame)
 
@@ -974,6 +976,24 @@ def test_a_detached_save_is_committed_without_the_trainer(
     assert process.is_running()
     holds.let("manifest")
     process.wait(PATIENCE_S)
+    assert number_at(tmp_path / "s") == 1
+
+
+def test_exit_waits_for_a_detached_save_that_no_process_makes(tmp_path: Path, holds: Holds) -> None:
+    holds.hold("manifest")
+    with trainer(
+        """
+        from actorsnap.runtime import uploader_client
+        uploader_client._BOOT = "raise SystemExit(3)"
+        save(sys.argv[1], 1, DETACHED).staged()
+        """,
+        f"held://{tmp_path}/s",
+    ) as parent:
+        holds.wait_held("manifest")
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(1.0)
+        holds.let("manifest")
+    assert parent.returncode == 0
     assert number_at(tmp_path / "s") == 1
 
 

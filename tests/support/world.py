@@ -19,7 +19,8 @@ from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.commit import CommitActor, CommitTemplate
 from actorsnap.actors.rounds import CoordinatorActor
-from actorsnap.actors.saver import Saver, SaveSettings
+from actorsnap.actors.saver import Saver, SaveReports, SaveSettings
+from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
 from actorsnap.format.compression import Codec
@@ -131,25 +132,41 @@ class SimulatedSave:
             return storage
 
         memory = self.memory.copy()
-        participant = self.participants[rank] = Saver(
+        captured = capture(
+            self.states[rank],
+            replicated=self.replicated,
+            ranks=range(len(self.states)),
             rank=rank,
-            release=self.release_of.get(rank, RELEASE),
+        )
+        board = ProgressBoard(f"simulated rank {rank}")
+        participant = self.participants[rank] = Saver(
+            captured,
+            rank=rank,
             end=self._network.participant(rank),
-            open_storage=open_storage,
-            captured=capture(
-                self.states[rank],
-                replicated=self.replicated,
-                ranks=range(len(self.states)),
-                rank=rank,
+            staging=StagingActor(
+                captured.leaves,
+                copies=self.copies,
+                budget=self.budgets[rank],
+                run_blocking=errands.run_blocking,
+                num_copiers=2 if self.copies else 1,
+                board=board,
             ),
-            settings=SaveSettings(copies=self.copies, num_uploaders=2, num_copiers=2),
+            open_storage=open_storage,
+            settings=SaveSettings(
+                copies=self.copies,
+                num_uploaders=2,
+                num_threads=2,
+                timeout_s=self.timeout_s,
+                release=self.release_of.get(rank, RELEASE),
+            ),
             budget=self.budgets[rank],
             errands=errands,
-            board=ProgressBoard(f"simulated rank {rank}"),
-            on_staged=lambda: self.staged.add(rank),
-            on_failure=self.causes.append,
+            reports=SaveReports(
+                board=board,
+                on_staged=lambda: self.staged.add(rank),
+                on_failure=self.causes.append,
+            ),
             remembered=self.remembered.get(rank),
-            timeout_s=self.timeout_s,
         )
         self._network.begin(rank)
         async with anyio.create_task_group() as tasks:

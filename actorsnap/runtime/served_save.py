@@ -1,8 +1,7 @@
-"""A trainer's save in its uploader process: the other half of an ``OffloadedSave``.
+"""A trainer's save in its uploader process: the other half of a ``RemoteEngine``.
 
-A ``SaveJob`` makes it, like any save. Two parts stay in the trainer: copies of the state, which
-arrive through the arena, and the rank's mailbox, whose messages are relayed. If the trainer ends
-and the save continues, this process opens the mailbox.
+The trainer keeps two parts: it copies the state into the arena, and relays the messages of the
+rank's mailbox. If it ends and the save continues, this process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -10,47 +9,42 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 import msgspec
 
 from actorsnap.actors.items import StagedChunk, StagingOrder
-from actorsnap.actors.trace import ProgressBoard, Recorder
+from actorsnap.actors.trace import Recorder
 from actorsnap.errors import describe
 from actorsnap.options import Options
-from actorsnap.planning.packing import Chunk
 from actorsnap.protocol.failure import decode, encode
 from actorsnap.protocol.save import Assignment
 from actorsnap.protocol.uploader import (
-    AbsenceAsked,
     AbsenceReported,
+    AnswerWanted,
+    BeginSave,
     Begun,
-    ChunksReleased,
-    ChunksStaged,
+    CancelSave,
     EndReceived,
     Finished,
     FromProcess,
     MessageSent,
     Progressed,
-    Recorded,
-    Save,
-    StagingEnded,
-    StagingFailed,
-    StagingWaits,
+    Staged,
     StagingWanted,
     Structure,
     TakeOver,
     TakeOverPrepared,
-    TurnAsked,
+    ToSave,
     TurnGiven,
 )
 from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, wait_done
-from actorsnap.runtime.job import SaveRequest
+from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.saving import SaveJob
+from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.structure import rebuild_state
 from actorsnap.runtime.team import Membership, TeamMemory, open_port
 from actorsnap.runtime.tracefile import About
@@ -59,18 +53,7 @@ from actorsnap.state.process_group import StoreAddress, StoreAt
 from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
 
-__all__ = ["Trainer", "UploadedSave"]
-
-Delivered: TypeAlias = (
-    ChunksStaged
-    | StagingWaits
-    | StagingEnded
-    | StagingFailed
-    | EndReceived
-    | AbsenceReported
-    | TakeOver
-    | TurnGiven
-)
+__all__ = ["ServedSave", "Trainer"]
 
 
 class Trainer(Protocol):
@@ -82,24 +65,24 @@ class Trainer(Protocol):
 
     is_in_a_hurry: bool
 
-    def send(self, frame: FromProcess) -> None:
-        """Sends a frame."""
-        ...
+    def send(self, frame: FromProcess) -> None: ...
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """See ``ArenaView.view``."""
         ...
 
-    def ended(self, frame: Finished) -> None:
+    def finish(self, frame: Finished) -> None:
         """Reports an outcome."""
         ...
 
 
-class UploadedSave:
-    """A save that starts at once, on the loop of the uploader process.
+class ServedSave:
+    """Connects a ``Save`` of this process with the trainer. Starts it at once.
+
+    It is the ``RemoteStaging`` of the engine, and the ``RelayLink`` of its ends.
 
     Args:
-        structure, values: See ``Remember``.
+        structure, values: Sent with this or an earlier ``BeginSave``.
         team: None for a single rank.
     """
 
@@ -107,7 +90,7 @@ class UploadedSave:
         self,
         host: Host,
         trainer: Trainer,
-        frame: Save,
+        frame: BeginSave,
         structure: Structure,
         values: list[bytes],
         team: TeamMemory | None,
@@ -116,64 +99,53 @@ class UploadedSave:
         self._trainer = trainer
         self._number = frame.number
         # Unbounded: at most two small frames per chunk.
-        self._in, self._out = anyio.create_memory_object_stream[
-            ChunksStaged | StagingWaits | StagingEnded | StagingFailed
-        ](math.inf)
+        self._staged_in, self._staged_out = anyio.create_memory_object_stream[Staged](math.inf)
         self._hashed = self._stored = 0
         self._released: list[int] = []
+        self._record: tuple[bytes, int] = (b"", 0)
         self._is_staged = False
-        current = list(values)
-        for number, value in frame.values:
-            current[number] = value
-        host.set_budget(frame.budget_bytes)
-        options = msgspec.msgpack.decode(frame.options, type=Options)
         self._team = team
-        self._ends: RelayedEnds | None = None
         self._turn: _LinkedTurn | None = None
-        if frame.overwrite and (team is None or team.rank == 0):
-            self._turn = _LinkedTurn(self._ask_turn)
+        if frame.overwrite and frame.rank == 0:
+            self._turn = _LinkedTurn(lambda: trainer.send(AnswerWanted(frame.number, "turn")))
         self._absences: list[AbsenceReported] = []
         self._has_absence = anyio.Event()
         self._take_over: tuple[TakeOver, StoreAt] | None = None
+        self._ends: RelayedEnds | None = None
         membership = None
         if team is not None:
             self._ends = RelayedEnds(self, rank=team.rank)
             membership = Membership(team, self._ends)
-        self._job = SaveJob(
+        host.set_budget(frame.budget_bytes)
+        self._save = Save(
             host,
-            SaveRequest(
-                location=Location(
-                    display_url=frame.url,
-                    url=frame.at.decode("utf-8", "surrogatepass"),
-                    storage_options=frame.storage_options,
-                ),
-                overwrite=frame.overwrite,
-                resume=frame.resume,
-                step=frame.step,
-                metadata=msgspec.json.decode(frame.metadata),
-                options=options,
-                begun_s=time.monotonic() - options.timeout_s + frame.left_s,
-            ),
-            rebuild_state(structure, current),
-            copies=True,
+            _request_of(frame),
             membership=membership,
-            observation=Observation("save", [self._send_record] if frame.records else ()),
-            stager=self,
-            after=frame.after,
+            observation=Observation("save", [self._keep_record] if frame.is_recorded else ()),
             turn=self._turn,
         )
-        trainer.send(Begun(self._number, self._job.attempt))
-        self._job.finished.add_done_callback(lambda _: self._end())
-        self._job.start()
+        current = list(values)
+        for index, value in frame.values:
+            current[index] = value
+        self._save.engine = LocalEngine(
+            self._save,
+            rebuild_state(structure, current),
+            copies=True,
+            staging=self,
+            previous_attempt=frame.previous_attempt,
+        )
+        trainer.send(Begun(self._number, self._save.attempt))
+        self._save.finished.add_done_callback(lambda _: self._end())
+        self._save.start()
 
     @property
     def is_detached(self) -> bool:
         """Whether the save no longer needs the trainer."""
         can_move = self._ends is None or self._take_over is not None
-        return self._job.options.detach and self._is_staged and can_move
+        return self._save.options.detach and self._is_staged and can_move
 
     def cancel(self, reason: str) -> None:
-        self._job.cancel(reason)
+        self._save.cancel(reason)
 
     def leave_trainer(self) -> None:
         """Handles the trainer's end. Call in the order of the saves' numbers."""
@@ -181,18 +153,22 @@ class UploadedSave:
         self._absences.append(AbsenceReported(self._number, None))
         self._has_absence.set()
         if self._turn is not None:
-            self._turn.leave_trainer(self._host.commit_order.join(self._job.location.canonical))
+            self._turn.leave_trainer(self._host.commit_order.join(self._save.location.canonical))
 
-    def _ask_turn(self) -> None:
-        self._trainer.send(TurnAsked(self._number))
-
-    def end(self, reason: str) -> None:
-        """See ``EndSave``. Also called if the trainer ends and the save depends on it."""
+    def break_off(self, reason: str) -> None:
+        """Ends the call of all ranks here: no message will come."""
         if self._ends is not None:
             self._ends.break_off(reason)
 
-    def deliver(self, frame: Delivered) -> None:
+    def deliver(self, frame: ToSave) -> None:
         match frame:
+            case Staged():
+                self._is_staged = self._is_staged or frame.is_last
+                self._staged_in.send_nowait(frame)
+            case CancelSave(is_concluded=True):
+                self.break_off(frame.reason)
+            case CancelSave():
+                self.cancel(frame.reason)
             case EndReceived():
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
@@ -204,25 +180,22 @@ class UploadedSave:
                 self._turn.give(is_unanswered=frame.is_unanswered)
             case TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
-            case _:
-                self._is_staged = self._is_staged or isinstance(frame, StagingEnded)
-                self._in.send_nowait(frame)
 
     # The mailbox, which the trainer owns
 
     def post(self, to: int | None, message: Message) -> None:
-        """See ``Wire``."""
+        """See ``RelayLink``."""
         self._trainer.send(MessageSent(self._number, to, encode_item(message)))
 
     async def absence(self) -> str | None:
-        """See ``Wire``."""
+        """See ``RelayLink``."""
         self._has_absence = anyio.Event()
-        self._trainer.send(AbsenceAsked(self._number))
+        self._trainer.send(AnswerWanted(self._number, "absence"))
         await self._has_absence.wait()
         return self._absences.pop().reason
 
     async def _prepare_take_over(self, frame: TakeOver) -> None:
-        """Connects to the ranks' store. Imports torch."""
+        # Imports torch.
         error = ""
         try:
             store = await self._host.run_blocking(
@@ -235,7 +208,7 @@ class UploadedSave:
 
     @property
     def call_number(self) -> int:
-        """The number of the call prepared for take-over; -1 without one."""
+        """Number of the call to continue; -1 if none was prepared."""
         return -1 if self._take_over is None else self._take_over[0].call
 
     async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
@@ -252,7 +225,7 @@ class UploadedSave:
         if frame.name not in ports:
             ports[frame.name] = open_port(frame, self._team, store)
         port = ports[frame.name]
-        with port.begin(lost_after_s=self._job.options.lost_after_s, number=frame.call) as call:
+        with port.begin(lost_after_s=self._save.options.lost_after_s, number=frame.call) as call:
             relay = Relay(
                 rank=port.rank,
                 world_size=port.world_size,
@@ -264,38 +237,33 @@ class UploadedSave:
                 tasks.start_soon(relay.run)
                 self._ends.move(relay)
                 relay.attach(self._ends.put)
-                await wait_done(self._job.finished)
+                await wait_done(self._save.finished)
                 await relay.flush()
                 tasks.cancel_scope.cancel()
 
-    def tell_released(self) -> None:
-        """Reports the chunks released since the last report."""
-        if self._released:
-            self._trainer.send(ChunksReleased(self._number, self._released))
-            self._released = []
-
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Reports the progress since the last report. Each frame wakes a thread of the trainer."""
-        self.tell_released()
-        now = self._job.board.latest
+        now = self._save.board.latest
         hashed, stored = now.hashed_bytes - self._hashed, now.stored_bytes - self._stored
-        if hashed or stored:
-            self._trainer.send(Progressed(self._number, hashed, stored))
-            self._hashed, self._stored = now.hashed_bytes, now.stored_bytes
+        if hashed or stored or self._released:
+            self._trainer.send(Progressed(self._number, hashed, stored, self._released))
+            self._hashed, self._stored, self._released = now.hashed_bytes, now.stored_bytes, []
 
-    def _send_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """Sends the recording. On a worker thread, before the save is finished."""
-        record = msgspec.msgpack.encode(recorder.record())
-        frame = Recorded(self._number, about.attempt, about.retries, record)
-        self._host.call_soon(lambda: self._trainer.send(frame))
+    def _keep_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
+        """Keeps the recording for ``Finished``. On a worker thread, before the save is finished."""
+        self._record = msgspec.msgpack.encode(recorder.record()), about.retries
 
     def _end(self) -> None:
-        self.tell_progress()
-        self._in.close()
-        self._out.close()
-        error = self._job.finished.exception()
+        self.report_progress()
+        self._staged_in.close()
+        self._staged_out.close()
+        error = self._save.finished.exception()
         encoded = None if error is None else encode(error)
-        self._trainer.ended(Finished(self._number, encoded, self._job.is_unanswered))
+        self._trainer.finish(
+            Finished(self._number, encoded, self._save.is_unanswered, *self._record)
+        )
+
+    # The bytes, which the trainer copies into the arena
 
     def prepare(self, assignment: Assignment) -> None:
         """Lets the trainer start staging while this process packs."""
@@ -310,18 +278,55 @@ class UploadedSave:
             )
         )
 
-    def make(self, order: StagingOrder) -> _ArenaStaging:
-        """See ``Stager``."""
-        return _ArenaStaging(order, self._out, self._trainer.view, self._release, self._job.board)
+    async def run(self, order: StagingOrder) -> None:
+        """Passes on chunks that the trainer has staged. Raises the error of its staging."""
+        async with order.out:
+            async for frame in self._staged_out:
+                for number, offset in frame.chunks:
+                    await order.out.send(self._to_chunk(order, number, offset))
+                if frame.is_waiting:
+                    order.full.set()
+                if frame.error:
+                    raise decode(frame.error)
+                if frame.is_last:
+                    break
+        order.full.set()
+
+    def _to_chunk(self, order: StagingOrder, number: int, offset: int | None) -> StagedChunk:
+        chunk = order.chunks[number]
+        plan = order.objects[chunk.object]
+        self._save.board.add(staged=chunk.stop - chunk.start)
+        head = memoryview(plan.header)[chunk.start : min(chunk.stop, len(plan.header))]
+        memory = None
+        if offset is not None:
+            nbytes = chunk.stop - chunk.start - len(head)
+            memory = _ArenaMemory(self._trainer.view(offset, nbytes), number, self._release)
+        return StagedChunk(chunk, head, list(plan.pieces(chunk)), (), memory)
 
     def _release(self, number: int) -> None:
         self._released.append(number)
         if self._trainer.is_in_a_hurry:
-            self.tell_released()
+            self.report_progress()
+
+
+def _request_of(frame: BeginSave) -> SaveRequest:
+    options = msgspec.msgpack.decode(frame.options, type=Options)
+    return SaveRequest(
+        location=Location(
+            display_url=frame.display_url,
+            url=frame.url.decode("utf-8", "surrogatepass"),
+            storage_options=frame.storage_options,
+        ),
+        overwrite=frame.overwrite,
+        resume=frame.resume,
+        step=frame.step,
+        metadata=msgspec.json.decode(frame.metadata),
+        options=options,
+        begun_s=time.monotonic() - options.timeout_s + frame.left_s,
+    )
 
 
 def _connect(address: StoreAddress) -> StoreAt:
-    """Returns a store after a test connection. Blocks."""
     store = StoreAt(address)
     store.clone()
     return store
@@ -341,7 +346,6 @@ class _LinkedTurn:
         self._given.set()
 
     def leave_trainer(self, own: CommitTurn) -> None:
-        """Continues with a turn of this process after the trainer's end."""
         self._own = own
         self._given.set()
 
@@ -353,57 +357,6 @@ class _LinkedTurn:
     def release(self, *, is_unanswered: bool = False) -> None:
         if self._own is not None:
             self._own.release(is_unanswered=is_unanswered)
-
-
-class _ArenaStaging:
-    """Receives chunks that the trainer has staged."""
-
-    def __init__(
-        self,
-        order: StagingOrder,
-        said: anyio.abc.ObjectReceiveStream[
-            ChunksStaged | StagingWaits | StagingEnded | StagingFailed
-        ],
-        view: Callable[[int, int], memoryview],
-        release: Callable[[int], None],
-        board: ProgressBoard,
-    ) -> None:
-        self._order = order
-        self._said = said
-        self._view = view
-        self._release = release
-        self._board = board
-
-    async def run(self) -> None:
-        """Passes chunks on to the uploaders.
-
-        Raises:
-            Exception: the error of the trainer's staging.
-        """
-        async with self._order.out:
-            async for frame in self._said:
-                match frame:
-                    case ChunksStaged():
-                        for number, offset in frame.chunks:
-                            await self._order.out.send(self._chunk(number, offset))
-                    case StagingWaits():
-                        self._order.full.set()
-                    case StagingFailed():
-                        raise decode(frame.error)
-                    case StagingEnded():
-                        break
-        self._order.full.set()
-
-    def _chunk(self, number: int, offset: int | None) -> StagedChunk:
-        chunk: Chunk = self._order.chunks[number]
-        self._board.add(staged=chunk.stop - chunk.start)
-        plan = self._order.objects[chunk.object]
-        head = memoryview(plan.header)[chunk.start : min(chunk.stop, len(plan.header))]
-        memory = None
-        if offset is not None:
-            nbytes = chunk.stop - chunk.start - len(head)
-            memory = _ArenaMemory(self._view(offset, nbytes), number, self._release)
-        return StagedChunk(chunk, head, list(plan.pieces(chunk)), (), memory)
 
 
 class _ArenaMemory:

@@ -1,0 +1,522 @@
+"""Makes a save in this process, from captured state to commit and garbage collection.
+
+Connects storage, transport, participant and, on rank 0, the coordinator.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+import traceback
+from typing import Protocol
+
+import anyio
+import anyio.abc
+
+from actorsnap.actors.abandonable import AbandonableTasks
+from actorsnap.actors.commit import CommitActor, CommitTemplate
+from actorsnap.actors.fetcher import find_commit, read_commits
+from actorsnap.actors.items import Staging
+from actorsnap.actors.rounds import CoordinatorActor
+from actorsnap.actors.saver import Saver, SaveReports, SaveSettings
+from actorsnap.actors.staging import StagingActor
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    NotASnapshot,
+    ObjectExists,
+    SnapshotAborted,
+    StorageError,
+    UnsupportedFormat,
+)
+from actorsnap.format.compression import Codec
+from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
+from actorsnap.log import Log
+from actorsnap.options import chunk_within
+from actorsnap.planning.packing import PackingRules
+from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.rounds import Coordinator
+from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
+from actorsnap.release import RELEASE
+from actorsnap.runtime.location import collect_garbage, find_resumable, open_location
+from actorsnap.runtime.save import Save
+from actorsnap.state.captured import Captured
+from actorsnap.storage.base import Capabilities, Storage
+from actorsnap.transport.ends import CoordinatorEnd, InprocTransport, ParticipantEnd
+from actorsnap.transport.relay import RelayedEnds
+
+__all__ = ["LocalEngine", "RemoteStaging"]
+
+logger = Log(__name__)
+
+_PATIENCE_S = 5.0
+"""Time for which the outcome waits for garbage collection, up to the deadline, in seconds."""
+
+_MAX_PUT_BYTES = 1 << 30
+"""Upper limit of a chunk that is stored as its own object. Object stores accept at most 5 GiB per
+request."""
+
+_MAX_COMPRESSED_BYTES = 64 << 20
+"""Memory for compressed chunks, in bytes, when another process copies with the budget."""
+
+
+class RemoteStaging(Staging, Protocol):
+    """Staging in another process, which has the bytes."""
+
+    def prepare(self, assignment: Assignment) -> None:
+        """Provides the packing plan: staging may begin."""
+        ...
+
+
+class _CommittedBefore(Exception):
+    """A dead process' attempt has already committed this save."""
+
+
+class LocalEngine:
+    """Makes a save in this process. See ``Engine``.
+
+    Args:
+        captured: The rank's state, or the reason for its absence.
+        copies: The trainer may change the state before the save has ended.
+        ends: The ends of the ranks' call, if they are not those of ``save.membership``.
+        staging: Stages the state; None: this process has its bytes.
+        previous_attempt: An attempt at this save whose process has died: if it has committed, so
+            has the save.
+        cause: The exception for a ``captured`` failure.
+    """
+
+    _errands: AbandonableTasks
+    _deadline: float
+
+    def __init__(
+        self,
+        save: Save,
+        captured: Captured | Failure,
+        *,
+        copies: bool,
+        ends: RelayedEnds | None = None,
+        staging: RemoteStaging | None = None,
+        previous_attempt: str = "",
+        cause: BaseException | None = None,
+    ) -> None:
+        self._save = save
+        self._host = save.host
+        self._captured: Captured | Failure | None = captured
+        self._copies = copies
+        self._ends = ends
+        self._staging = staging
+        self._previous_attempt = previous_attempt
+        self._cause = cause
+        self._resumed: tuple[str, ...] = ()
+        # On rank 0; the coordinator sends it to the others.
+        self._attempt = save.host.new_attempt() if save.rank == 0 else None
+        if self._attempt is not None:
+            save.attempt = str(self._attempt)
+            save.board.label += f" attempt {self._attempt}"
+        self._storage: Storage | None = None
+        self._superseded: Storage | None = None  # closed at the end, because it may hang
+        self._begun_s = time.monotonic()
+        self._staged_s: float | None = None
+        self._saver: Saver | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._ended_before: frozenset[str] = frozenset()
+
+    @property
+    def is_detached(self) -> bool:
+        return False
+
+    def cancel(self, reason: str) -> None:
+        if self._saver is not None:
+            self._saver.request_cancel(reason)
+        elif self._scope is not None:
+            self._scope.cancel()
+
+    def close(self) -> None:
+        # A commit without an answer can no longer take effect.
+        self._end_attempt()
+
+    async def run(self, tasks: anyio.abc.TaskGroup) -> None:
+        save = self._save
+        self._deadline = anyio.current_time() + save.request.left_s
+        self._errands = AbandonableTasks(
+            tasks,
+            run_blocking=self._host.run_blocking,
+            run_cpu=self._host.run_cpu,
+            label=save.label,
+            on_retry=save.observation.on_retry,
+            deadline=self._deadline,
+        )
+        self._ended_before = self._host.all_ended()
+        await save.leave_gil_to_caller()
+        if save.cancel_reason is not None:
+            self._captured = Failure(reason=save.cancel_reason, stage=Stage.CANCEL, rank=save.rank)
+        try:
+            await self._make()
+        except BaseException as error:
+            self._captured = None
+            if not save.is_committed:
+                self._note_error(error)
+            raise
+
+    def _note_error(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            # A caller that still waits gets the error. Later, nobody may ask for it.
+            is_expected = not (self._copies and self._save.eager_staged.done()) or (
+                isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
+            )
+            level = logging.DEBUG if is_expected else logging.ERROR
+            self._log(level, "%s: %s", self._save.label, error, **_where(error))
+        if not (isinstance(error, SnapshotAborted) and error.may_be_committed):
+            self._end_attempt()
+
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
+            self._host.end_attempt(self._attempt)
+            if not self._save.is_committed and self._storage is not None:
+                self._host.discard_attempt(self._storage.url, str(self._attempt))
+
+    def _log(self, level: int, message: str, *args: object, **fields: object) -> None:
+        save = self._save
+        whose = {"snapshot": save.url, "attempt": save.attempt, "rank": save.rank}
+        logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
+
+    def _log_totals(self) -> None:
+        seconds, done = time.monotonic() - self._begun_s, self._save.board.latest
+        staged_s = seconds if self._staged_s is None else self._staged_s
+        self._log(
+            logging.INFO,
+            "%s: committed, %.1f MiB in %.2f s, staged after %.2f s",
+            self._save.label,
+            done.total_bytes / (1 << 20),
+            seconds,
+            staged_s,
+            stage=str(done.phase),
+            total_bytes=done.total_bytes,
+            staged_bytes=done.staged_bytes,
+            stored_bytes=done.stored_bytes,
+            staged_s=staged_s,
+            total_s=seconds,
+        )
+
+    async def _make(self) -> None:
+        save = self._save
+        fsync = save.options.fsync
+        try:
+            if save.rank == 0 and not isinstance(self._captured, Failure):
+                try:
+                    fsync = await self._prepare()
+                except _CommittedBefore:
+                    save.commit()
+                    return
+                except ActorSnapError as error:
+                    if save.membership is None:
+                        raise
+                    self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
+            committer = await self._run_actors(fsync=fsync)
+            save.commit()
+            # From here on later saves collect this attempt's garbage.
+            self._end_attempt()
+            self._log_totals()
+            if committer is not None:
+                await self._collect(committer)
+        finally:
+            for storage in (self._storage, self._superseded):
+                if storage is not None:
+                    with anyio.CancelScope(deadline=self._deadline):
+                        await self._errands.close(storage.aclose)
+
+    async def _prepare(self) -> bool:
+        """Opens the storage and checks its state; returns whether the save must be durable."""
+        fsync = self._save.options.fsync
+        self._storage = storage = await self._open(fsync=fsync)
+        older = await self._find_older_in_time(storage)
+        if older is not None and older.fsync and not fsync:
+            # Otherwise a power loss could destroy both snapshots.
+            self._superseded = storage
+            self._storage = await self._open(fsync=True)
+            return True
+        return fsync
+
+    async def _open(self, *, fsync: bool) -> Storage:
+        return await open_location(
+            self._host,
+            self._save.location,
+            fsync=fsync,
+            run_blocking=self._errands.run_blocking,
+            scratch=self._save.attempt,
+            on_retry=self._errands.note_retry,
+        )
+
+    async def _open_assigned(self, assignment: Assignment) -> Storage:
+        if self._staging is not None:
+            self._staging.prepare(assignment)
+        self._save.attempt = assignment.attempt
+        if self._storage is None:
+            url = assignment.url.decode("utf-8", "surrogatepass")
+            if url != self._save.location.url:
+                self._save.move(url)
+            self._storage = await self._open(fsync=assignment.fsync)
+        return self._storage
+
+    async def _find_older_in_time(self, storage: Storage) -> Commit | None:
+        save = self._save
+        reason, stage, key = "", Stage.JOIN, COMMIT_KEY
+        try:
+            with anyio.CancelScope(deadline=self._deadline) as self._scope:
+                if save.cancel_reason is None:
+                    return await self._errands.run(self._find_older, storage)
+            if save.cancel_reason is not None:
+                reason, stage = save.cancel_reason, Stage.CANCEL
+        except ObjectExists:
+            raise
+        except StorageError as error:
+            self._on_failure(error)
+            reason, key = str(error), error.key or COMMIT_KEY
+        finally:
+            self._scope = None
+        if not reason:
+            trouble = self._errands.trouble or "the storage did not answer"
+            reason = f"timeout_s={save.options.timeout_s:g} is over; {trouble}"
+        raise self._to_error(Failure(reason=reason, stage=stage, rank=0, key=key))
+
+    async def _find_older(self, storage: Storage) -> Commit | None:
+        """Returns the commit to replace; None if there is none or it is damaged. Also finds
+        attempts to resume.
+        """
+        save, request = self._save, self._save.request
+        what, older = "a snapshot is committed", None
+        try:
+            if request.overwrite:
+                older = await find_commit(storage)
+            else:
+                # Reads both names at once: usually neither exists.
+                older = (await read_commits(storage)).counting()
+            exists = older is not None
+            if older is not None and older.attempt == self._previous_attempt:
+                raise _CommittedBefore
+        except FormatError as error:
+            if request.overwrite and isinstance(error, UnsupportedFormat | NotASnapshot):
+                raise
+            what, exists = f"there is a damaged snapshot ({error})", True
+            self._log(logging.WARNING, "%s: %s", save.label, error, **_where(error))
+        if exists and not request.overwrite:
+            raise ObjectExists(
+                op="take",
+                key=COMMIT_KEY,
+                backend=storage.url,
+                detail=f"{what} at this path. Take to another path, or pass "
+                "overwrite=True: the old one stays valid until the new one is committed",
+            )
+        if request.resume:
+            committed = None if older is None else older.attempt
+            self._resumed = await find_resumable(self._host, storage, committed)
+            attempts = ", ".join(self._resumed) or "nothing"
+            self._log(logging.INFO, "%s: resumes %s", save.label, attempts)
+        return older
+
+    async def _run_actors(self, *, fsync: bool) -> CommitActor | None:
+        """Runs this rank's actors; returns the committer on rank 0."""
+        save, membership = self._save, self._save.membership
+        transport = None
+        end: ParticipantEnd
+        coordinator_end: CoordinatorEnd | None
+        if membership is None:
+            transport = InprocTransport(world_size=1)
+            end, coordinator_end = transport.participant(0), transport.coordinator()
+        else:
+            ends = self._ends or membership.call
+            end, coordinator_end = ends.participant, ends.coordinator
+        saver = self._make_saver(end)
+        coordinator = committer = None
+        if coordinator_end is not None:
+            coordinator, committer = self._make_coordinator(coordinator_end, fsync=fsync)
+        self._saver = saver
+        if save.cancel_reason is not None:
+            saver.request_cancel(save.cancel_reason)
+        try:
+            async with anyio.create_task_group() as tasks:
+                if coordinator is not None:
+                    tasks.start_soon(coordinator.run)
+                failure = await saver.run()
+        finally:
+            self._saver = None
+            if transport is not None:
+                transport.close()
+            if membership is not None and saver.remembered is not None:
+                membership.team.remembered = saver.remembered
+                membership.team.memory = membership.memory
+            if committer is not None:
+                save.is_unanswered = committer.is_unanswered
+        is_committed = committer is not None and committer.committed is not None
+        if failure is not None and not is_committed:
+            raise self._to_error(failure)
+        return committer
+
+    def _make_saver(self, end: ParticipantEnd) -> Saver:
+        save, host, options = self._save, self._host, self._save.options
+        captured, self._captured = self._captured, None
+        assert captured is not None
+        staging: Staging | None = self._staging
+        if staging is None:
+            staging = StagingActor(
+                [] if isinstance(captured, Failure) else captured.leaves,
+                copies=self._copies,
+                budget=host.budget,
+                run_blocking=self._errands.run_blocking,
+                num_copiers=host.num_workers if self._copies else 1,
+                board=save.board,
+                recorder=save.observation.recorder,
+                fence=save.fence,
+            )
+        return Saver(
+            captured,
+            rank=save.rank,
+            end=end,
+            staging=staging,
+            open_storage=self._open_assigned,
+            settings=SaveSettings(
+                copies=self._copies,
+                num_uploaders=options.num_uploaders,
+                num_threads=host.num_workers,
+                timeout_s=options.timeout_s,
+                pace=host.pace if self._copies else None,  # otherwise the trainer waits
+                max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
+            ),
+            budget=host.budget,
+            errands=self._errands,
+            reports=SaveReports(
+                board=save.board,
+                on_staged=self._on_staged,
+                on_failure=self._on_failure,
+                recorder=save.observation.recorder,
+            ),
+            remembered=None if save.membership is None else save.membership.team.remembered,
+        )
+
+    def _make_coordinator(
+        self, end: CoordinatorEnd, *, fsync: bool
+    ) -> tuple[CoordinatorActor, CommitActor | None]:
+        save, request, options = self._save, self._save.request, self._save.options
+        storage = self._storage
+        can = Capabilities() if storage is None else storage.capabilities
+        codec = None if options.compression is None else Codec.parse(options.compression)
+        chunk_bytes = options.chunk_bytes
+        if codec is not None:
+            # Each chunk is an object, written in one request.
+            can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
+            chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
+        record = SaveRecord(
+            world_size=save.world_size,
+            features=features_of(is_compressed=codec is not None),
+            fsync=options.fsync,
+            step=request.step,
+            metadata=request.metadata,
+        )
+        decisions = SaveDecisions(
+            attempt=save.attempt,
+            url=request.location.url,
+            fsync=fsync,
+            save=record,
+            release=RELEASE,
+            rules=PackingRules(
+                chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
+                max_objects=min(options.max_objects, can.preferred_parallel_objects),
+                min_object_bytes=options.min_object_bytes,
+                min_write_bytes=can.min_write_bytes,
+                max_writes=can.max_writes,
+                max_object_bytes=can.max_object_bytes,
+                has_joined_writers=can.has_joined_writers,
+                codec=codec,
+            ),
+            resumed=self._resumed,
+            memory=None if save.membership is None else save.membership.memory,
+        )
+        committer = None
+        if storage is not None:
+            committer = CommitActor(
+                template=CommitTemplate(
+                    attempt=save.attempt,
+                    created=_utc(time.time()),
+                    save=record,
+                    overwrite=request.overwrite,
+                ),
+                records=decisions.records,
+                storage=storage,
+                errands=self._errands,
+                deadline=self._deadline,
+                absence=end.absence,
+                on_failure=self._on_failure,
+                turn=None if save.turn is None else save.turn.wait,
+                recorder=save.observation.recorder,
+            )
+        errands = self._errands
+        coordinator = CoordinatorActor(
+            machine=Coordinator(world_size=save.world_size),
+            end=end,
+            decisions=decisions,
+            aborted=aborted,
+            timeout_s=options.timeout_s,
+            deadline=self._deadline,
+            committer=committer,
+            trouble=lambda: errands.trouble,
+        )
+        return coordinator, committer
+
+    def _on_staged(self) -> None:
+        self._staged_s = time.monotonic() - self._begun_s
+        if not self._save.staged.done():
+            self._save.staged.set_result(None)
+
+    def _on_failure(self, error: BaseException) -> None:
+        if self._cause is None:
+            self._cause = error
+        # The traceback is kept without its frames' locals: they may hold the app state.
+        cleared: list[BaseException] = []  # causes can form a cycle
+        seen: BaseException | None = error
+        while seen is not None and not any(seen is other for other in cleared):
+            traceback.clear_frames(seen.__traceback__)
+            cleared.append(seen)
+            seen = seen.__cause__ or seen.__context__
+
+    def _to_error(self, failure: Failure) -> ActorSnapError:
+        error = failure.to_error()
+        if failure.rank in (None, self._save.rank):
+            error.__cause__ = self._cause or error.__cause__
+        elif not isinstance(error, SnapshotAborted):
+            error.add_note(f"actorsnap: this happened on rank {failure.rank}")
+        return error
+
+    async def _collect(self, committer: CommitActor) -> None:
+        """Collects garbage. Neither fails the save nor delays its caller for long."""
+
+        async def collect() -> None:
+            assert self._storage is not None
+            await collect_garbage(
+                self._host,
+                self._storage,
+                committed=self._save.attempt,
+                superseded=[committer.replaced] if committer.replaced else [],
+                was_vacant=committer.was_vacant,
+                # Attempts that committed here in the meantime were replaced.
+                expendable=self._host.all_ended() - self._ended_before,
+            )
+
+        async def lose_patience() -> None:
+            await anyio.sleep_until(min(self._deadline, anyio.current_time() + _PATIENCE_S))
+            self._save.end(None)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lose_patience)
+            await self._errands.clean_up(collect)
+            tasks.cancel_scope.cancel()
+
+
+def _where(error: BaseException) -> dict[str, object]:
+    """Returns fields of a log line."""
+    return {name: getattr(error, name, None) for name in ("stage", "key")}
+
+
+def _utc(seconds: float) -> str:
+    when = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
+    return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
