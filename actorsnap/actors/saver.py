@@ -53,7 +53,7 @@ from actorsnap.protocol.save import (
     encode,
 )
 from actorsnap.state.captured import Captured
-from actorsnap.state.sources import MemorySource
+from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
@@ -62,7 +62,7 @@ __all__ = ["SaveSettings", "Saver"]
 
 logger = Log(__name__)
 
-_RELEASED = MemorySource(0, 0, None)
+_RELEASED = HostMemory(0, 0, None)
 
 _MAX_COMPRESSED_BYTES = 64 << 20
 """Memory for compressed chunks, in bytes, when another process copies with the budget."""

@@ -1,19 +1,15 @@
-"""Copies tensors from CUDA devices to the host.
+"""Copies tensors from CUDA devices to the host (``docs/decisions/0013-staging-copies.md``).
 
 Decides the stream, the order and the size of the copies. Copies to a device, which a restore makes,
 only need the caller's stream (``current``).
 
-CUDA is called through ``DeviceCalls`` only. CI runs the rest on a simulated device
-(``tests/state/fake_device.py``).
+CUDA is called through ``DeviceCalls`` only; CI simulates it (``tests/state/fake_device.py``).
 
 - *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
   own stream per device, which waits for those events. Only worker threads wait for a device.
 - *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
   reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
-- *Few copies.* Large contiguous tensors are copied directly; others are first packed into a slab on
-  the device.
-
-See ``docs/decisions/0013-staging-copies.md``.
+- *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab first.
 """
 
 from __future__ import annotations
@@ -29,13 +25,13 @@ import torch
 
 from actorsnap.state.sources import Cut, Pinner
 
-__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "EventReached"]
+__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes"]
 
 _SLAB_BYTES: Final = 4 << 20
 """Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
 
 _DIRECT_BYTES: Final = 1 << 20
-"""Minimum size of a tensor that is copied without packing, in bytes; packing is one more copy."""
+"""Minimum size of a tensor that is copied without packing, in bytes."""
 
 
 class Event(Protocol):
@@ -61,9 +57,7 @@ class CopyStream(Protocol):
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns ``uint8`` device memory for later work of this stream.
-
-        It may be dropped right after the last call that uses it.
+        """Returns ``uint8`` memory for later work. May be dropped after the last call with it.
 
         Raises:
             torch.OutOfMemoryError: The device memory could not be allocated.
@@ -107,8 +101,7 @@ class DeviceCalls(Protocol):
         ...
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a factory of contexts, usable in any thread, that select the calling thread's
-        current stream."""
+        """Returns a factory of contexts that select the calling thread's stream in any thread."""
         ...
 
     def pinner(self, device: torch.device) -> Pinner:
@@ -119,25 +112,6 @@ class DeviceCalls(Protocol):
         """Returns the pinner of the calling thread's current device; None if none is in use."""
         ...
 
-
-class EventReached(Protocol):
-    """The tensor of a cut.
-
-    Attributes:
-        itemsize: Bytes of an element. Each cut begins and ends at a multiple of it.
-        flat: Its bytes in C order; None if its memory is in another order.
-    """
-
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def flat(self) -> torch.Tensor | None: ...
-    def pairs(self, start: int, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns pairs of a view of the tensor and the part of ``flat`` for its elements.
-
-        ``flat`` stands for the tensor's bytes from ``start`` on.
-        """
-        ...
 
 
 class Lanes:
@@ -159,7 +133,7 @@ class Lanes:
     def mark(self) -> None:
         """Makes copies wait for the work that the calling thread has queued by now.
 
-        Must be called before the first copy begins.
+        Must precede the first copy.
         """
         for lane in self._lanes.values():
             lane.mark()
@@ -181,11 +155,11 @@ class Lane:
         self._ready = self._calls.mark(self._device)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the device; ``mark`` must follow. See ``DeviceCalls``."""
+        """See ``DeviceCalls``. ``mark`` must follow."""
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """See ``DeviceCopier``. The sources of cuts are ``EventReached``."""
+        """See ``DeviceCopier``. The sources of cuts are ``tensors.DeviceSource``."""
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
@@ -195,8 +169,7 @@ class Lane:
                 _bring(stream, host, run)
             return stream.mark().wait
         except BaseException:
-            # Copies under way still write to memory that is about to be reused. If waiting fails
-            # too, the device has stopped working.
+            # Copies under way still write to memory that is about to be reused.
             with contextlib.suppress(Exception):
                 stream.mark().wait()
             raise
@@ -225,7 +198,7 @@ def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
 
 
 def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
-    """Splits cuts that need packing so that each fits a slab."""
+
     for cut in cuts:
         if cut.nbytes <= _SLAB_BYTES or _is_direct(cut):
             yield cut
@@ -249,7 +222,7 @@ def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     try:
         slab = stream.empty(last.at + last.nbytes - first.at)
     except torch.OutOfMemoryError:
-        # The model fills the device: copy tensor by tensor, which is slower.
+        # The model fills the device: copy tensor by tensor.
         flats = [(cut, _flat(cut)) for cut in run]
         if any([flat is None for _, flat in flats]):
             raise
@@ -324,8 +297,8 @@ class Cuda:
         return _CudaPinner(torch.device("cuda", torch.cuda.current_device()))
 
 
-# A call to CUDA allocates memory on the thread's current device. In worker threads that is the
-# first device, which another process may own. So each call sets its own device first.
+# A call to CUDA allocates memory on the thread's current device: in worker threads the first one,
+# which another process may own. So each call sets its own device first.
 
 
 @contextlib.contextmanager
@@ -342,7 +315,7 @@ class _CudaPinner:
         with torch.cuda.device(self._device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if error:
-                # CUDA would report the error with the next kernel of this thread; consume it here.
+                # Else CUDA would report the error with the next kernel of this thread.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 raise OSError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
@@ -354,7 +327,7 @@ class _CudaPinner:
 
 
 _PORTABLE: Final = 1
-"""The flag ``cudaHostRegisterPortable``: pins for all devices."""
+"""``cudaHostRegisterPortable``: pins for all devices."""
 
 
 class _CudaEvent:
@@ -380,7 +353,7 @@ class _CudaStream:
             self._stream.wait_event(event.event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        # From this stream's pool in the allocator.
+
         with _entered(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 

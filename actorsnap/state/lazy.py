@@ -31,9 +31,15 @@ from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.captured import Leaf
 from actorsnap.state.optim import ModelState, submodules_of
-from actorsnap.state.sharing import Extents, Region, touched_without_gaps
-from actorsnap.state.sources import MemorySource, gather
-from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
+from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
+from actorsnap.state.sources import HostMemory, gather
+from actorsnap.state.tensors import (
+    PLAIN_TYPES,
+    QUANTIZED,
+    DeviceSource,
+    StridedSource,
+    address_of,
+)
 
 __all__ = ["LazyState", "find_lazy", "tensors_of"]
 
@@ -100,7 +106,7 @@ class LazyState:
     def changed(self, leaves: Iterable[int]) -> int | None:
         """Returns a leaf that changed since the capture, or lost its memory; None if none did."""
         for leaf in leaves:
-            if any([_address(owner) != start for owner, start in self._places.get(leaf, ())]):
+            if any([address_of(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
             for number in self._watched.get(leaf, ()):
                 tensor = self._tensors[number]
@@ -313,13 +319,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _version(tensor: torch.Tensor) -> int:
     """Returns a number that changes with the tensor, or with the local tensor of a DTensor."""
     try:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN_TYPES:
             return tensor._version
         return tensor._version + _local(tensor)._version
     except RuntimeError:  # inference tensors have none
@@ -329,14 +332,14 @@ def _version(tensor: torch.Tensor) -> int:
 # Memory ---------------------------------------------------------------------------------------
 
 _ByDevice: TypeAlias = dict[torch.device, Extents]
-_Place: TypeAlias = tuple[torch.Tensor, int | None]
+_Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
     """Returns the tensors that own a leaf's memory, and their addresses."""
-    if isinstance(source, MemorySource) and isinstance(source.owner, torch.Tensor):
+    if isinstance(source, HostMemory) and isinstance(source.owner, torch.Tensor):
         return ((source.owner, source.address),)  # nearly all
-    return [(owner, _address(owner)) for owner in _owners(source)]
+    return [(owner, address_of(owner)) for owner in _owners(source)]
 
 
 def _owners(source: Any) -> Iterator[torch.Tensor]:
@@ -346,13 +349,6 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
     elif isinstance(source.owner, list):
         for member in source.owner:
             yield from _owners(member)
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # the storage was emptied
-        return None
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
@@ -370,23 +366,21 @@ def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
     found: _ByDevice = {}
     cpu = found[torch.device("cpu")] = Extents()
     for number, leaf in enumerate(leaves):
-        source = leaf.source
-        if isinstance(source, DeviceSource | TensorSource):
-            _add(found, number, source.owner)
-        elif isinstance(source, MemorySource) and not isinstance(source.owner, np.ndarray):
+        source: Any = leaf.source
+        if isinstance(source.owner, np.ndarray):
+            continue
+        if isinstance(source, HostMemory):
             if source.nbytes:
                 cpu.add(number, source.address, source.address + source.nbytes)
+        else:
+            _add(found, number, source.owner)
     return found
 
 
 def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        return
-    nbytes = tensor.nbytes
+    start, nbytes = address_of(tensor), tensor.nbytes
     if nbytes and start and tensor.dtype not in QUANTIZED:
-        stop = start + nbytes if tensor.is_contiguous() else _region(tensor).stop
+        stop = start + nbytes if tensor.is_contiguous() else memory_of(tensor).stop
         extents = found.get(device := tensor.device)
         if extents is None:
             extents = found[device] = Extents()
@@ -395,28 +389,23 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor; other tensors as they are."""
-    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
-
-
-def _region(tensor: torch.Tensor) -> Region:
-    tensor = _local(tensor)
-    return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+    return tensor if type(tensor) in PLAIN_TYPES else getattr(tensor, "_local_tensor", tensor)
 
 
 def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -> bool:
     """Whether every byte of the leaf certainly belongs to the ``found`` tensors."""
     source = leaf.source
-    if isinstance(source, MemorySource):
+    if isinstance(source, HostMemory):
         first = _local(tensors[found[0]])
         if first.data_ptr() == source.address and first.nbytes == source.nbytes:
             if first.is_contiguous():  # nearly all
                 return True
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
-        assert isinstance(source, DeviceSource | TensorSource)
-        held = _region(source.owner)
-    regions = [_region(tensors[number]) for number in found]
-    return any([held.same_layout(region) for region in regions]) or touched_without_gaps(
+        assert isinstance(source, DeviceSource | StridedSource)
+        held = memory_of(source.owner)
+    regions = [memory_of(_local(tensors[number])) for number in found]
+    return any([held.layout == region.layout for region in regions]) or touched_without_gaps(
         regions, held.start, held.stop
     )
 
@@ -480,4 +469,4 @@ def _copy_here(leaves: Sequence[Leaf]) -> None:
     gather([leaf.source for leaf in leaves], pieces, memoryview(memory), lambda pinner: None)
     starts = accumulate(sizes, initial=int(memory.ctypes.data))
     for leaf, start, nbytes in zip(leaves, starts, sizes, strict=False):
-        leaf.source = MemorySource(start, nbytes, memory)
+        leaf.source = HostMemory(start, nbytes, memory)

@@ -32,15 +32,14 @@ __all__ = [
     "NotInline",
     "array_from_npy",
     "array_to_npy",
-    "bytes_of",
+    "decode",
     "decode_attributes",
     "decode_inline",
+    "encode",
     "encode_attributes",
     "encode_inline",
     "numpy_name",
     "pickled",
-    "unpickled",
-    "value_of",
 ]
 
 INLINE_BYTES: Final = 4096
@@ -310,41 +309,49 @@ def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
 # Bytes --------------------------------------------------------------------------------------
 
 
-def bytes_of(value: object, path: str) -> tuple[str, bytes | bytearray] | None:
-    """Returns type and bytes of a value that is too long to be inline; None for others.
+def encode(value: object, path: str) -> tuple[str | None, Any]:
+    """Encodes a value inline; or as bytes, if it is too long.
+
+    Returns:
+        The type of a ``bytes`` entry and its bytes; or None and the inline value.
 
     Raises:
-        NotInline, UsageError: See ``encode_inline``; for containers only.
+        NotInline, UsageError: See ``encode_inline``.
     """
     kind = type(value)
-    if kind is bytes or kind is bytearray:
-        assert isinstance(value, bytes | bytearray)
-        return (kind.__name__, value) if len(value) > INLINE_BYTES else None
-    if kind is str:
-        assert isinstance(value, str)
-        if len(value) <= INLINE_BYTES // 4:
-            return None
-        data = value.encode("utf-8", "surrogatepass")
-        return ("str", data) if len(data) > INLINE_BYTES else None
+    if kind in (bytes, bytearray) and len(value) > INLINE_BYTES:  # type: ignore[arg-type]
+        return kind.__name__, value
+    if kind is str and len(value) > INLINE_BYTES // 4:  # type: ignore[arg-type]
+        data = value.encode("utf-8", "surrogatepass")  # type: ignore[attr-defined]
+        if len(data) > INLINE_BYTES:
+            return "str", data
+    encoded = encode_inline(value, path)
     if kind in CONTAINER_TYPES:
-        data = msgspec.json.encode(encode_inline(value, path))
-        return ("json", data) if len(data) > INLINE_BYTES else None
-    return None
+        data = msgspec.json.encode(encoded)
+        if len(data) > INLINE_BYTES:
+            return "json", data
+    return None, encoded
 
 
-def value_of(kind: str, data: bytearray) -> Any:
-    """Decodes a ``bytes`` entry that is neither pickled nor an array.
+def decode(kind: str, data: bytearray) -> Any:
+    """Decodes the bytes of a ``bytes`` entry. Unpickling runs any code in the bytes.
 
     Raises:
         Exception: The bytes are no value of that type.
     """
-    if kind == "bytes":
-        return bytes(data)
-    if kind == "bytearray":
-        return data
-    if kind == "json":
-        return _decode(msgspec.json.decode(data), 0)
-    return data.decode("utf-8", "surrogatepass")
+    match kind:
+        case "bytes":
+            return bytes(data)
+        case "bytearray":
+            return data
+        case "json":
+            return _decode(msgspec.json.decode(data), 0)
+        case "numpy":
+            return array_from_npy(data)
+        case "pickle":
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        case _:
+            return data.decode("utf-8", "surrogatepass")
 
 
 def pickled(value: object) -> bytes:
@@ -352,11 +359,6 @@ def pickled(value: object) -> bytes:
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
-
-
-def unpickled(data: bytearray) -> Any:
-    """Unpickles a value of ``pickled``, with tensors on CPU. Runs any code in the bytes."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 # NumPy --------------------------------------------------------------------------------------

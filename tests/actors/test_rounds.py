@@ -33,7 +33,7 @@ from actorsnap.planning.shared_reads import (
 from actorsnap.protocol.calls import CoordinatorLost, RankLost
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
-from actorsnap.state.sources import MemorySink
+from actorsnap.state.sources import HostMemory
 from actorsnap.transport.ends import PeerLost
 from actorsnap.transport.inproc import InprocTransport
 
@@ -347,7 +347,7 @@ class SharedWorld(World):
                     Common(
                         stored,
                         [
-                            MemorySink(
+                            HostMemory(
                                 row.ctypes.data + stored.start, stored.stop - stored.start, row
                             )
                             for row in self.targets[rank]

@@ -9,7 +9,7 @@ Leaves that are views of the same stored bytes share one read. In this order:
 1. Targets that together have the layout of the stored bytes take them directly.
 2. A target that takes all of them in another layout gets its own read.
 3. A view that is read alone takes only its elements.
-4. The others are views of fresh memory, and are copied to their targets after the read.
+4. The others are views of fresh memory, copied to their targets after the read.
 """
 
 from __future__ import annotations
@@ -44,34 +44,32 @@ from actorsnap.state.restore.aliasing import (
     destination,
     is_injective,
     is_writable,
-    lies_as_stored,
-    region_of,
+    matching_region,
 )
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
-from actorsnap.state.sharing import Region, touched_without_gaps
-from actorsnap.state.sources import ByteSink, MemorySink
+from actorsnap.state.sharing import Region, region_of, touched_without_gaps
+from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
     QUANTIZED,
     BoxSink,
     ClippedSink,
+    ExtentSink,
     StridedSink,
-    TensorSink,
     c_strides,
     empty_tensor,
-    extent_bytes,
     is_addressable,
-    sink_of_array,
-    sink_of_tensor,
+    sink_of,
+    storage_bytes,
     tensor_type,
 )
 from actorsnap.state.tree import part_path
 
 __all__ = [
-    "Fresh",
     "Allocation",
+    "Fresh",
     "Wanted",
     "find_memory",
     "lay_over",
@@ -87,8 +85,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
     Attributes:
         stored: Whole checksum blocks of a leaf.
         sink: Takes all of them.
-        holders: Ranks likely to want exactly these bytes, ascending: those of a mesh that hold the
-            same box. None if every rank that restores does; empty if only this rank does.
+        holders: Ranks likely to want exactly these bytes, ascending: those that hold the same box.
+            None for every rank that restores; empty for this rank alone.
     """
 
     stored: Stored
@@ -118,14 +116,15 @@ class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
-        reads: Stored ranges and their sinks. A range may appear twice.
+        reads: Stored ranges and their sinks. Nothing else is written to a target before
+            ``KeyRestore.build``. A range may appear twice.
         surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets. They share
             checksum blocks with wanted bytes.
-        destinations: Allocation of the target that is written to.
+        destinations: Memory of the target that is written to.
         values: Targets that the reads complete, by path.
         fresh: Leaves in fresh memory.
         buffers: Leaves that are decoded from raw bytes.
-        spread: Views that are copied into a distributed target; the whole is among ``fresh``.
+        spread: Views to copy into a distributed target; the whole is among ``fresh``.
     """
 
     reads: list[Wanted] = field(default_factory=list)
@@ -173,7 +172,7 @@ def find_memory(match: Match) -> Allocation:
     for pair in match.composites:
         _add_parts(memory, match, views, pair)
     for path, members in views.items():
-        _place(memory, match, match.bases[path], members)
+        _add_members(memory, match, match.bases[path], members)
     return memory
 
 
@@ -205,8 +204,7 @@ def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry)
         raise MemoryError(f"{entry.path!r}: no memory for {nbytes} bytes") from error
     memory.destinations += destination(entry.path, pair.target, entry.path)
     if nbytes:
-        raw = np.frombuffer(data, np.uint8)
-        sink = MemorySink(raw.ctypes.data, nbytes, raw)
+        sink = sink_of(np.frombuffer(data, np.uint8))
         memory.reads.append(Wanted(entry.data, sink, _holders(match, entry)))
     memory.buffers.append((pair, data))
 
@@ -219,23 +217,23 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
     if pair.is_plain and isinstance(target, torch.Tensor):
         if nbytes:
             start = target.data_ptr()
-            sink = MemorySink(start, nbytes, target)
+            sink = HostMemory(start, nbytes, target)
             memory.destinations.append(
                 Destination(path, target, start, start + nbytes, path, start)
             )
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
         tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
-        sink = sink_of_tensor(tensor)
+        sink = sink_of(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:
         member = _member(entry, target)
         memory.destinations += destination(path, target, path, member.region)
         if target is None or not is_writable(target):
-            _place(memory, match, entry, [member])
+            _add_members(memory, match, entry, [member])
             return
         # An array, or a tensor on a device or strided.
-        sink = _sink_of(target)
+        sink = sink_of(target)
         memory.values[path] = target
     if nbytes and sink is not None:
         memory.reads.append(Wanted(data, sink, _holders(match, entry)))
@@ -263,10 +261,8 @@ def _add_parts(
     """Adds the parts of a composite in fresh memory; the composite is copied to its target."""
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
-    held: dict[str, torch.Tensor] = {}
-    if isinstance(target, torch.Tensor):
-        found = take_apart(target)
-        held = {} if isinstance(found, str) else dict(found[2])
+    split = take_apart(target) if isinstance(target, torch.Tensor) else ""
+    held = {} if isinstance(split, str) else dict(split[2])
     for name in composite.parts:
         part = match.parts[part_path(composite.path, name)]
         base = part.of if isinstance(part, ViewEntry) else part.path
@@ -345,21 +341,21 @@ def _box_reads(
     Args:
         planned: Reads for the boxes of ``pieces``.
         shards: Shards that the plan refers to.
-        pieces: Allocation to fill. Its elements must not share memory.
+        pieces: Tensors to fill. Elements must not share memory.
         default: Holders of pieces without holders.
     """
     wanted: list[Wanted] = []
     for read in planned:
         shard = shards[read.stored]
-        found = [pieces[number] for number in read.wanted]
+        filled = [pieces[number] for number in read.wanted]
         nbytes = read.stop - read.start
-        tensor = found[0].tensor
+        tensor = filled[0].tensor
         sink: ByteSink
         if read.at is not None and is_addressable(tensor):
-            sink = MemorySink(tensor.data_ptr() + read.at, nbytes, tensor)
+            sink = HostMemory(tensor.data_ptr() + read.at, nbytes, tensor)
         else:
-            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in found])
-        holders = {default if piece.holders is None else piece.holders for piece in found}
+            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in filled])
+        holders = {default if piece.holders is None else piece.holders for piece in filled}
         stored = slice_stored(shard.data, read.start, read.stop)
         wanted.append(Wanted(stored, sink, holders.pop() if len(holders) == 1 else ()))
     return wanted
@@ -384,8 +380,10 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
     return _Member(entry, target, Region(0, itemsize, entry.shape, c_strides(entry.shape)))
 
 
-def _place(memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]) -> None:
-    """Finds memory for the stored bytes of ``base`` that members use."""
+def _add_members(
+    memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]
+) -> None:
+    """Adds the views of the stored bytes of ``base``."""
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
@@ -434,23 +432,23 @@ def _take_spans(
     spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
     for member in members:
         target = member.target
-        region = None if target is None else lies_as_stored(target, member.region)
+        region = None if target is None else matching_region(target, member.region)
         if region is None:
             left.append(member)
             continue
         device = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
         start = region.start - member.region.start
         spans.setdefault((device, start), []).append((member, region))
-    for (_, start), found in spans.items():
+    for (_, start), span in spans.items():
         sink = None
         # Bytes between the leaves may belong to others and must not be overwritten.
-        if touched_without_gaps([region for _, region in found], start, start + nbytes):
-            sink = _span_sink(start, nbytes, [member.target for member, _ in found])
+        if touched_without_gaps([region for _, region in span], start, start + nbytes):
+            sink = _span_sink(start, nbytes, [member.target for member, _ in span])
         if sink is None:
-            left.extend(member for member, _ in found)
+            left.extend(member for member, _ in span)
             continue
         sinks.append(sink)
-        memory.values.update((member.entry.path, member.target) for member, _ in found)
+        memory.values.update((member.entry.path, member.target) for member, _ in span)
     return left
 
 
@@ -459,7 +457,7 @@ def _take_whole(
 ) -> list[_Member]:
     """Takes targets of another layout that need all bytes in order; returns the other members."""
     left: list[_Member] = []
-    placed: list[Region] = []
+    layouts: set[object] = set()
     for member in members:
         target, stored = member.target, member.region
         if (
@@ -472,10 +470,10 @@ def _take_whole(
             left.append(member)
             continue
         region = region_of(target)
-        if region is None or not any(region.same_layout(other) for other in placed):
-            sinks.append(_sink_of(target))
-            if region is not None:
-                placed.append(region)
+        if region is None or region.layout not in layouts:
+            sinks.append(sink_of(target))
+        if region is not None:
+            layouts.add(region.layout)
         memory.values[member.entry.path] = target
     return left
 
@@ -497,7 +495,7 @@ def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
         tensor = _tensor_over(target)
         if tensor is not None:
             memory.values[member.entry.path] = target
-            return StridedSink(tensor, region.strides)
+            return ExtentSink(tensor, region.strides)
     if region.has_no_gaps:
         return _take_fresh(memory, region.stop, [member])
     # Stores repeated elements once.
@@ -507,7 +505,7 @@ def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
     strides = tuple([step and own for step, own in zip(region.strides, dense, strict=True)])
     compact = Region(0, region.itemsize, region.shape, strides)
     memory.fresh.append(Fresh(member.entry, target, lay_over(raw, member.entry, compact)))
-    return StridedSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
+    return ExtentSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
 
 
 def _take_fresh(memory: Allocation, nbytes: int, members: Sequence[_Member]) -> ByteSink:
@@ -516,13 +514,12 @@ def _take_fresh(memory: Allocation, nbytes: int, members: Sequence[_Member]) -> 
     for member in members:
         entry, region = member.entry, member.region
         if region.start % region.itemsize:
-            size = extent_bytes(region.shape, region.strides, region.itemsize)
-            part = raw[region.start : region.start + size]
+            part = raw[region.start : region.stop]
             fresh = Fresh(entry, member.target, part, region.at(0))
         else:
             fresh = Fresh(entry, member.target, lay_over(raw, entry, region))
         memory.fresh.append(fresh)
-    return MemorySink(raw.data_ptr(), nbytes, raw)
+    return HostMemory(raw.data_ptr(), nbytes, raw)
 
 
 def lay_over(
@@ -541,10 +538,6 @@ def lay_over(
 # Targets --------------------------------------------------------------------------------------
 
 
-def _sink_of(target: Target) -> ByteSink:
-    return sink_of_tensor(target) if isinstance(target, torch.Tensor) else sink_of_array(target)
-
-
 def _tensor_over(target: Target) -> torch.Tensor | None:
     """Returns a writable target as a tensor over its memory; None for unusual strides."""
     if isinstance(target, torch.Tensor):
@@ -559,13 +552,9 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
     """Returns a sink for a span of memory; None if the targets' storage does not contain it."""
     first = targets[0]
     if not isinstance(first, torch.Tensor) or first.is_cpu:
-        return MemorySink(start, nbytes, targets)
-    storage = first.untyped_storage()
-    offset = start - storage.data_ptr()
-    if offset < 0 or offset + nbytes > storage.nbytes():
-        return None
-    raw = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return TensorSink(raw.set_(storage, offset, (nbytes,), (1,)))
+        return HostMemory(start, nbytes, targets)
+    raw = storage_bytes(first, start, nbytes)
+    return None if raw is None else StridedSink(raw)
 
 
 def stand_in(path: str, target: Target) -> Target | None:

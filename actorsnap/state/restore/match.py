@@ -41,22 +41,14 @@ from actorsnap.state.restore.checks import (
 )
 from actorsnap.state.restore.rules import Rules
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import DTYPE_NAMES, address_of, is_addressable, refusal
-from actorsnap.state.tree import (
-    Container,
-    Skeleton,
-    flatten,
-    parent_of,
-    part_path,
-    unescape,
-)
+from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, is_addressable, refusal
+from actorsnap.state.tree import Container, Skeleton, flatten, parent_of, part_path, unescape
 
 __all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_key"]
 
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
 _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 # Entries of a key -----------------------------------------------------------------------------
@@ -156,7 +148,7 @@ def _fits_plainly(
 ) -> TypeGuard[torch.Tensor]:
     """Whether stored bytes can be read straight into a target, as into nearly every tensor."""
     if not (
-        type(target) in _PLAIN_TYPES
+        type(target) in PLAIN_TYPES
         and target.dtype is dtype
         and not target.is_nested
         and target.shape == entry.shape
@@ -205,7 +197,14 @@ class Match:
         parts: Parts of composites, by path.
         values: Leaves that need no bytes, by path: stored inline, or kept from the target.
         attributes: Attributes of fresh tensors, by path.
-        missing, unexpected, unplaced, mismatched, on_meta: See ``KeyRestore``.
+        missing: Paths of leaves or dict keys that only the target has.
+        unexpected: Paths of leaves that only the snapshot has.
+        unplaced: Like ``unexpected``, for leaves that every rank may read: another rank may have
+            them in its target.
+        mismatched: A line per tensor that does not fit its target; distributed ones are never
+            replaced. Or a line per optimizer with other parameter groups.
+        on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
+            ``MODEL`` and ``NOTHING``.
     """
 
     rules: Rules
@@ -224,6 +223,10 @@ class Match:
     unplaced: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     on_meta: list[str] = field(default_factory=list)
+
+    def has_target(self, path: str) -> bool:
+        """Whether the target has a leaf at ``path``; True if there is no target."""
+        return self.rules.target is None or path in self.targets
 
     def is_private(self, entry: AnyEntry) -> bool:
         """Whether a leaf is private to one of several ranks."""
@@ -441,8 +444,8 @@ def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
         if path in stored:
             # Not read yet. But params are numbered consecutively, so equal sizes mean equal counts.
             size = stored[path].stop - stored[path].start
-            encoded = objects.bytes_of(held, path)
-            is_same = encoded is not None and len(encoded[1]) == size
+            kind, encoded = objects.encode(held, path)
+            is_same = kind is not None and len(encoded) == size
             saved = len(held) if is_same else "another number of"
         elif isinstance(inline, list):
             saved = len(inline)
