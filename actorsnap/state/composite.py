@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from actorsnap.format.manifest import CompositeLayout
 from actorsnap.format.validate import COMPOSITE_PARTS
-from actorsnap.state.tensors import DTYPES, QUANTIZED, c_strides
+from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, c_strides
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
 
@@ -38,13 +38,13 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED
 
 
-def take_apart(
-    tensor: torch.Tensor,
-) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
-    """Splits a composite tensor into parts that share its memory.
+_Parts: TypeAlias = tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]]
 
-    Returns:
-        Layout, parameters and named parts; or a str with the reason why it cannot be split.
+
+def take_apart(tensor: torch.Tensor) -> _Parts | str:
+    """Splits a composite tensor into layout, parameters and named parts, which share its memory.
+
+    Returns a str with the reason if it cannot be split.
     """
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
@@ -62,7 +62,7 @@ def take_apart(
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the integers of a quantized tensor, in its own memory."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name, _ = DTYPE_NAMES[tensor.dtype]
     storage = tensor.untyped_storage()
     if name in _PACKED:
         size = _packed_bytes(tensor.shape, name)
@@ -78,10 +78,8 @@ def _packed_bytes(shape: Sequence[int], name: str) -> int:
     return prod(shape[:-1]) * -(-shape[-1] // per_byte) if shape else 1
 
 
-def _take_quantized_apart(
-    tensor: torch.Tensor,
-) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
-    name = str(tensor.dtype).removeprefix("torch.")
+def _take_quantized_apart(tensor: torch.Tensor) -> _Parts | str:
+    name, _ = DTYPE_NAMES[tensor.dtype]
     if name in _PACKED and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
         return f"is a view of packed {name} elements; clone the tensor"
     scheme = tensor.qscheme()
@@ -101,7 +99,7 @@ def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[
     if dtype in _PACKED:
         return "uint8", (_packed_bytes(shape, dtype),)
     if dtype in _INT_REPR:
-        return str(_INT_REPR[dtype]).removeprefix("torch."), tuple(shape)
+        return DTYPE_NAMES[_INT_REPR[dtype]][0], tuple(shape)
     raise ValueError(f"{dtype} is no quantized dtype")
 
 
@@ -118,7 +116,7 @@ def assemble(
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
     """
     with warnings.catch_warnings():
-        # Deprecation warnings of torch must not prevent reading, even where they are errors.
+        # Deprecation warnings of torch must not prevent reading where they are errors.
         warnings.simplefilter("ignore", UserWarning)
         return _assemble(layout, dtype, shape, parameters, parts)
 

@@ -113,7 +113,6 @@ class DeviceCalls(Protocol):
         ...
 
 
-
 class Lanes:
     """The lanes of one call, one per device."""
 

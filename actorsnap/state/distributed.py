@@ -128,7 +128,6 @@ class Describer:
         return _sharding(tensor, shape, ranks, pieces)
 
 
-
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
     return _is_dtensor(value) or _is_sharded_tensor(value)
 

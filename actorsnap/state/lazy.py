@@ -8,11 +8,11 @@ Version counters show changes: each in-place operation of torch moves the counte
 which views share. Fused optimizers and DTensors do not move the parameter's, but most move or
 create a step counter. So a parameter is watched with its state, or for the appearance of a state.
 
-Some optimizers move no counter at all (``_uncounted_in``). The tensors that they train are eager,
-unless the trainer guarded the optimizer in an earlier save.
+Some optimizers move no counter at all (``_uncounted_in``). Their tensors are eager, unless the
+trainer guarded the optimizer in an earlier save.
 
-No counter shows that a storage was moved to other memory (``share_memory_()``, also by sending a
-tensor to another process; ``resize_()``). Its old memory is freed then, so addresses are compared
+No counter shows that a storage was moved to other memory and its old memory freed
+(``share_memory_()``, sending a tensor to another process, ``resize_()``). So addresses are compared
 too.
 """
 
@@ -46,8 +46,8 @@ __all__ = ["LazyState", "find_lazy", "tensors_of"]
 _log = Log(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
-"""Maximum bytes of eager leaves copied in the caller's thread. The caller then need not wait for
-whole chunks because of normalisation statistics, counters and random generators."""
+"""Maximum bytes of eager leaves copied in the caller's thread, so that it need not wait for whole
+chunks because of normalisation statistics, counters and random generators."""
 
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
@@ -63,8 +63,7 @@ class LazyState:
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
-        must_wait: Optimizers with lazy leaves that no counter covers. Guard them before the
-            caller can step.
+        must_wait: Optimizers with lazy leaves that no counter covers. Guard them before they step.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class LazyState:
         self._versions = [_version(tensor) for tensor in tensors]
 
     def touched_by(self, optimizer: Any) -> list[int]:
-        """Returns the leaves whose memory a step of the optimizer changes, in its order."""
+        """Returns the leaves that a step of the optimizer changes, in its order."""
         found: dict[int, Sequence[int]] = {}
         others: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors_of(optimizer)):
@@ -104,7 +103,7 @@ class LazyState:
         return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
 
     def changed(self, leaves: Iterable[int]) -> int | None:
-        """Returns a leaf that changed since the capture, or lost its memory; None if none did."""
+        """Returns a leaf that changed or lost its memory since the capture; None if none did."""
         for leaf in leaves:
             if any([address_of(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
@@ -117,7 +116,7 @@ class LazyState:
         return None
 
     def release(self) -> None:
-        """Drops all references to tensors. Afterwards no leaf counts as touched or changed."""
+        """Drops all references to tensors. No leaf counts as touched or changed any more."""
         self._tensors, self._watched, self._places = (), {}, {}
         self._stateless = {}
         self._leaves_of, self._extents = {}, {}
@@ -134,7 +133,7 @@ def find_lazy(
 
     Args:
         app_state: The captured app state.
-        leaves: Leaves of the capture, in its order. Copied leaves get the copy as their source.
+        leaves: Its leaves, in order. Copied leaves get the copy as their source.
         is_guarded: Returns whether the steps of an optimizer can be made to wait.
     """
     modules, optimizers = _trained_parts(app_state)
@@ -183,7 +182,7 @@ def find_lazy(
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a step changes: parameters by group, each followed by its state."""
+    """Yields the tensors that a step changes: parameters, each followed by its state."""
     state = getattr(optimizer, "state", {})
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -268,8 +267,7 @@ _COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns tensors that a step changes without moving a counter, neither theirs nor their
-    state's.
+    """Returns tensors that a step changes without moving their or their state's counter.
 
     Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and SGD of DTensors, whose
     foreach operations move no counter.
@@ -293,7 +291,7 @@ def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @cache
 def _warn_of_uncounted(kind: str) -> None:
-    """Warns once per process and class."""
+
     _log.warning(
         'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
         "steps move no version counter, so an early one could not be noticed. Call "
@@ -303,7 +301,7 @@ def _warn_of_uncounted(kind: str) -> None:
 
 
 def _has_state(states: _States, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer has tensors for the parameter: reading can create an empty state."""
+    """Whether an optimizer has tensors for the parameter. Reading can create an empty state."""
     state = states.get(parameter)
     return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
 
@@ -336,14 +334,13 @@ _Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
-    """Returns the tensors that own a leaf's memory, and their addresses."""
     if isinstance(source, HostMemory) and isinstance(source.owner, torch.Tensor):
         return ((source.owner, source.address),)  # nearly all
     return [(owner, address_of(owner)) for owner in _owners(source)]
 
 
 def _owners(source: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that own a leaf's memory; for a group of views, those of all views."""
+    """Yields the tensors that own a leaf's memory; several for a group of views."""
     if isinstance(source.owner, torch.Tensor):
         yield source.owner
     elif isinstance(source.owner, list):
@@ -352,7 +349,7 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    """Returns the extents of numbered tensors that have memory in this process."""
+    """Returns the extents of numbered tensors, of those that have any."""
     found: _ByDevice = {}
     for number, tensor in tensors:
         tensor = _local(tensor)
@@ -393,7 +390,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -> bool:
-    """Whether every byte of the leaf certainly belongs to the ``found`` tensors."""
+    """Whether every byte of the leaf certainly belongs to the tensors numbered ``found``."""
     source = leaf.source
     if isinstance(source, HostMemory):
         first = _local(tensors[found[0]])
@@ -445,13 +442,13 @@ class _Memory:
 
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
-    """Replaces the sources of leaves by copies; on a device made there, without waiting."""
-    _copy_here([leaf for leaf in leaves if not _is_kept_there(leaf)])
+    """Replaces the sources of leaves by copies; tensors on a device are copied there."""
+    _copy_to_host([leaf for leaf in leaves if not _copy_on_device(leaf)])
     for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
         lane.mark()
 
 
-def _is_kept_there(leaf: Leaf) -> bool:
+def _copy_on_device(leaf: Leaf) -> bool:
     source = leaf.source
     if not isinstance(source, DeviceSource):
         return False
@@ -462,7 +459,7 @@ def _is_kept_there(leaf: Leaf) -> bool:
     return True
 
 
-def _copy_here(leaves: Sequence[Leaf]) -> None:
+def _copy_to_host(leaves: Sequence[Leaf]) -> None:
     sizes = [leaf.item.nbytes for leaf in leaves]
     memory: Any = np.empty(sum(sizes), np.uint8)
     pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]

@@ -1,8 +1,8 @@
 """Encodes leaves that are no tensors, inline or as bytes.
 
 Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The safe set
-is closed: other types are pickled if the caller allows it, else refused. It must not know entries,
-app states or storage.
+is closed: other types are pickled if allowed, else refused. It must not know entries, app states or
+storage.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096
-"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored as
-bytes, next to the tensors."""
+"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored next to
+the tensors."""
 
 MAX_INT_BITS: Final = 12_000
 """Maximum length of an integer, in bits. Python refuses to print much longer ones."""
@@ -54,21 +54,17 @@ _MAX_DEPTH: Final = 100
 
 _INT64: Final = (-(1 << 63), 1 << 63)
 
-_MEMORY_FORMATS: Final = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.memory_format)
-}
-_LAYOUTS: Final = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.layout)
-}
-
-
 _DICTS: Final[dict[str, Callable[[Any], Any]]] = {
     tag: kind for kind, tag in CONTAINER_TYPES.items() if issubclass(kind, dict)
 }
+
+
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _constants(kind: type) -> dict[str, Any]:
+    return {_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
 class NotInline(Exception):
@@ -181,10 +177,10 @@ _ENCODERS: Final[dict[type, Any]] = {
     bytearray: _encode_bytes,
     complex: lambda v: {"$": "complex", "v": [_encode_float(v.real), _encode_float(v.imag)]},
     torch.Size: lambda v: {"$": "size", "v": list(v)},
-    torch.dtype: lambda v: {"$": "dtype", "v": str(v).removeprefix("torch.")},
+    torch.dtype: lambda v: {"$": "dtype", "v": _name(v)},
     torch.device: lambda v: {"$": "device", "v": str(v)},
-    torch.layout: lambda v: {"$": "layout", "v": str(v).removeprefix("torch.")},
-    torch.memory_format: lambda v: {"$": "memory_format", "v": str(v).removeprefix("torch.")},
+    torch.layout: lambda v: {"$": "layout", "v": _name(v)},
+    torch.memory_format: lambda v: {"$": "memory_format", "v": _name(v)},
 }
 
 
@@ -260,8 +256,8 @@ _DECODERS: Final[dict[str, Any]] = {
     "size": torch.Size,
     "dtype": DTYPES.__getitem__,
     "device": torch.device,
-    "layout": _LAYOUTS.__getitem__,
-    "memory_format": _MEMORY_FORMATS.__getitem__,
+    "layout": _constants(torch.layout).__getitem__,
+    "memory_format": _constants(torch.memory_format).__getitem__,
     "npdtype": _decode_dtype,
 }
 
@@ -270,7 +266,7 @@ _DECODERS: Final[dict[str, Any]] = {
 
 
 def _is_attribute(name: object) -> bool:
-    """Whether a parameter's attribute ``name`` may be the user's."""
+    """Whether a parameter's attribute may be the user's."""
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -282,25 +278,21 @@ def _is_attribute(name: object) -> bool:
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
     """Encodes the plain attributes of a parameter inline; returns None if it has none.
 
-    Skips names of torch and names with a leading ``_``, which belong to libraries. Skips values
-    outside of the safe set, and values too long to be inline.
+    Skips names of torch, names with a leading ``_``, which belong to libraries, values outside of
+    the safe set, and values too long to be inline.
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in vars(parameter).items():
         if _is_attribute(name):
             with suppress(NotInline, UsageError):
                 encoded = encode_inline(value, path)
                 if len(msgspec.json.encode(encoded)) <= INLINE_BYTES:
-                    found[name] = encoded
-    return found or None
+                    attributes[name] = encoded
+    return attributes or None
 
 
 def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Decodes attributes of ``encode_attributes``.
-
-    Raises:
-        FormatError: One of them encodes no value. Names ``path``.
-    """
+    """Decodes attributes; see ``decode_inline``."""
     return {
         name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
     }
@@ -375,7 +367,7 @@ NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns the type string of a numpy dtype that torch has, too; None for others."""
+    """Returns the type string of a numpy dtype that torch has, too; else None."""
     name = dtype.str
     return name if name in NUMPY_DTYPES and NUMPY_DTYPES[name][0] == dtype else None
 
@@ -398,7 +390,7 @@ def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
 def array_from_npy(data: bytearray) -> np.ndarray[Any, Any]:
     """Decodes an ``.npy`` file. The array uses the memory of ``data``.
 
-    numpy's own reader trusts the size in the header and allocates it before reading.
+    numpy's own reader allocates the size in the header before reading.
 
     Raises:
         ValueError: ``data`` is no such file, holds Python objects, or has the wrong length.

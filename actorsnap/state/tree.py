@@ -3,10 +3,9 @@
 Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it must
 not know torch, tensors, entries or storage.
 
-Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. All other
-values are leaves, including other subclasses (a namedtuple, a defaultdict), whose type would be
-lost; ``objects.py`` decides about those. A dict with a key that has no token is a leaf, too. So is
-a long list of plain values, whose paths would fill most of the snapshot.
+Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. Subclasses (a
+namedtuple, a defaultdict) are leaves, since their type would be lost. So are dicts with a key that
+has no token, and long lists of plain values, whose paths would fill most of the snapshot.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
 }
 _LISTS = frozenset({"list", "tuple"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
-"""Types of dict keys that have tokens, and of items of long lists that are one leaf."""
+"""Types of dict keys with tokens, and of items of long lists that are one leaf."""
 
 _MAX_PLAIN_ITEMS = 256
-"""Number of items up to which a list or tuple of plain values is flattened."""
+"""Maximum number of items of a list or tuple of plain values that is flattened."""
 
 _ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
 """Matches keys that are their own token, as most are."""
@@ -65,7 +64,7 @@ _FIXED_TOKENS: Final[Mapping[str, Key]] = {
     "%false": False,
 }
 _HUGE = 1 << 12_000
-"""Bound of integer keys; Python refuses to print integers that are not much longer."""
+"""Bound of integer keys; Python refuses to print much longer ones."""
 
 
 class Container:
@@ -102,7 +101,7 @@ def _escape_str(key: str) -> str:
 
 
 def escape(key: Key) -> str:
-    """Returns the token of a dict key or list index. Tokens are unique."""
+    """Returns the token of a dict key or list index, unique among keys."""
     kind = type(key)
     if kind is str:
         return _escape_str(key)  # type: ignore[arg-type]
@@ -147,7 +146,7 @@ def unescape(token: str) -> Key:
 
 
 def join(*keys: Key) -> str:
-    """Returns the path of a leaf from its keys, the top-level key first."""
+
     return "/".join([escape(key) for key in keys])
 
 
@@ -196,16 +195,16 @@ def _child_paths(path: str, node: object) -> list[str] | None:
 
 def keys_without_token(node: Mapping[Any, object]) -> list[object]:
     """Returns the keys of a dict that have no token, which make the dict a leaf."""
-    found: list[object] = []
+    without: list[object] = []
     nans: list[object] = []
     for key in node:
         kind = type(key)
         if kind not in _PLAIN_TYPES or (kind is int and abs(key) >= _HUGE):
-            found.append(key)
+            without.append(key)
         elif kind is float and isnan(key):
             nans.append(key)
     # A dict can have several NaN keys, which would share one token.
-    return found + nans if len(nans) > 1 else found
+    return without + nans if len(nans) > 1 else without
 
 
 def _shown(path: str) -> str:
@@ -217,12 +216,11 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 
     Args:
         root: Path of ``value``: the escaped top-level key.
-        value: Containers and leaves. Not changed.
+        value: Containers and leaves.
 
     Returns:
-        Paths and their leaves, in traversal order. Containers that are empty or no plain dict
-        precede their children, as ``Container``. A list or tuple of more than 256 plain values is a
-        leaf.
+        Paths and leaves, in traversal order. Containers that are empty or no plain dict precede
+        their children, as ``Container``.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
@@ -275,7 +273,7 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 
 
 class _Branch:
-    """A container under construction: its type, and its children in order of appearance."""
+    """A container under construction, with its children in order of appearance."""
 
     __slots__ = ("keys", "kind", "metadata", "path", "paths")
 
@@ -288,10 +286,7 @@ class _Branch:
 
 
 class Skeleton:
-    """Builds containers from paths, and checks them.
-
-    Containers must be added before their children, as in traversal order.
-    """
+    """Builds containers from paths, and checks them. Containers precede their children."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -305,16 +300,16 @@ class Skeleton:
         return path in self._leaves
 
     def num_items(self, path: str) -> int:
-        """Returns the number of children of the container at ``path``; 0 without a container."""
+        """Returns the number of children of ``path``; 0 if it is no container."""
         branch = self._branches.get(path)
         return 0 if branch is None else len(branch.keys)
 
     def further_keys(self, state: object) -> list[tuple[str, object]]:
         """Returns path and value of each dict key that only ``state`` has.
 
-        Compares containers that both have. Additional items of lists are ignored.
+        Compares containers that both have, but not the items of lists.
         """
-        found: list[tuple[str, object]] = []
+        further: list[tuple[str, object]] = []
         shared = [(self._root, state)]
         for path, node in shared:  # grows
             branch = self._branches.get(path)
@@ -331,8 +326,8 @@ class Skeleton:
                 if type(value) in CONTAINER_TYPES and child in self._branches:
                     shared.append((child, value))
                 elif not is_list and child not in self:
-                    found.append((child, value))
-        return found
+                    further.append((child, value))
+        return further
 
     def add_leaf(self, path: str) -> None:
         """Adds a leaf, and missing plain dicts above it.
@@ -341,8 +336,7 @@ class Skeleton:
             FormatError: The path cannot be decoded, exists already, or does not fit the containers
                 above it.
         """
-        if path in self._leaves or path in self._branches:
-            raise FormatError(key=path, detail="two entries have this path")
+        self._check_new(path)
         if path != self._root:
             self._attach(path)
         elif self._branches:
@@ -350,16 +344,19 @@ class Skeleton:
         self._leaves.add(path)
 
     def add_container(self, path: str, kind: str, metadata: object = None) -> None:
-        """Adds a container of type ``kind``.
+        """Adds a container.
 
         Raises:
             FormatError: See ``add_leaf``; or the type is unknown.
         """
-        if path in self._leaves or path in self._branches:
-            raise FormatError(key=path, detail="two entries have this path")
+        self._check_new(path)
         if kind not in _BUILDERS:
             raise FormatError(key=path, detail=f"unknown container type {kind!r}")
         self._open(path, kind).metadata = metadata
+
+    def _check_new(self, path: str) -> None:
+        if path in self._leaves or path in self._branches:
+            raise FormatError(key=path, detail="two entries have this path")
 
     def _attach(self, path: str) -> None:
         parent, _, token = path.rpartition("/")
@@ -381,7 +378,7 @@ class Skeleton:
                 raise FormatError(key=path, detail=f"{_shown(at)} is a leaf and has children")
             if at == self._root:
                 break
-            # Every prefix becomes a string: without a limit a long path takes quadratic time.
+            # Without a limit, the prefixes of a long path would take quadratic time.
             if len(missing) > MAX_NESTING or "/" not in at:
                 raise FormatError(
                     key=path, detail=f"does not lie below {_shown(self._root)}, or too deep"
@@ -404,9 +401,7 @@ class Skeleton:
     def build(self, values: Mapping[str, object]) -> object:
         """Returns the containers, filled with values.
 
-        Args:
-            values: Leaves by path. Leaves without a value are left out, and so are containers of
-                which all children are left out.
+        Leaves without a value are left out, and so are containers of which all children are.
         """
         built: dict[str, object] = {}
         # Outer containers were added before inner ones, so build in reverse.

@@ -44,10 +44,10 @@ from actorsnap.runtime.restore import restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.state.capture import capture
 from actorsnap.state.distributed import (
+    Describer,
     Replica,
     Replication,
     Sharding,
-
     replication,
 )
 from actorsnap.state.lazy import find_lazy

@@ -29,7 +29,6 @@ from actorsnap.state.distributed import (
     Replica,
     Replication,
     Sharding,
-
     is_distributed,
     replication,
 )

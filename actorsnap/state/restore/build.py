@@ -1,8 +1,8 @@
 """Third pass of a restore: builds the state of a key from the bytes that were read.
 
-Decides which leaves are copied into their targets, how bytes become values, and how the state for
-``load_state_dict`` is built. ``prepare`` and ``read_one`` run the first two passes. It must not
-know where or how bytes are stored or fetched, nor call ``load_state_dict``.
+Decides how bytes become values, and which leaves are copied into their targets. ``prepare`` and
+``read_one`` run the first two passes. It must not know where or how bytes are stored or fetched,
+nor call ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class KeyRestore:
     def build(self) -> Any:
         """Returns the state for ``load_state_dict``. Call it once, after all reads.
 
-        Containers, their types and their order come from the snapshot. Tensors that were restored
-        in place are the target's own objects. Missing and mismatched leaves keep the target's
-        values.
+        Containers come from the snapshot. Tensors that were restored in place are the target's own
+        objects. Missing and mismatched leaves keep the target's values.
 
         Raises:
             FormatError: Bytes are no value of their entry's type.
@@ -89,7 +88,7 @@ def prepare(
 
     Args:
         key: The top-level key.
-        entries: Its entries, in traversal order. Other entries are used only as bases of views.
+        entries: Its entries, in traversal order. Others are used only as bases of views.
         target: The stateful's current ``state_dict()``. Its tensors and writable arrays are
             restored in place. None builds everything fresh, on the CPU.
         allow_pickle: Whether pickled leaves may be read, which runs any code in them.
@@ -97,13 +96,12 @@ def prepare(
             read.
         root: Escaped path to restore instead of the whole key.
         unshared: Paths of leaves that get fresh memory instead of the target's.
-        world_size: Number of ranks that saved. With several, only the same rank is likely to want
-            a private leaf.
+        world_size: Number of ranks that saved.
 
     Raises:
         UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other. Entries are checked before memory
-            is allocated for them.
+        FormatError: Entries contradict themselves or each other; checked before memory is
+            allocated for them.
         MemoryError: The memory could not be allocated; names the leaf.
     """
     root = escape(key) if root is None else root
@@ -135,8 +133,7 @@ def read_one(
 
     Args:
         entries: Entries of one rank.
-        path: A path of the manifest, or one as a person types it (``optim/state/0``), if it is
-            unambiguous.
+        path: A path of the manifest, or an unambiguous one as typed (``optim/state/0``).
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
         held_by_other_ranks: See ``Index.elsewhere``; for the message only.
@@ -176,7 +173,7 @@ def _check_out(out: object) -> None:
 def _resolve(
     entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Returns the manifest's form of a path that a person typed."""
+    """Returns the manifest's form of a typed path."""
     below = path + "/"
     meant: set[str] = set()
     seen: set[str] = set()
@@ -286,10 +283,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies ``value`` into ``target``; returns whether it took the value.
-
-    A target with repeated elements takes only values that repeat in the same way.
-    """
+    """Copies ``value`` into ``target``; returns False if other elements repeat in the target."""
     if is_writable(target):
         _copy(target, value)
         return True
@@ -304,10 +298,7 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copies ``value`` into ``target`` if that is a writable array of its dtype and shape.
-
-    Returns the array that has the value.
-    """
+    """Returns ``target`` with a copy of ``value``, if it is a writable array that fits."""
     if (
         type(target) is np.ndarray
         and target.dtype == value.dtype
@@ -322,8 +313,8 @@ def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any
 def _assign_composite(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Copies a sparse or quantized ``value`` into ``target``; returns whether torch can do that."""
     try:
-        # Not detached: a detached sparse tensor would not keep the copy. Inference tensors can only
-        # be written in inference mode; turning that mode off turns gradients on.
+        # A detached sparse tensor would not keep the copy. Inference tensors can only be written
+        # in inference mode; turning that mode off turns gradients on.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):

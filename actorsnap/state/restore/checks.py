@@ -1,9 +1,8 @@
 """Checks entries before memory is allocated for them.
 
-Checks one entry at a time: dtype, shape and byte range must agree, a view must stay within its
-base, and a part must fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
-checked the whole manifest before. This module prevents crashes of a restore, and allocations for
-invalid entries. It must not know targets or how entries are restored.
+Dtype, shape and byte range must agree, a view must stay within its base, and a part must fit its
+composite (``docs/format.md``, "Entries"). ``format/validate.py`` has checked the manifest as a
+whole. It must not know targets or how entries are restored.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ def fail(path: str, detail: str) -> NoReturn:
 
 
 def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
-    """Returns the bytes of an element. Type and dtype of the entry must be checked."""
-    if entry.type in NUMPY_KINDS:
-        return NUMPY_DTYPES[entry.dtype][0].itemsize
-    return DTYPES[entry.dtype].itemsize
+    """Returns the bytes of an element of a checked entry."""
+    is_numpy = entry.type in NUMPY_KINDS
+    return (NUMPY_DTYPES[entry.dtype][0] if is_numpy else DTYPES[entry.dtype]).itemsize
 
 
 def _check_stored(path: str, data: Stored) -> int:
@@ -105,15 +103,16 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
 
 
 def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
-    """Checks a tensor and all its shards; returns the same as ``check_tensor``."""
+    """Checks a tensor and its shards; returns the same as ``check_tensor``."""
     dtype = _check_kind(entry)
     itemsize = itemsize_of(entry)
     shape = entry.shape
     if min(shape, default=0) < 0 or prod([n for n in shape if n]) * itemsize >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
     whole = Box.whole(shape)
-    for box, data in [(shard.box, shard.data) for shard in entry.shards]:
-        nbytes = _check_stored(entry.path, data)
+    for shard in entry.shards:
+        box = shard.box
+        nbytes = _check_stored(entry.path, shard.data)
         if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
             fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
     return dtype
@@ -152,7 +151,7 @@ def check_bytes(entry: BytesEntry) -> None:
 
 
 def check_composite(entry: CompositeEntry) -> None:
-    """Checks a sparse or quantized tensor, without its parts."""
+
     path, layout = entry.path, entry.layout
     if entry.type not in _TENSOR_KINDS or COMPOSITE_PARTS.get(layout) != entry.parts:
         fail(path, f"no {layout!r} has type {entry.type!r} and parts {entry.parts!r:.200}")
@@ -161,7 +160,7 @@ def check_composite(entry: CompositeEntry) -> None:
 
 
 def check_part(composite: CompositeEntry, part: str, found: TensorEntry | ViewEntry | None) -> None:
-    """Checks that ``found``, a checked entry, is a part of ``composite``."""
+    """Checks that ``found``, a checked entry, fits ``composite``."""
     if found is None or found.type != "tensor":
         fail(composite.path, f"it has no part {part!r}")
     try:

@@ -2,8 +2,7 @@
 
 Decides which entries are valid, which leaf of the app state each one fits, and which leaves are
 missing, unexpected or mismatched (``docs/format.md``, "Entries"). Allocates no memory and reads no
-bytes: ``state.trial`` checks a snapshot with this pass alone. It must not know how leaves are
-restored.
+bytes: ``state.trial`` runs this pass alone. It must not know how leaves are restored.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ _UNWANTED: Final[Any] = object()
 
 
 def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
-    """Returns the entries of each top-level key, in order.
-
-    Entries of other keys that views of a key refer to come at the end of its list.
+    """Returns the entries of each top-level key, then those of other keys that its views refer to.
 
     Raises:
         FormatError: A path does not begin with a top-level key.
@@ -116,10 +113,7 @@ def _kind_of(entry: _TensorLike) -> str:
 def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | None) -> str | None:
     """Returns how a tensor or array of the app state differs from its entry; None if it fits.
 
-    Args:
-        entry: The stored leaf.
-        target: The tensor or array of the app state.
-        sharding: The description of a distributed target by ``state.distributed``; else None.
+    ``sharding`` describes a distributed target.
     """
     kind = _kind_of(entry)
     have, what = describe(target), "shape"
@@ -146,7 +140,7 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
 def _fits_plainly(
     target: Any, dtype: torch.dtype | None, entry: TensorEntry
 ) -> TypeGuard[torch.Tensor]:
-    """Whether stored bytes can be read straight into a target, as into nearly every tensor."""
+    """Whether stored bytes can be read straight into a target; nearly always."""
     if not (
         type(target) in PLAIN_TYPES
         and target.dtype is dtype
@@ -168,9 +162,9 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         entry: The leaf's entry.
-        dtype: The torch dtype of a dense tensor; None for others, and for arrays.
+        dtype: The torch dtype of a dense tensor; else None.
         target: A tensor or array of the app state that fits; None makes a fresh value.
-        sharding: The sharding of a distributed target; else None.
+        sharding: That of a distributed target; else None.
         is_plain: Whether the target is in CPU memory in C order, like the stored bytes.
     """
 
@@ -199,10 +193,8 @@ class Match:
         attributes: Attributes of fresh tensors, by path.
         missing: Paths of leaves or dict keys that only the target has.
         unexpected: Paths of leaves that only the snapshot has.
-        unplaced: Like ``unexpected``, for leaves that every rank may read: another rank may have
-            them in its target.
-        mismatched: A line per tensor that does not fit its target; distributed ones are never
-            replaced. Or a line per optimizer with other parameter groups.
+        unplaced: Like ``unexpected``, but another rank may have them in its target.
+        mismatched: A line per tensor that does not fit, or per optimizer with other groups.
         on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
             ``MODEL`` and ``NOTHING``.
     """
@@ -225,7 +217,7 @@ class Match:
     on_meta: list[str] = field(default_factory=list)
 
     def has_target(self, path: str) -> bool:
-        """Whether the target has a leaf at ``path``; True if there is no target."""
+        """Whether the target has a leaf at ``path``; True without a target."""
         return self.rules.target is None or path in self.targets
 
     def is_private(self, entry: AnyEntry) -> bool:
@@ -258,8 +250,7 @@ def match_key(
         allow_pickle, matching, world_size: See ``prepare``.
 
     Raises:
-        UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other.
+        UsageError, FormatError: See ``prepare``.
     """
     below, part = root + "/", root + "@"
     entries_of_key = [
@@ -340,7 +331,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
 
 
 def _find_target(found: Match, entry: AnyEntry) -> object:
-    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` for an entry to skip."""
+    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` to skip the entry."""
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
@@ -363,7 +354,7 @@ def _add_tensor(
     dtype: torch.dtype | None,
     attributes: dict[str, Any] | None = None,
 ) -> None:
-    """Compares a tensor or array with the target's leaf."""
+
     path = entry.path
     if attributes:
         found.attributes[path] = objects.decode_attributes(attributes, path)
@@ -378,7 +369,7 @@ def _add_tensor(
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
         if why is not None:
-            # A distributed tensor is never replaced: other ranks hold the rest of it.
+            # A distributed tensor is never replaced: other ranks hold the rest.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
                 return
@@ -410,7 +401,7 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
 
 
 def _add_missing(found: Match) -> None:
-    """Records leaves that only the target has; keeps additional keys of its dicts."""
+    """Adds leaves that only the target has; keeps additional keys of its dicts."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
         found.missing.extend(
@@ -426,7 +417,7 @@ def _add_missing(found: Match) -> None:
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
-    """Records the first difference between an optimizer's parameter groups and the saved ones."""
+    """Adds the first difference between an optimizer's parameter groups and the saved ones."""
     target: Any = found.rules.target
     root = found.rules.root
     groups = target["param_groups"]
