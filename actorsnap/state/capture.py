@@ -1,8 +1,8 @@
 """Turns an app state into leaves with bytes and finished entries.
 
-Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which leaves become views
-of others. Runs in the caller's thread and copies no tensor: the result refers to live memory. It
-must not know objects, plans or storage.
+Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which are views of others.
+Runs in the caller's thread and copies no tensor: the result refers to live memory. It must not know
+objects, plans or storage.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ from actorsnap.state.tree import (
     keys_without_token,
     parent_of,
     part_path,
-    unescape,
 )
 
 __all__ = ["capture", "optimizers_in"]
@@ -173,7 +172,7 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
 
 
 class _Globs:
-    """The ``replicated`` globs. Tracks which of them matched."""
+    """The ``replicated`` globs, and those that have not matched yet."""
 
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
@@ -182,7 +181,7 @@ class _Globs:
         self._patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
 
     def match(self, path: str) -> bool:
-        """Whether any glob matches the path, escaped or as a person writes it."""
+        """Whether any glob matches the path, escaped or as typed."""
         if not self._patterns:
             return False
         paths = [path, human(path)] if "%" in path else [path]
@@ -209,7 +208,7 @@ def _glob_regex(glob: str) -> str:
 
 
 class _Collector:
-    """Turns leaves into parts, and at the end leaves that share memory into views."""
+    """Turns leaves into parts, and finally leaves that share memory into views."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class _Collector:
             kind = type(value)
             replicated = globs is not None and kind is not Container and globs.match(path)
             if replicas is not None and not replicated and kind is not Container:
-                replica = replicas.find(_dotted(path))
+                replica = replicas.find(human(path.partition("/")[2], "."))
                 if replica is not None:
                     if self._try_replica(path, value, replica):
                         continue
@@ -340,7 +339,7 @@ class _Collector:
             self._add_bytes(path, "numpy", data, replicated)
 
     def _track(self, region: Region, device: torch.device) -> None:
-        """Records the memory of the next part."""
+        """Adds the memory of the next part."""
         extents = self._extents.get(device)
         if extents is None:
             extents = self._extents[device] = sharing.Extents()
@@ -423,7 +422,7 @@ class _Collector:
     def _annotate(
         self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
     ) -> None:
-        """Records memory format and attributes of ``tensor``, or of ``whole`` if it is a part."""
+        """Sets memory format and attributes of ``tensor``; of ``whole`` if it is a part."""
         if tensor.ndim > 3:
             leaf.memory_format = memory_format_of(tensor)
         path = leaf.item.path
@@ -487,7 +486,7 @@ class _Collector:
         return source_of(tensor) if is_addressable(tensor) else self._copied(tensor)
 
     def _copied(self, tensor: torch.Tensor) -> DeviceSource | StridedSource:
-        """Returns the source of a tensor that cannot be read in place."""
+
         lane = self._lanes.of(tensor)
         if lane is not None:
             return DeviceSource(tensor, lane)
@@ -496,7 +495,7 @@ class _Collector:
         return StridedSource(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the group ranks of the global ``ranks``; None means all."""
+        """Returns the group ranks of global ranks; None means all."""
         if ranks is None:
             return tuple(range(len(self._ranks)))
         return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
@@ -507,8 +506,7 @@ class _Collector:
     def _try_replica(self, path: str, value: object, replica: Replica) -> bool:
         """Adds a tensor that only some ranks hold, or of which the first rank's value counts.
 
-        Returns:
-            False if the leaf must be added like any other.
+        Returns False for a leaf to add like any other.
         """
         if type(value) not in PLAIN_TYPES or (
             self._covers_all(replica) and not replica.rank_zero_wins
@@ -532,8 +530,8 @@ class _Collector:
             leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
             self._parts.append(leaf)
         else:
-            # One box, so that any other rank can restore it too. With rank_zero_wins a rank names
-            # itself only: in another group the same name may mean another buffer.
+            # One box, so that any rank can restore it. With rank_zero_wins a rank names itself
+            # only: in another group the same name may mean another buffer.
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
@@ -545,9 +543,8 @@ class _Collector:
         return True
 
     def mark_devices(self) -> None:
-        """Orders copies after the work that this thread has queued on devices.
+        """Orders copies of worker threads after the work that this thread has queued on devices.
 
-        Worker threads copy on other streams, which do not wait for this thread's on their own.
         Devices without a lane are synchronized here.
         """
         self._lanes.mark()
@@ -557,7 +554,7 @@ class _Collector:
     # Shared memory
 
     def finish(self) -> list[Part]:
-        """Returns the parts. Leaves that share memory become views of one stored leaf."""
+        """Returns the parts, with leaves that share memory as views of one stored leaf."""
         replaced: dict[int, list[Part]] = {}
         extents = self._extents.values()
         for group in sharing.find_groups(extents, self._repeating, self._region_of):
@@ -619,16 +616,8 @@ class _Collector:
             replaced.setdefault(number, []).append(view)
 
 
-def _dotted(path: str) -> str:
-    """Returns the name that ``state.distributed`` gives to the leaf at ``path``."""
-    below = path.partition("/")[2]
-    if "%" in below:
-        return ".".join([str(unescape(token)) for token in below.split("/")])
-    return below.replace("/", ".")
-
-
 def _why_not_inline(value: object, error: objects.NotInline) -> str:
-    """Returns what is wrong with a leaf, and how to convert it."""
+    """Returns why a leaf cannot be stored inline, and a remedy."""
     culprit = error.value
     is_key = False
     if isinstance(value, dict) and type(value) in CONTAINER_TYPES:

@@ -21,14 +21,13 @@ __all__ = ["Captured", "Leaf", "Part"]
 class Leaf(msgspec.Struct, gc=False, eq=False):
     """A leaf with bytes.
 
-    Not garbage-collected: otherwise the collector walks over 100,000 leaves repeatedly, which took
-    half of the time of a capture.
+    Not garbage-collected: the collector would walk over 100,000 leaves repeatedly, in half of the
+    time of a capture.
 
     Attributes:
         item: The leaf as the planner sees it.
         source: Its bytes; keeps their memory alive.
-        kind: ``type`` of the entry.
-        dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
+        kind, dtype: ``type`` and ``dtype`` of the entry; a ``bytes`` entry has no dtype.
         requires_grad, memory_format, attributes: See ``TensorEntry``.
         holders: Group ranks with the same value, if some but not all have it.
         rank_zero_wins: Whether values may differ and this rank, the first, stores its own.

@@ -93,7 +93,7 @@ def _take_quantized_apart(tensor: torch.Tensor) -> _Parts | str:
 
 
 def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns the required dtype and shape of a part; None if the whole does not imply them."""
+    """Returns the required dtype and shape of a part; None if the whole implies none."""
     if part != "int_repr":
         return None
     if dtype in _PACKED:

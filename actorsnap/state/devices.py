@@ -40,17 +40,13 @@ class Event(Protocol):
     def wait(self) -> None:
         """Blocks the thread until the device reaches this point. Releases the GIL.
 
-        Raises:
-            RuntimeError: Earlier work of the stream failed.
+        Raises ``RuntimeError`` if earlier work of the stream failed.
         """
         ...
 
 
 class CopyStream(Protocol):
-    """Work on a device, executed in order. Calls return before their work is done.
-
-    The caller must keep the tensors alive until then.
-    """
+    """Work on a device, done in order after the calls return. The caller keeps tensors alive."""
 
     def wait_for(self, event: Event) -> None:
         """Makes later work of this stream wait for ``event``, of any stream."""
@@ -59,8 +55,7 @@ class CopyStream(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns ``uint8`` memory for later work. May be dropped after the last call with it.
 
-        Raises:
-            torch.OutOfMemoryError: The device memory could not be allocated.
+        Raises ``torch.OutOfMemoryError``.
         """
         ...
 
@@ -73,7 +68,7 @@ class CopyStream(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Records an event at the current end of the stream."""
+        """Returns the current end of the stream."""
         ...
 
 
@@ -85,19 +80,18 @@ class DeviceCalls(Protocol):
         ...
 
     def mark(self, device: torch.device) -> Event:
-        """Records an event on the calling thread's current stream."""
+        """Returns the current end of the calling thread's stream."""
         ...
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the same device, made on the calling thread's current stream.
+        """Returns a copy on the same device, made on the calling thread's stream.
 
-        Raises:
-            torch.OutOfMemoryError: The device memory could not be allocated.
+        Raises ``torch.OutOfMemoryError``.
         """
         ...
 
     def stream(self, device: torch.device) -> CopyStream:
-        """Returns the device's stream for copies, always the same one."""
+        """Returns the device's one stream for copies."""
         ...
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -105,11 +99,11 @@ class DeviceCalls(Protocol):
         ...
 
     def pinner(self, device: torch.device) -> Pinner:
-        """Returns a pinner that pins memory for all devices, with calls to this one."""
+        """Returns a pinner for all devices, which calls this one."""
         ...
 
     def own_pinner(self) -> Pinner | None:
-        """Returns the pinner of the calling thread's current device; None if none is in use."""
+        """Returns the pinner of the calling thread's device; None if none is in use."""
         ...
 
 
@@ -121,7 +115,7 @@ class Lanes:
         self._lanes: dict[torch.device, Lane] = {}
 
     def of(self, tensor: torch.Tensor) -> Lane | None:
-        """Returns the lane of a tensor's device; None if it is not a device of this kind."""
+        """Returns the lane of a tensor's device; None for another kind of device."""
         if not self._calls.has(tensor):
             return None
         lane = self._lanes.get(tensor.device)
@@ -130,10 +124,7 @@ class Lanes:
         return lane
 
     def mark(self) -> None:
-        """Makes copies wait for the work that the calling thread has queued by now.
-
-        Must precede the first copy.
-        """
+        """Makes copies wait for the work that the calling thread has queued by now."""
         for lane in self._lanes.values():
             lane.mark()
 
@@ -175,7 +166,7 @@ class Lane:
 
 
 def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
-    """Yields cuts that cross the bus as one copy: a large one, or neighbours that fit a slab."""
+    """Yields cuts to copy at once: a large one, or neighbours that fit a slab."""
     run: list[Cut] = []
     end = 0
     for cut in _fitting(cuts):
@@ -212,7 +203,6 @@ def _is_direct(cut: Cut) -> bool:
 
 
 def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
-    """Copies a run to its place in host memory."""
     first, last = run[0], run[-1]
     flat = _flat(first)
     if len(run) == 1 and flat is not None:

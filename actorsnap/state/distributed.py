@@ -53,16 +53,14 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A distributed tensor and the pieces of it in this process.
+    """A distributed tensor and its pieces in this process.
 
     Attributes:
         global_shape: Shape of the whole tensor.
-        dtype: Name of the dtype.
-        kind: ``type`` of its entries.
-        requires_grad: As of the tensor.
+        dtype, kind, requires_grad: ``dtype``, ``type`` and ``requires_grad`` of its entries.
         ranks: All ranks that have the tensor, also an empty part.
-        pieces: Pieces that do not overlap, in the order of their memory. Empty if this rank is
-            outside of the mesh or its shard is empty.
+        pieces: Pieces that do not overlap, in order of memory. Empty if this rank is outside of the
+            mesh or its shard is empty.
     """
 
     global_shape: tuple[int, ...]
@@ -294,9 +292,7 @@ class Replication:
     def find(self, name: str) -> Replica | None:
         """Returns the replica of a leaf; None if it may be private to this rank.
 
-        Args:
-            name: The keys below the top-level key, joined by dots: ``module.0.weight``,
-                ``state.3.step``.
+        ``name`` are the keys below the top-level key, joined by dots: ``state.3.step``.
         """
         if name in self._names:
             return self._names[name]
@@ -318,14 +314,12 @@ class Replication:
 def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
     """Finds plain leaves that are the same on several ranks, by key of the app state.
 
-    These are:
-
     - Leaves under DistributedDataParallel, anywhere in a module.
     - Plain leaves (step counters, hyperparameters) of a torch optimizer over DTensors: the ranks of
       their mesh step together.
-    - The state of a torch optimizer whose parameters DistributedDataParallel keeps equal. This
-      excludes modules with trainable parameters that no optimizer of the app state has: other
-      ranks may step those (``ZeroRedundancyOptimizer.optim``).
+    - The state of a torch optimizer whose parameters DistributedDataParallel keeps equal, unless
+      its module has trainable parameters that no optimizer of the app state has: other ranks may
+      step those (``ZeroRedundancyOptimizer.optim``).
 
     LBFGS is left out, since its steps depend on the loss.
     """
@@ -390,10 +384,7 @@ def _add_parameters(
 def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:
     """Returns the replication of a module's leaves.
 
-    Args:
-        module: The module.
-        prefix: Of all names.
-        is_plain: Whether names are those of the unwrapped model.
+    ``is_plain``: names, which get ``prefix``, are those of the unwrapped model.
     """
     result = Replication()
 
@@ -418,7 +409,7 @@ def _mesh_ranks(mesh: Any) -> Ranks:
 
 
 def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
-    """Returns the replica of the plain optimizer state of a parameter; None if private."""
+    """Returns the replica of a parameter's plain optimizer state; None if private."""
     if _is_dtensor(parameter):
         ranks = _mesh_ranks(parameter.device_mesh)
         return Replica(ranks) if len(ranks) > 1 else None

@@ -19,6 +19,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -56,37 +57,27 @@ _States: TypeAlias = Mapping[torch.Tensor, Any]
 """``optimizer.state``."""
 
 
+@dataclass(eq=False)
 class LazyState:
-    """The leaves of an app state that only optimizers' steps change.
-
-    Keeps tensors alive until ``release``.
+    """The leaves of an app state that only optimizers' steps change. Keeps tensors alive.
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
         must_wait: Optimizers with lazy leaves that no counter covers. Guard them before they step.
     """
 
-    def __init__(
-        self,
-        eager: frozenset[int],
-        must_wait: Sequence[torch.optim.Optimizer],
-        extents: _ByDevice,
-        watched: Mapping[int, Sequence[int]],
-        tensors: Sequence[torch.Tensor],
-        stateless: Mapping[int, Sequence[_States]],
-        leaves_of: Mapping[int, Sequence[int]],
-        places: Mapping[int, Sequence[_Place]],
-    ) -> None:
-        self.eager = eager
-        self.must_wait = must_wait
-        self._extents = extents
-        self._leaves_of = {id(tensors[number]): leaves for number, leaves in leaves_of.items()}
-        self._places = places
-        # By leaf, the tensors whose counters move when it changes.
-        self._watched = dict(watched)
-        self._tensors = tensors
-        self._stateless = stateless
-        self._versions = [_version(tensor) for tensor in tensors]
+    eager: frozenset[int]
+    must_wait: Sequence[torch.optim.Optimizer]
+    _extents: _ByDevice
+    # By id of a tensor.
+    _leaves_of: Mapping[int, Sequence[int]]
+    # By leaf: its memory, and the numbers of the tensors whose counters move when it changes.
+    _places: Mapping[int, Sequence[_Place]]
+    _watched: Mapping[int, Sequence[int]]
+    # By number of a tensor.
+    _tensors: Sequence[torch.Tensor]
+    _versions: Sequence[int]
+    _stateless: Mapping[int, Sequence[_States]]
 
     def touched_by(self, optimizer: Any) -> list[int]:
         """Returns the leaves that a step of the optimizer changes, in its order."""
@@ -129,11 +120,11 @@ def find_lazy(
     *,
     is_guarded: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
 ) -> LazyState:
-    """Finds the lazy leaves, and copies small eager ones at once.
+    """Finds the lazy leaves, and copies small eager ones, which get the copy as their source.
 
     Args:
         app_state: The captured app state.
-        leaves: Its leaves, in order. Copied leaves get the copy as their source.
+        leaves: Its leaves, in order.
         is_guarded: Returns whether the steps of an optimizer can be made to wait.
     """
     modules, optimizers = _trained_parts(app_state)
@@ -168,16 +159,17 @@ def find_lazy(
     leaves_of: dict[int, list[int]] = {}
     for number, members in steady.items():
         for member in members:
-            leaves_of.setdefault(member, []).append(number)
+            leaves_of.setdefault(id(tensors[member]), []).append(number)
     return LazyState(
-        frozenset(eager) - aside,
-        must_wait,
-        extents,
-        watched,
-        tensors,
-        stateless,
-        leaves_of,
-        places,
+        eager=frozenset(eager) - aside,
+        must_wait=must_wait,
+        _extents=extents,
+        _leaves_of=leaves_of,
+        _places=places,
+        _watched=watched,
+        _tensors=tensors,
+        _versions=[_version(tensor) for tensor in tensors],
+        _stateless=stateless,
     )
 
 
@@ -221,9 +213,8 @@ def _steady_tensors(
     """Sorts tensors by what may change them.
 
     Returns:
-        Tensors that only steps change; for each, the numbers of the tensors whose counters show
-        that; for those without state, the optimizers' states in which it will appear; and tensors
-        that anything else may change.
+        Tensors that only steps change; for each, the tensors whose counters show that; for those
+        without state, the optimizers' states in which it will appear; and all other tensors.
     """
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
@@ -269,8 +260,8 @@ _COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Returns tensors that a step changes without moving their or their state's counter.
 
-    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and SGD of DTensors, whose
-    foreach operations move no counter.
+    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and foreach steps of SGD of
+    DTensors.
     """
     found: list[torch.Tensor] = []
     defaults = getattr(optimizer, "defaults", {})
@@ -318,7 +309,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns a number that changes with the tensor, or with the local tensor of a DTensor."""
+    """Returns a number that changes with the tensor, or with a DTensor's local tensor."""
     try:
         if type(tensor) in PLAIN_TYPES:
             return tensor._version
@@ -349,7 +340,6 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    """Returns the extents of numbered tensors, of those that have any."""
     found: _ByDevice = {}
     for number, tensor in tensors:
         tensor = _local(tensor)
@@ -442,7 +432,7 @@ class _Memory:
 
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
-    """Replaces the sources of leaves by copies; tensors on a device are copied there."""
+    """Replaces the sources of leaves by copies; those on a device are copied there."""
     _copy_to_host([leaf for leaf in leaves if not _copy_on_device(leaf)])
     for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
         lane.mark()

@@ -68,12 +68,7 @@ def _constants(kind: type) -> dict[str, Any]:
 
 
 class NotInline(Exception):
-    """A value that the inline encoding does not cover.
-
-    Attributes:
-        value: The value, which may be inside of the encoded one.
-        kind: Name of its type.
-    """
+    """The inline encoding does not cover ``value``, perhaps a part of the encoded one."""
 
     def __init__(self, value: object) -> None:
         kind = type(value)
@@ -142,7 +137,7 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def _encode_descr(dtype: np.dtype[Any]) -> Any:
-    """Returns numpy's description of a dtype, if numpy can restore the dtype from it."""
+    """Returns numpy's description of a dtype, if that restores it."""
     try:
         descr = np.lib.format.dtype_to_descr(dtype)
         same = np.lib.format.descr_to_dtype(descr)
@@ -229,7 +224,7 @@ def _decode_float(value: Any) -> float:
 
 
 def _decode_descr(descr: Any) -> Any:
-    """Restores the tuples in numpy's descriptions of fields, which JSON lacks."""
+    """Restores the tuples in numpy's descriptions, which JSON lacks."""
     if isinstance(descr, str):
         return descr
     fields: list[Any] = []
@@ -347,7 +342,7 @@ def decode(kind: str, data: bytearray) -> Any:
 
 
 def pickled(value: object) -> bytes:
-    """Pickles ``value`` with ``torch.save``, pickle protocol 5."""
+    """Pickles ``value`` with ``torch.save``."""
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
@@ -373,7 +368,7 @@ def numpy_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
-    """Encodes an array as an ``.npy`` file; used for dtypes that torch lacks.
+    """Encodes an array of a dtype that torch lacks as an ``.npy`` file.
 
     Raises:
         NotInline: The dtype holds Python objects, or numpy cannot describe it.
@@ -388,9 +383,7 @@ def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def array_from_npy(data: bytearray) -> np.ndarray[Any, Any]:
-    """Decodes an ``.npy`` file. The array uses the memory of ``data``.
-
-    numpy's own reader allocates the size in the header before reading.
+    """Decodes an ``.npy`` file in the memory of ``data``. numpy's reader trusts the header's size.
 
     Raises:
         ValueError: ``data`` is no such file, holds Python objects, or has the wrong length.

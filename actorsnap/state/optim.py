@@ -205,8 +205,8 @@ def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
     """Whether optimizers have the classes in ``saved``, which ``class_names`` returned.
 
-    A class may have moved to another module, but never into or out of torch. A class outside of
-    torch also takes the state of its base classes.
+    A class may have moved to another module, but not into or out of torch. A class outside of torch
+    also takes the state of its base classes.
     """
     names = set(map(_identity, saved.split(", ")))
     matched: set[tuple[bool, str]] = set()
@@ -239,10 +239,7 @@ def _identity(name: str) -> tuple[bool, str]:
 
 
 def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns modules and all their submodules, each once.
-
-    Takes a quarter of the time of ``Module.modules()``, which nests a generator per level.
-    """
+    """Returns modules and all submodules, each once; faster than ``Module.modules()`` (4 x)."""
     seen = dict.fromkeys(modules)
     parts = list(seen)
     for module in parts:  # grows
@@ -313,7 +310,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
 
-        Primes optimizers that have no state yet (``prime_optimizer``).
+        Primes optimizers without state (``prime_optimizer``).
         """
         from torch.distributed.checkpoint import state_dict as names
 

@@ -36,8 +36,6 @@ _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """The address of a TCPStore, and the prefix of all keys."""
-
     host: str
     port: int
     prefix: str = ""
@@ -50,10 +48,10 @@ class Group:
     Attributes:
         rank: Rank of this process in the group.
         world_size: Number of ranks in the group.
-        ranks: Global ranks of the members, in the order of the group.
+        ranks: Their global ranks, in the order of the group.
         store: A store with queues (``transport.store.QueueStore``). Clone it before use.
         name: Name of job and group, unique at one store and equal on all ranks.
-        address: Address of the store below all prefixes; None if it has none.
+        address: Address of the store below all prefixes, if it has one.
     """
 
     rank: int
@@ -71,7 +69,7 @@ def global_rank() -> int:
 
 
 def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the likely number of ranks that save together. Opens no connection."""
+    """Returns the likely number of ranks that save together, without a connection."""
     dist = _distributed()
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
@@ -135,8 +133,8 @@ def find_group(
 def find_prefix(store: Any) -> str:
     """Returns the prefix that a store adds to all keys; "" without a prefix.
 
-    No method returns it. So one rank sets a random key, finds it in the list of all keys, and
-    publishes the prefix in the store. Blocks, up to the timeout of the store.
+    No method returns it. So one rank sets a random key, finds it among all keys, and publishes the
+    prefix in the store. Blocks, up to the timeout of the store.
 
     Raises:
         RuntimeError: The store does not answer, or this torch cannot list its keys.
@@ -298,7 +296,7 @@ class StoreAt:
         self._server = server
 
     def clone(self) -> Any:
-        """Connects, which may block until the hosting process has started. Imports torch."""
+        """Connects; may block until the hosting process has started. Imports torch."""
         dist = _distributed()
         store = dist.TCPStore(
             self.address.host,

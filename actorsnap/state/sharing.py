@@ -61,7 +61,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, counting repeated ones repeatedly."""
+        """Bytes of all elements, repeated ones included."""
         return prod(self.shape) * self.itemsize
 
     @property
@@ -76,12 +76,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def repeats(self) -> bool:
-        """Whether elements certainly share memory with each other (expanded tensors)."""
+        """Whether elements certainly share memory with each other."""
         return self.stop - self.start < self.nbytes
 
     @property
     def has_no_gaps(self) -> bool:
-        """Whether every byte from the first to the last element belongs to an element."""
+        """Whether every byte of the extent belongs to an element."""
         run = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
@@ -92,7 +92,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """A key that is equal for regions with the same memory for each element."""
+        """A key: equal for regions with the same memory for each element."""
         strides: tuple[int, ...] = ()
         if 0 not in self.shape:
             strides = tuple(
@@ -144,8 +144,7 @@ class AliasGroup(msgspec.Struct, frozen=True):
         members: Their numbers, ascending.
         base: Number of the member that is stored for all; None if the span is stored.
         start, stop: The span of memory that the group touches.
-        same: Whether all members have one layout. Their views then have C-order strides, like the
-            stored base.
+        same: Whether all have one layout. Views then have C-order strides, like the stored base.
     """
 
     members: tuple[int, ...]
@@ -156,7 +155,7 @@ class AliasGroup(msgspec.Struct, frozen=True):
 
 
 def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Returns groups of at least two extents that overlap transitively, as indices."""
+    """Returns groups of two or more extents that overlap transitively, as indices."""
     if len(starts) < 2:
         return []
     low = np.asarray(starts, dtype=np.uint64)
@@ -281,7 +280,7 @@ def find_groups(
     Args:
         extents: Extents of all members, one per device.
         repeating: Numbers of members whose elements share memory.
-        region_of_member: Called only for overlaps and repeats.
+        region_of_member: Called for overlaps and repeats only.
     """
     groups: list[AliasGroup] = []
     for device in extents:
@@ -295,10 +294,7 @@ def find_groups(
 
 
 def touched_without_gaps(regions: Iterable[Region], start: int, stop: int) -> bool:
-    """Whether the regions certainly touch every byte of ``[start, stop)``.
-
-    Ignores regions with gaps, so False may be wrong; True never is.
-    """
+    """Whether regions without gaps certainly touch every byte of ``[start, stop)``."""
     reach = start
     for region in sorted(regions, key=lambda region: region.start):
         if region.start <= reach and region.has_no_gaps:

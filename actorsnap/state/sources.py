@@ -53,10 +53,10 @@ class ByteSource(_Bytes, Protocol):
     """Bytes to store."""
 
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Copies bytes ``[start, start + len(out))`` into ``out``.
+        """Copies bytes ``[start, start + len(out))`` into ``out``. Blocks; for worker threads.
 
-        Blocks; for worker threads. Large copies release the GIL. Unless the source is
-        addressable, both ends are multiples of the item size.
+        Large copies release the GIL. Unless the source is addressable, both ends are multiples of
+        the item size.
         """
         ...
 
@@ -82,10 +82,7 @@ _WINDOWS: Final[list[Any]] = [
 
 
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
-    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive.
-
-    Takes a fraction of the time of torch's dispatcher.
-    """
+    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive."""
     if nbytes == 0:
         return memoryview(bytearray())
     window = _WINDOWS[nbytes.bit_length()].from_address(address)
@@ -156,7 +153,7 @@ class Pinner(Protocol):
 
 
 class DeviceCopier(Protocol):
-    """Copies from many sources in one call. The sources refer to it as ``copier``.
+    """Copies from many sources, which refer to it as ``copier``, in one call.
 
     Attributes:
         pinner: Pins the memory that is copied into.
@@ -166,14 +163,11 @@ class DeviceCopier(Protocol):
     def pinner(self) -> Pinner: ...
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Begins copies, without waiting for the device.
+        """Begins copies; returns a function that waits for their end. It must be called once.
 
         Args:
-            out: Must live until the copies have ended, as must the sources.
+            out: Must live until then, as must the sources.
             cuts: In ascending order of ``at``, which is relative to ``out``.
-
-        Returns:
-            A function that waits until the copies have ended. It must be called once.
 
         Raises:
             Exception: An error of the device, here or from the returned function. All copies have

@@ -52,8 +52,8 @@ class Stateful(Protocol):
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
 
-    ``load_state_dict`` keeps keys that it does not get. So under ``strict=False`` a key that is
-    newer than the snapshot keeps its value.
+    ``load_state_dict`` keeps keys that it does not get: under ``strict=False`` a key that is newer
+    than the snapshot keeps its value.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class RNGState:
 
         Raises:
             UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
-                their state.
+            theirs.
         """
         setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,
@@ -190,10 +190,7 @@ class Matching(StrEnum):
 
 
 def matching_of(stateful: Stateful) -> Matching:
-    """Returns how far ``stateful`` must match.
-
-    Optimizers and schedulers rebuild their state on load.
-    """
+    """Optimizers and schedulers rebuild their state on load, so need not match."""
     if isinstance(stateful, torch.nn.Module):
         return Matching.LEAVES
     if isinstance(stateful, torch.optim.Optimizer):
@@ -263,10 +260,10 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _to_assign(module: torch.nn.Module, state: Any) -> Any:
-    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and their ties.
+    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and ties.
 
     ``assign=True`` alone would replace every parameter, untie a parameter with two names, and tie
-    tensors that were saved tied in a module that does not tie them.
+    tensors that only the snapshot ties.
     """
     made: dict[tuple[int, int], torch.Tensor] = {}
     holders: dict[int, int] = {}  # the storage on meta that a restored storage replaces

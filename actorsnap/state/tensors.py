@@ -90,15 +90,16 @@ _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
 
 
 def empty_tensor(
+    path: str,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     memory_format: MemoryFormat | None = None,
 ) -> torch.Tensor:
-    """Returns an uninitialised tensor.
+    """Returns an uninitialised tensor for the leaf at ``path``.
 
     Raises:
-        MemoryError: The memory could not be allocated.
+        MemoryError: The memory could not be allocated; names the leaf.
     """
     # torch.empty warns that complex32 is experimental.
     made = torch.int32 if dtype is torch.complex32 else dtype
@@ -106,12 +107,13 @@ def empty_tensor(
         strided = _MEMORY_FORMATS[memory_format]
         tensor = torch.empty(shape, dtype=made, device=device, memory_format=strided)
     except RuntimeError as error:
-        raise MemoryError(f"no memory for {prod(shape) * dtype.itemsize} bytes") from error
+        nbytes = prod(shape) * dtype.itemsize
+        raise MemoryError(f"{path!r}: no memory for {nbytes} bytes") from error
     return tensor if made is dtype else tensor.view(dtype)
 
 
 def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
-    """Returns the memory format of a dense tensor; None if it is row-major or has no name."""
+    """Returns the named memory format of a dense tensor; None for others and for row-major."""
     if tensor.ndim == 4:
         name: MemoryFormat = "channels_last"
     elif tensor.ndim == 5:
@@ -123,7 +125,7 @@ def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a C-contiguous tensor, in elements."""
+    """Returns C-order strides, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -131,7 +133,7 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Returns the size of a tensor's memory in bytes, from first to last element."""
+    """Returns the bytes from a tensor's first to its last element."""
     if prod(shape) == 0:
         return 0
     last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
@@ -159,8 +161,7 @@ def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a dense tensor, detached and in its carrier dtype, for copies of its bytes."""
-    # Detached, autograd leaves and inference tensors can be written.
-    tensor = tensor.detach()
+    tensor = tensor.detach()  # so that autograd leaves and inference tensors can be written
     if tensor.is_conj() or tensor.is_neg():
         # copy_ resolves these only in the tensor's own dtype.
         return tensor
@@ -224,7 +225,7 @@ class _Strided(_Copied):
     """A tensor or array that is not contiguous, on a device, or lazily conjugated.
 
     Attributes:
-        owner: A tensor in its carrier dtype; or an array, whose strides may be negative or uneven.
+        owner: A tensor in its carrier dtype; or an array, perhaps with negative or uneven strides.
     """
 
     __slots__ = ("_shape", "itemsize", "nbytes", "owner")
@@ -290,10 +291,7 @@ class DeviceSource(_Strided):
 
 
 def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a factory of contexts for writes.
-
-    On a device, they order writes in the calling thread's current stream.
-    """
+    """Returns a factory of contexts that order writes in the calling thread's current stream."""
     calls = devices.calls
     if isinstance(value, torch.Tensor) and calls.has(value):
         return calls.current(value.device)
@@ -321,13 +319,13 @@ class StridedSink(_Strided):
 class ExtentSink(StridedSink):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
-    With dims sorted by stride, memory order is C order. So a range of memory holds a flat range of
+    With dims sorted by stride, memory order is C order, and a range of memory holds a flat range of
     elements.
 
     Args:
         tensor: Takes the elements. They must not share memory.
-        strides: Strides of the view, in elements; the view has the shape of ``tensor``. Only along
-            strides of 0 may elements share memory.
+        strides: Strides of a view of this shape, in elements. Elements of the view may share memory
+            along strides of 0 only.
     """
 
     __slots__ = ("_strides",)
@@ -353,7 +351,7 @@ class ExtentSink(StridedSink):
         return pairs
 
     def _num_before(self, at: int) -> int:
-        """Returns the number of elements before position ``at`` of the memory."""
+        """Returns the number of elements before a position in the memory."""
         before = 0
         count = prod(self._shape)
         for size, stride in zip(self._shape, self._strides, strict=False):
@@ -372,8 +370,8 @@ class BoxSink(_Copied):
         box: The box, in the index space of a larger tensor.
         start: First byte of the range, relative to the box's first byte.
         nbytes: Length of the range.
-        targets: Boxes of the same space and the tensors that hold them, on any device and with any
-            strides. Elements must not share memory. Bytes outside of all these boxes are dropped.
+        targets: Boxes of the same space and the tensors that hold them, of any strides, on any
+            device. Elements must not share memory. Bytes outside of these boxes are dropped.
     """
 
     __slots__ = ("_box", "_start", "_targets", "nbytes")
@@ -411,7 +409,7 @@ class BoxSink(_Copied):
 class ClippedSink(_Copied):
     """Takes ``nbytes`` bytes, and passes those from ``skip`` on to ``inner``, as many as it takes.
 
-    Never addressable: the other bytes need memory in which they are verified.
+    The other bytes need memory in which they are verified.
     """
 
     __slots__ = ("_inner", "_skip", "nbytes")
@@ -429,7 +427,7 @@ class ClippedSink(_Copied):
 
 
 def _memory_of(value: TensorOrArray) -> HostMemory | None:
-    """Returns the C-order bytes of a value in place; None unless contiguous in CPU memory."""
+
     if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return HostMemory(value.ctypes.data, value.nbytes, value)
@@ -443,12 +441,12 @@ def source_of(value: TensorOrArray) -> ByteSource:
 
 
 def sink_of(value: TensorOrArray) -> ByteSink:
-    """Returns the byte sink of a writable value. Its elements must not share memory."""
+    """Returns the sink of a writable value. Its elements must not share memory."""
     return _memory_of(value) or StridedSink(value)
 
 
 def bytes_of(value: TensorOrArray) -> bytearray:
-    """Returns a copy of the C-order bytes of a dense tensor or array."""
+    """Returns a copy of the C-order bytes."""
     source = source_of(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any, Final, TypeAlias
 
@@ -31,7 +32,6 @@ __all__ = [
     "keys_without_token",
     "parent_of",
     "part_path",
-    "split",
     "unescape",
     "unflatten",
 ]
@@ -67,19 +67,15 @@ _HUGE = 1 << 12_000
 """Bound of integer keys; Python refuses to print much longer ones."""
 
 
+@dataclass(slots=True, eq=False)
 class Container:
-    """A container in a flattened state, where paths alone do not imply it.
+    """A container in a flattened state that paths do not imply.
 
-    Attributes:
-        type: One of ``CONTAINER_TYPES``.
-        metadata: torch's ``_metadata`` of a module's state dict, or None.
+    ``metadata`` is torch's ``_metadata`` of a module's state dict.
     """
 
-    __slots__ = ("metadata", "type")
-
-    def __init__(self, type: ContainerType, metadata: object = None) -> None:
-        self.type = type
-        self.metadata = metadata
+    type: ContainerType
+    metadata: object = None
 
 
 # Tokens and paths ---------------------------------------------------------------------------
@@ -121,11 +117,7 @@ def _unescape_char(match: re.Match[str]) -> str:
 
 
 def unescape(token: str) -> Key:
-    """Returns the key of a token.
-
-    Raises:
-        FormatError: No key has this token.
-    """
+    """Returns the key of a token; raises ``FormatError`` if no key has it."""
     if _ORDINARY(token):
         return token
     if token in _FIXED_TOKENS:
@@ -146,22 +138,14 @@ def unescape(token: str) -> Key:
 
 
 def join(*keys: Key) -> str:
-
     return "/".join([escape(key) for key in keys])
 
 
-def split(path: str) -> tuple[Key, ...]:
-    """Returns the keys of a path. The inverse of ``join``.
-
-    Raises:
-        FormatError: A component is no token, or ``path`` is a part (``<path>@<part>``).
-    """
-    return tuple([unescape(token) for token in path.split("/")])
-
-
-def human(path: str) -> str:
-    """Returns a path as a person would type it: its keys as text, joined by ``/``."""
-    return "/".join([str(key) for key in split(path)]) if "%" in path else path
+def human(path: str, separator: str = "/") -> str:
+    """Returns a path as a person would type it: its keys as text, joined by ``separator``."""
+    if "%" not in path:
+        return path.replace("/", separator)
+    return separator.join([str(unescape(token)) for token in path.split("/")])
 
 
 def part_path(path: str, part: str) -> str:
@@ -194,7 +178,7 @@ def _child_paths(path: str, node: object) -> list[str] | None:
 
 
 def keys_without_token(node: Mapping[Any, object]) -> list[object]:
-    """Returns the keys of a dict that have no token, which make the dict a leaf."""
+    """Returns the keys of a dict that have no token; they make the dict a leaf."""
     without: list[object] = []
     nans: list[object] = []
     for key in node:
@@ -212,15 +196,9 @@ def _shown(path: str) -> str:
 
 
 def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
-    """Flattens a state.
+    """Returns the paths and leaves of a state, in traversal order; ``root`` is its path.
 
-    Args:
-        root: Path of ``value``: the escaped top-level key.
-        value: Containers and leaves.
-
-    Returns:
-        Paths and leaves, in traversal order. Containers that are empty or no plain dict precede
-        their children, as ``Container``.
+    Containers that are empty or no plain dict precede their children, as ``Container``.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
@@ -272,17 +250,15 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 # Building -----------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Branch:
     """A container under construction, with its children in order of appearance."""
 
-    __slots__ = ("keys", "kind", "metadata", "path", "paths")
-
-    def __init__(self, path: str, kind: str) -> None:
-        self.path = path
-        self.kind = kind
-        self.metadata: object = None
-        self.keys: list[Key] = []
-        self.paths: list[str] = []
+    path: str
+    kind: str
+    metadata: object = None
+    keys: list[Key] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
 
 class Skeleton:
@@ -333,8 +309,7 @@ class Skeleton:
         """Adds a leaf, and missing plain dicts above it.
 
         Raises:
-            FormatError: The path cannot be decoded, exists already, or does not fit the containers
-                above it.
+            FormatError: The path cannot be decoded, exists already, or does not fit its containers.
         """
         self._check_new(path)
         if path != self._root:
@@ -445,7 +420,7 @@ _BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object
 
 
 def unflatten(root: str, items: Iterable[tuple[str, object]]) -> object:
-    """Rebuilds a flattened state. The inverse of ``flatten``.
+    """Rebuilds a flattened state.
 
     Raises:
         FormatError: The paths do not make a tree.

@@ -50,7 +50,7 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        """Prepares the restore of this leaf alone. Allocates its memory."""
+        """Prepares the restore of this leaf alone."""
         return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
 
 
@@ -65,8 +65,8 @@ class Trial:
 def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
     """Tries every key for every rank that saved, and for one that did not. Allocates no memory.
 
-    Merging all manifests for each rank would take quadratic time. So a rank's entries are tried
-    with those that every rank may read, and problems are then confirmed with all manifests.
+    To avoid quadratic time, a rank's entries are tried with those that every rank may read;
+    problems are then confirmed with all manifests.
     """
     try:
         index = index_of(manifests, rank=len(manifests))

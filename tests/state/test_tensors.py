@@ -39,7 +39,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.rand(shape) < 0.5
     count = int(np.prod(shape)) * dtype.itemsize
     flat = torch.randint(0, 256, (count,), dtype=torch.uint8)
-    return flat.view(dtype).view(shape) if count else empty_tensor(shape, dtype)
+    return flat.view(dtype).view(shape) if count else empty_tensor("x", shape, dtype)
 
 
 def raw(tensor: torch.Tensor) -> bytes:

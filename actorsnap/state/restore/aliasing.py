@@ -41,7 +41,6 @@ _MAX_EXACT = 128
 
 
 def _has_writable_memory(target: object) -> bool:
-    """Whether ``target`` has writable memory. Its elements may share memory."""
     if isinstance(target, np.ndarray):
         return bool(target.flags.writeable)
     return isinstance(target, torch.Tensor) and not target.is_meta
@@ -78,10 +77,7 @@ def matching_region(target: Target, stored: Region) -> Region | None:
 
 
 def mark_written(targets: Iterable[Target]) -> None:
-    """Reports writes to targets to autograd, which does not see them.
-
-    Graphs built on the old values then refuse to run backward.
-    """
+    """Reports writes to autograd: graphs built on the old values then refuse to run backward."""
     tensors = [target for target in targets if isinstance(target, torch.Tensor)]
     torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
 
@@ -122,14 +118,12 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 def destination(
     path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
 ) -> list[Destination]:
-    """Returns the destination of a leaf, in a list; [] if its target has no writable memory.
+    """Returns the destination of a leaf, in a list; [] if ``target`` has no writable memory.
 
     Args:
-        path: Path of the leaf.
-        target: The value to restore into; any object.
-        base: See ``Destination``.
+        path, target, base: See ``Destination``.
         stored: Region of the leaf in the stored bytes, if it is a view of them.
-        origin: See ``Destination``; used without ``stored``.
+        origin: Used without ``stored``.
     """
     if not _has_writable_memory(target) or 0 in target.shape:
         return []
@@ -166,14 +160,13 @@ def find_conflicts(
 ) -> list[tuple[Destination, Destination]]:
     """Returns pairs that cannot both be restored in place: the first keeps its memory.
 
-    Finds every conflict. May report a pair without one: if a leaf is restored with other strides
-    than it was saved with, or if very many destinations overlap.
+    May report a pair without a conflict: if a leaf is restored with other strides than it was saved
+    with, or if very many destinations overlap.
 
     Args:
-        destinations: Destinations in order. The first of a pair keeps its memory; the second gets
-            other memory.
-        fixed: Destinations that precede ``destinations``. They are written even if they lose, so
-            all conflicts among them are reported.
+        destinations: In order. The second of a pair gets other memory.
+        fixed: Destinations that precede ``destinations`` and are written even if they lose, so all
+            conflicts among them are reported.
     """
     conflicts: list[tuple[Destination, Destination]] = []
     for device in {each.device for each in (*fixed, *destinations)}:

@@ -1,8 +1,8 @@
 """Second pass of a restore: finds memory for the bytes of matched leaves.
 
-Decides which ranges are read and where they go: into the target's memory if it has the stored
-layout, through a sink if it has another one, else into fresh memory. Reads whole checksum blocks.
-Writes nothing to a target. It must not know where or how bytes are stored or fetched.
+Decides which ranges are read, in whole checksum blocks, and where they go: into the target's memory
+if it has the stored layout, through a sink if it has another one, else into fresh memory. Writes
+nothing to a target. It must not know where or how bytes are stored or fetched.
 
 Leaves that are views of the same stored bytes share one read. In this order:
 
@@ -28,14 +28,13 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
     CompositeEntry,
-    MemoryFormat,
     Stored,
     TensorEntry,
     ViewEntry,
 )
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
-from actorsnap.state.composite import take_apart
+from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import LocalPiece, Ranks, is_distributed
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.restore.aliasing import (
@@ -53,7 +52,6 @@ from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
-    QUANTIZED,
     BoxSink,
     ClippedSink,
     ExtentSink,
@@ -85,8 +83,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
     Attributes:
         stored: Whole checksum blocks of a leaf.
         sink: Takes all of them.
-        holders: Ranks likely to want exactly these bytes, ascending: those that hold the same box.
-            None for every rank that restores; empty for this rank alone.
+        holders: Ranks likely to want exactly these bytes, ascending. None for every rank that
+            restores; empty for this rank alone.
     """
 
     stored: Stored
@@ -99,10 +97,9 @@ class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         entry: The leaf's entry.
-        target: Gets a copy, if it can take one; None without a target.
+        target: Gets a copy, if it can take one.
         value: The leaf; or, with a ``region``, raw bytes.
-        region: Layout of an unaligned leaf in ``value``. Torch has no tensors at addresses that are
-            no multiple of the item size.
+        region: Layout in ``value`` of an unaligned leaf, which torch has no tensors for.
     """
 
     entry: TensorEntry | ViewEntry | ShardedEntry
@@ -116,14 +113,13 @@ class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
-        reads: Stored ranges and their sinks. Nothing else is written to a target before
-            ``KeyRestore.build``. A range may appear twice.
-        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets. They share
-            checksum blocks with wanted bytes.
+        reads: All writes to a target before ``KeyRestore.build``. A range may appear twice.
+        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets, in the same
+            checksum blocks.
         destinations: Memory of the target that is written to.
         values: Targets that the reads complete, by path.
         fresh: Leaves in fresh memory.
-        buffers: Leaves that are decoded from raw bytes.
+        buffers: Leaves to decode.
         spread: Views to copy into a distributed target; the whole is among ``fresh``.
     """
 
@@ -137,7 +133,7 @@ class Allocation:
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A leaf as a view of stored bytes. Its region is relative to the first of them."""
+    """A leaf as a view of stored bytes; its region is relative to the first of them."""
 
     entry: TensorEntry | ViewEntry
     target: Target | None
@@ -183,19 +179,6 @@ def _holders(match: Match, entry: TensorEntry | BytesEntry) -> Ranks | None:
     return None if entry.replicated or match.world_size == 1 else ()
 
 
-def _empty(
-    path: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    memory_format: MemoryFormat | None = None,
-) -> torch.Tensor:
-    try:
-        return empty_tensor(shape, dtype, device, memory_format)
-    except MemoryError as error:
-        raise MemoryError(f"{path!r}: {error}") from error
-
-
 def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry) -> None:
     nbytes = entry.data.stop - entry.data.start
     try:
@@ -210,7 +193,7 @@ def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry)
 
 
 def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry) -> None:
-    """Adds a tensor or array that no view refers to."""
+
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
@@ -223,7 +206,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
             )
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
-        tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
+        tensor = empty_tensor(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
         sink = sink_of(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:
@@ -242,7 +225,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
 def _add_view(
     memory: Allocation, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
-    """Adds a leaf that is a view of stored bytes, perhaps among others."""
+
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
     if pair.sharding is None:
         member = _member(entry, pair.target)
@@ -258,7 +241,7 @@ def _add_view(
 def _add_parts(
     memory: Allocation, match: Match, views: dict[str, list[_Member]], pair: Pair
 ) -> None:
-    """Adds the parts of a composite in fresh memory; the composite is copied to its target."""
+
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
     split = take_apart(target) if isinstance(target, torch.Tensor) else ""
@@ -287,7 +270,7 @@ def _add_boxes(
 ) -> None:
     """Adds a tensor that is stored in boxes, or whose target holds boxes.
 
-    ``base`` identifies the content; see ``Destination``.
+    See ``Destination`` for ``base``.
     """
     path, target, sharding = entry.path, pair.target, pair.sharding
     dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
@@ -305,7 +288,7 @@ def _add_boxes(
     if sharding is None:
         tensor = _tensor_over(target) if target is not None and is_writable(target) else None
         if tensor is None:
-            tensor = _empty(path, entry.shape, dtype, memory_format=entry.memory_format)
+            tensor = empty_tensor(path, entry.shape, dtype, memory_format=entry.memory_format)
             value = tensor if pair.dtype is not None else tensor.numpy()
             memory.fresh.append(Fresh(entry, target, value))
         else:
@@ -336,13 +319,9 @@ def _box_reads(
     pieces: Sequence[LocalPiece],
     default: Ranks | None,
 ) -> list[Wanted]:
-    """Returns planned reads with their sinks.
+    """Returns reads for the boxes of pieces, with their sinks.
 
-    Args:
-        planned: Reads for the boxes of ``pieces``.
-        shards: Shards that the plan refers to.
-        pieces: Tensors to fill. Elements must not share memory.
-        default: Holders of pieces without holders.
+    Pieces without holders get those of ``default``.
     """
     wanted: list[Wanted] = []
     for read in planned:
@@ -362,7 +341,7 @@ def _box_reads(
 
 
 def slice_stored(data: Stored, start: int, stop: int) -> Stored:
-    """Returns the stored bytes from ``start`` to ``stop``, which must be block boundaries."""
+    """Returns the stored bytes from one block boundary to another."""
     if stop - start == data.stop - data.start:
         return data
     block_bytes = data.block_bytes
@@ -383,7 +362,7 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
 def _add_members(
     memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]
 ) -> None:
-    """Adds the views of the stored bytes of ``base``."""
+
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
@@ -427,7 +406,7 @@ def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list
 def _take_spans(
     memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets with the layout of the stored bytes; returns the other members."""
+    """Adds sinks for targets with the layout of the stored bytes; returns the other members."""
     left: list[_Member] = []
     spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
     for member in members:
@@ -455,7 +434,7 @@ def _take_spans(
 def _take_whole(
     memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets of another layout that need all bytes in order; returns the other members."""
+    """Adds sinks for targets of another layout that take all bytes; returns the other members."""
     left: list[_Member] = []
     layouts: set[object] = set()
     for member in members:
@@ -489,7 +468,7 @@ def _is_separable(region: Region) -> bool:
 
 
 def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
-    """Takes a view that is read alone; drops bytes between its elements."""
+    """Returns a sink for a view that is read alone; drops bytes between its elements."""
     target, region = member.target, member.region
     if target is not None and is_writable(target):
         tensor = _tensor_over(target)
@@ -500,7 +479,7 @@ def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
         return _take_fresh(memory, region.stop, [member])
     # Stores repeated elements once.
     sizes = tuple([n if step else 1 for n, step in zip(region.shape, region.strides, strict=True)])
-    raw = _empty(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
+    raw = empty_tensor(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
     dense = c_strides(sizes)
     strides = tuple([step and own for step, own in zip(region.strides, dense, strict=True)])
     compact = Region(0, region.itemsize, region.shape, strides)
@@ -509,8 +488,8 @@ def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
 
 
 def _take_fresh(memory: Allocation, nbytes: int, members: Sequence[_Member]) -> ByteSink:
-    """Adds members as views of fresh memory; later those with a target are copied to it."""
-    raw = _empty(members[0].entry.path, (nbytes,), torch.uint8)
+    """Adds members as views of fresh memory; returns its sink."""
+    raw = empty_tensor(members[0].entry.path, (nbytes,), torch.uint8)
     for member in members:
         entry, region = member.entry, member.region
         if region.start % region.itemsize:
@@ -531,7 +510,7 @@ def lay_over(
         dtype = NUMPY_DTYPES[entry.dtype][0]
         return np.ndarray(region.shape, dtype, raw.numpy(), region.start, steps)
     offset = region.start // region.itemsize
-    tensor = empty_tensor((0,), DTYPES[entry.dtype])
+    tensor = empty_tensor(entry.path, (0,), DTYPES[entry.dtype])
     return tensor.set_(raw.untyped_storage(), offset, region.shape, region.strides)
 
 
@@ -558,22 +537,22 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
 
 
 def stand_in(path: str, target: Target) -> Target | None:
-    """Returns a target of the same kind with its own uninitialised memory.
+    """Returns a target of the same kind with memory of its own.
 
-    Returns None for sparse and quantized tensors, which are built from their parts.
+    None for sparse and quantized tensors, which are built from their parts.
     """
     if isinstance(target, np.ndarray):
         return np.empty_like(target)
     if is_distributed(target):
         return torch.empty_like(target)
-    if target.layout is not torch.strided or target.dtype in QUANTIZED:
+    if is_composite(target):
         return None
-    fresh = _empty(path, target.shape, target.dtype, target.device)
+    fresh = empty_tensor(path, target.shape, target.dtype, target.device)
     return typed(fresh, tensor_type(target), target.requires_grad)
 
 
 def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
-    """Returns a fresh tensor as the Parameter, Buffer or Tensor that was saved."""
+    """Returns a fresh tensor as a Parameter, Buffer or Tensor."""
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     if requires_grad:

@@ -89,7 +89,7 @@ def prepare(
     Args:
         key: The top-level key.
         entries: Its entries, in traversal order. Others are used only as bases of views.
-        target: The stateful's current ``state_dict()``. Its tensors and writable arrays are
+        target: The stateful's current ``state_dict()``, of which tensors and writable arrays are
             restored in place. None builds everything fresh, on the CPU.
         allow_pickle: Whether pickled leaves may be read, which runs any code in them.
         matching: How far ``target`` must match. Under ``LEAVES``, leaves that it lacks are not
@@ -100,8 +100,8 @@ def prepare(
 
     Raises:
         UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other; checked before memory is
-            allocated for them.
+        FormatError: Entries contradict themselves or each other. Raised before
+            memory is allocated for them.
         MemoryError: The memory could not be allocated; names the leaf.
     """
     root = escape(key) if root is None else root
@@ -136,7 +136,7 @@ def read_one(
         path: A path of the manifest, or an unambiguous one as typed (``optim/state/0``).
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
-        held_by_other_ranks: See ``Index.elsewhere``; for the message only.
+        held_by_other_ranks: See ``Index.elsewhere``; for the message.
 
     Raises:
         UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.
@@ -283,7 +283,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies ``value`` into ``target``; returns False if other elements repeat in the target."""
+    """Copies ``value`` into ``target``, unless other elements repeat there."""
     if is_writable(target):
         _copy(target, value)
         return True

@@ -185,7 +185,7 @@ class Match:
         skeleton: Containers of the result.
         bases: Tensors that views refer to, by path.
         world_size: Number of ranks that saved.
-        describer: Describes distributed tensors of the target.
+        describer: Describes distributed targets.
         pairs: Leaves with bytes to read, in order.
         composites: Leaves made of ``parts``, in order.
         parts: Parts of composites, by path.
