@@ -21,8 +21,8 @@ __all__ = ["Captured", "Leaf", "Part"]
 class Leaf(msgspec.Struct, gc=False, eq=False):
     """A leaf with bytes.
 
-    Not garbage-collected: the collector would walk over 100,000 leaves repeatedly, in half of the
-    time of a capture.
+    Not garbage-collected: the collector would walk over 100,000 leaves repeatedly, which took
+    half of the time of a capture.
 
     Attributes:
         item: The leaf as the planner sees it.

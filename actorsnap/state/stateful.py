@@ -95,7 +95,7 @@ class RNGState:
 
         Raises:
             UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
-            theirs.
+                theirs.
         """
         setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,

@@ -30,7 +30,6 @@ from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
 from actorsnap.state.restore.checks import (
     NUMPY_KINDS,
-    check_bytes,
     check_composite,
     check_part,
     check_sharded,
@@ -315,7 +314,6 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
             check_composite(entry)
             _add_tensor(found, entry, None)
         case BytesEntry():
-            check_bytes(entry)
             target = _find_target(found, entry)
             stored = "numpy array" if entry.type == "numpy" else str(entry.type)
             if isinstance(target, np.ndarray) and entry.type in ("numpy", "pickle"):
