@@ -87,8 +87,7 @@ def capture(
         replicated: Globs of paths whose leaves are the same on every rank. ``*`` matches characters
             within a path component, ``**`` any components.
         allow_pickle: Whether leaves outside of the safe set may be pickled.
-        ranks: Global ranks that save together.
-        rank: Global rank of this process.
+        ranks, rank: Global ranks that save together, and that of this process.
 
     Raises:
         UsageError: The app state is malformed, or has leaves that cannot be stored. Names all of

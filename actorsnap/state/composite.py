@@ -1,13 +1,14 @@
-"""Splits sparse and quantized tensors into dense parts, and assembles them again.
+"""Splits sparse and quantized tensors into dense parts, without copies, and assembles them again.
 
-Implements "Composite layouts and their parts" of ``docs/format.md``. Splitting makes no copies. It
-must not know paths, entries or storage.
+Implements "Composite layouts and their parts" of ``docs/format.md``. It must not know paths,
+entries or storage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -103,6 +104,15 @@ def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[
     raise ValueError(f"{dtype} is no quantized dtype")
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    # Deprecation warnings of torch must not prevent reading where they are errors.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@_without_warnings()
 def assemble(
     layout: str,
     dtype: str,
@@ -115,24 +125,11 @@ def assemble(
     Raises:
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
     """
-    with warnings.catch_warnings():
-        # Deprecation warnings of torch must not prevent reading where they are errors.
-        warnings.simplefilter("ignore", UserWarning)
-        return _assemble(layout, dtype, shape, parameters, parts)
-
-
-def _assemble(
-    layout: str,
-    dtype: str,
-    shape: Sequence[int],
-    parameters: Mapping[str, Any],
-    parts: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
     kind = DTYPES[dtype]
     size = tuple(shape)
+    if "values" in parts and parts["values"].dtype != kind:
+        raise ValueError(f"values are {parts['values'].dtype}, not {kind}")
     if layout == "sparse_coo":
-        if parts["values"].dtype != kind:
-            raise ValueError(f"values are {parts['values'].dtype}, not {kind}")
         return torch.sparse_coo_tensor(
             parts["indices"],
             parts["values"],
@@ -142,13 +139,11 @@ def _assemble(
             check_invariants=True,
         )
     if layout in _COMPRESSED:
-        compressed, plain, values = COMPOSITE_PARTS[layout]
-        if parts[values].dtype != kind:
-            raise ValueError(f"values are {parts[values].dtype}, not {kind}")
+        compressed, plain, values = [parts[name] for name in COMPOSITE_PARTS[layout]]
         return torch.sparse_compressed_tensor(
-            parts[compressed],
-            parts[plain],
-            parts[values],
+            compressed,
+            plain,
+            values,
             size,
             layout=_COMPRESSED[layout],
             device="cpu",

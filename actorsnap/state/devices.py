@@ -1,12 +1,11 @@
 """Copies tensors from CUDA devices to the host (``docs/decisions/0013-staging-copies.md``).
 
-Decides the stream, the order and the size of the copies. Copies to a device, which a restore makes,
-only need the caller's stream (``current``).
-
-CUDA is called through ``DeviceCalls`` only; CI simulates it (``tests/state/fake_device.py``).
+Decides the stream, the order and the size of the copies. A restore only needs the caller's stream
+(``current``). CUDA is called through ``DeviceCalls``; CI simulates it
+(``tests/state/fake_device.py``).
 
 - *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
-  own stream per device, which waits for those events. Only worker threads wait for a device.
+  own stream per device, which waits for them. Only worker threads wait for a device.
 - *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
   reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
 - *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab first.

@@ -1,4 +1,4 @@
-"""Describes distributed tensors as boxes, without communication.
+"""Describes distributed tensors as boxes.
 
 Decides which boxes of a DTensor or ShardedTensor this process and other ranks hold, and which plain
 leaves DistributedDataParallel or a mesh keeps equal on several ranks. It must not know paths,

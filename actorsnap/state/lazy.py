@@ -4,12 +4,10 @@ Only tensors that nothing but an optimizer's step changes are *lazy*: parameters
 gradients, of modules in the app state, and the state tensors of its optimizers. A leaf is matched
 to them by its memory, so any view counts. All other leaves are *eager*.
 
-Version counters show changes: each in-place operation of torch moves the counter of its tensor,
-which views share. Fused optimizers and DTensors do not move the parameter's, but most move or
-create a step counter. So a parameter is watched with its state, or for the appearance of a state.
-
-Some optimizers move no counter at all (``_uncounted_in``). Their tensors are eager, unless the
-trainer guarded the optimizer in an earlier save.
+Version counters, which views share, show in-place operations. Fused optimizers and DTensors do not
+move the parameter's, but most move or create a step counter. So a parameter is watched with its
+state, or for the appearance of a state. The tensors of optimizers that move no counter at all
+(``_uncounted_in``) are eager, unless the trainer guarded the optimizer in an earlier save.
 
 No counter shows that a storage was moved to other memory and its old memory freed
 (``share_memory_()``, sending a tensor to another process, ``resize_()``). So addresses are compared
@@ -197,13 +195,14 @@ def _trained_parts(
     modules: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     for value in app_state.values():
-        if isinstance(value, ModelState):
-            modules.append(value.model)
-            optimizers += value.optimizers
-        elif isinstance(value, torch.nn.Module):
-            modules.append(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
+        match value:
+            case ModelState():
+                modules.append(value.model)
+                optimizers += value.optimizers
+            case torch.nn.Module():
+                modules.append(value)
+            case torch.optim.Optimizer():
+                optimizers.append(value)
     return modules, optimizers
 
 
@@ -433,7 +432,14 @@ class _Memory:
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
     """Replaces the sources of leaves by copies; those on a device are copied there."""
-    _copy_to_host([leaf for leaf in leaves if not _copy_on_device(leaf)])
+    others = [leaf for leaf in leaves if not _copy_on_device(leaf)]
+    sizes = [leaf.item.nbytes for leaf in others]
+    memory: Any = np.empty(sum(sizes), np.uint8)
+    pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
+    gather([leaf.source for leaf in others], pieces, memoryview(memory), lambda pinner: None)
+    starts = accumulate(sizes, initial=int(memory.ctypes.data))
+    for leaf, start, nbytes in zip(others, starts, sizes, strict=False):
+        leaf.source = HostMemory(start, nbytes, memory)
     for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
         lane.mark()
 
@@ -447,13 +453,3 @@ def _copy_on_device(leaf: Leaf) -> bool:
     except torch.OutOfMemoryError:
         return False  # the model fills the device
     return True
-
-
-def _copy_to_host(leaves: Sequence[Leaf]) -> None:
-    sizes = [leaf.item.nbytes for leaf in leaves]
-    memory: Any = np.empty(sum(sizes), np.uint8)
-    pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
-    gather([leaf.source for leaf in leaves], pieces, memoryview(memory), lambda pinner: None)
-    starts = accumulate(sizes, initial=int(memory.ctypes.data))
-    for leaf, start, nbytes in zip(leaves, starts, sizes, strict=False):
-        leaf.source = HostMemory(start, nbytes, memory)

@@ -1,8 +1,8 @@
 """Encodes leaves that are no tensors, inline or as bytes.
 
-Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The safe set
-is closed: other types are pickled if allowed, else refused. It must not know entries, app states or
-storage.
+Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. Types
+outside of a closed set are pickled if allowed, else refused. It must not know entries, app states
+or storage.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
             groups.append((group, lacking))
     if not groups:
         return
+    init = getattr(kind, "_init_group", None)
     # Keeps the step out of the caller's autograd graphs, and makes no inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -61,15 +62,11 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[parameter].update(
                         step=0, exp_avg=_zeros(parameter), exp_avg_sq=_zeros(parameter)
                     )
-        elif _module_of(getattr(kind, "_init_group", None)).startswith("torch.optim."):
+        elif getattr(init, "__module__", "").startswith("torch.optim."):
             for group, parameters in groups:
                 _init_group(optimizer, group, parameters)
         else:
             _step_on_zeros(optimizer, groups)
-
-
-def _module_of(value: object) -> str:
-    return getattr(value, "__module__", "")
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Finds the ranks that save together, and the store that they share.
 
-A group comes from a process group of torch.distributed, the caller's store, or torchrun's
-environment variables. Connects to no other process: a store from the environment connects when it
+They come from a process group of torch.distributed, the caller's store, or torchrun's environment
+variables, without a connection to another process: a store from the environment connects when it
 is cloned. Only this module inspects torch.distributed's groups.
 """
 
@@ -88,12 +88,12 @@ def find_group(
     """Returns the group of a call; None if it has one rank only.
 
     Args:
-        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it
-            is initialised, else torchrun's environment variables.
+        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it is
+            initialised, else torchrun's environment variables.
         store: A c10d store that all ranks share, instead of the group's own. Two jobs that use one
             need a ``PrefixStore`` each.
-        rank: Rank of this process, with ``store`` and without a process group; ``RANK`` by default.
-        world_size: Number of ranks, likewise; ``WORLD_SIZE`` by default.
+        rank, world_size: With ``store`` and without a process group; ``RANK`` and ``WORLD_SIZE`` by
+            default.
         environ: Replaces the process environment.
 
     Raises:

@@ -39,8 +39,7 @@ class StepHook:
 
     Args:
         optimizer: An optimizer that passes ``check_optimizer``.
-        before: Runs in the thread of the step; returns True when done. If it raises, the step
-            raises, too, before it changes anything.
+        before: Runs in the thread of the step. If it raises, so does the step, before any change.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:

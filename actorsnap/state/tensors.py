@@ -1,7 +1,7 @@
-"""Byte sources and sinks of tensors and arrays; dtype names; tensors that cannot be stored.
+"""Byte sources and sinks of tensors and arrays, dtype names, and tensors that cannot be stored.
 
-Decides how the C-order bytes of a tensor or array are accessed: in its own memory, or by copies of
-boxes where layout or device require that. It must not know paths below the leaf, or entries.
+Decides how C-order bytes are accessed: in a tensor's own memory, or by copies of boxes where layout
+or device require that. It must not know paths below the leaf, or entries.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _elements(buffer: memoryview, owner: TensorOrArray) -> tuple[Any, bool]:
-    """Returns a buffer as flat elements of the kind of ``owner``, and whether they are a copy.
+    """Returns a buffer as flat elements like ``owner``'s, and whether they are a copy.
 
-    An unaligned buffer is copied for torch, whose kernels may use instructions that fault on it.
+    An unaligned buffer is copied: torch's kernels may use instructions that fault on it.
     """
     if isinstance(owner, np.ndarray):
         return np.frombuffer(buffer, owner.dtype), False
@@ -197,7 +197,7 @@ def _copy(out: Any, source: Any) -> None:
     """Copies elements; one side is contiguous.
 
     If rows of ``out`` run across the source's memory, each element is in another page. A tile is
-    narrow enough for these pages to stay cached until the next row needs them.
+    narrow enough for these pages to stay cached for the next row.
     """
     if isinstance(out, np.ndarray):
         np.copyto(out, source)
@@ -319,13 +319,13 @@ class StridedSink(_Strided):
 class ExtentSink(StridedSink):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
-    With dims sorted by stride, memory order is C order, and a range of memory holds a flat range of
+    With dims sorted by stride, memory order is C order: a range of memory holds a flat range of
     elements.
 
     Args:
         tensor: Takes the elements. They must not share memory.
-        strides: Strides of a view of this shape, in elements. Elements of the view may share memory
-            along strides of 0 only.
+        strides: Strides of the view, which has the shape of ``tensor``. Its elements may share
+            memory along strides of 0 only.
     """
 
     __slots__ = ("_strides",)
@@ -484,14 +484,6 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _has_quantizer(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.qscheme()
-    except RuntimeError:
-        return False
-    return True
-
-
 def refusal(tensor: torch.Tensor) -> str | None:
     """Returns the reason why a tensor cannot be stored, with a remedy; None if it can."""
     kind = type(tensor)
@@ -522,12 +514,15 @@ def refusal(tensor: torch.Tensor) -> str | None:
             f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
             f"x.view(torch.{plain})"
         )
-    if tensor.is_quantized and not tensor.is_meta and not _has_quantizer(tensor):
-        dtype = DTYPE_NAMES[tensor.dtype][0]
-        return (
-            f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); save "
-            "x.int_repr()"
-        )
+    if tensor.is_quantized and not tensor.is_meta:
+        try:
+            tensor.qscheme()
+        except RuntimeError:
+            dtype = DTYPE_NAMES[tensor.dtype][0]
+            return (
+                f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); "
+                "save x.int_repr()"
+            )
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:

@@ -1,8 +1,7 @@
 """Memory of the app state that leaves are restored into, and conflicts in it.
 
 Decides whether a target can be written, and which leaves would write different bytes to the same
-memory. Leaves that share memory in both app state and snapshot do not conflict. It must not know
-entries or storage, nor keys of the app state.
+memory, unless they also share it in the snapshot. It must not know entries, storage or keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """First pass of a restore: compares the entries of a key with the leaves of its target.
 
 Decides which entries are valid, which leaf of the app state each one fits, and which leaves are
-missing, unexpected or mismatched (``docs/format.md``, "Entries"). Allocates no memory and reads no
-bytes: ``state.trial`` runs this pass alone. It must not know how leaves are restored.
+missing, unexpected or mismatched (``docs/format.md``, "Entries"). ``state.trial`` runs this pass
+alone: it allocates no memory and reads no bytes. It must not know how leaves are restored.
 """
 
 from __future__ import annotations
