@@ -155,7 +155,7 @@ def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor
     offset = start - storage.data_ptr()
     if offset < 0 or offset + nbytes > storage.nbytes():
         return None
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    raw = tensor.new_empty(0, dtype=torch.uint8)
     return raw.set_(storage, offset, (nbytes,), (1,))
 
 
