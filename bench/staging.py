@@ -13,7 +13,7 @@ import torch
 
 from actorsnap import Options, StateDict
 from actorsnap.planning.packing import Piece
-from actorsnap.state.sources import MemorySource, gather
+from actorsnap.state.sources import HostMemory, gather
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from bench.local import OURS, RAW, Contest, Need, Setting, emit, facts_of, folder, note, ratio
 from bench.state import State, compare, llama, scramble, small, state_bytes
@@ -30,7 +30,7 @@ def row_gather(setting: Setting) -> None:
     note("gather")
     state = small(_FEW, 4096)
     tensors = list(state.values())
-    sources = [MemorySource(t.data_ptr(), t.nbytes, t) for t in tensors]
+    sources = [HostMemory(t.data_ptr(), t.nbytes, t) for t in tensors]
     out = bytearray(state_bytes(state))
     want = b"".join([t.numpy().tobytes() for t in tensors])
 

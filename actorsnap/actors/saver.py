@@ -50,7 +50,7 @@ from actorsnap.protocol.save import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.state.captured import Captured
-from actorsnap.state.sources import MemorySource
+from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
@@ -59,7 +59,7 @@ __all__ = ["SaveReports", "SaveSettings", "Saver"]
 
 logger = Log(__name__)
 
-_RELEASED = MemorySource(0, 0, None)
+_RELEASED = HostMemory(0, 0, None)
 
 _HEAD_START_S = 0.002
 """Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first,

@@ -56,7 +56,7 @@ from actorsnap.runtime.location import (
     find_collectable,
 )
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.state.sources import MemorySink
+from actorsnap.state.sources import HostMemory
 from actorsnap.state.trial import Doubtful, try_manifests
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each
@@ -424,7 +424,7 @@ class DataCheck:
         try:
             part = await self._run_blocking(leaf.restore)
             await self._pool.fetch(
-                [RangeRequest(leaf.index, want.stored, want.sink) for want in part.reads]
+                [RangeRequest(leaf.index, want.stored, want.sink) for want in part.memory.reads]
             )
             await self._run_blocking(part.build)
         except FormatError as error:
@@ -473,7 +473,7 @@ class DataCheck:
         if not record.chunks:
             return await self._storage.get(record.key, 0, record.header_bytes)
         header = np.empty(record.header_bytes, np.uint8)
-        sink = MemorySink(header.ctypes.data, len(header), header)
+        sink = HostMemory(header.ctypes.data, len(header), header)
         manifest, number = self._held[record.key].opener()
         at = Stored(number, 0, len(header), ())
         await self._unverified.fetch([RangeRequest(manifest, at, sink)])

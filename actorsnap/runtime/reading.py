@@ -161,13 +161,13 @@ async def fetch(
     memory_budget_bytes: int | None = None,
 ) -> None:
     mark(parts)
-    wanted = [want for part in parts for want in part.reads]
+    wanted = [want for part in parts for want in part.memory.reads]
     await fetch_wanted(host, source, index, wanted, memory_budget_bytes)
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
     """Marks memory as written: even a failed restore may have written some of it."""
-    mark_written(each.target for part in parts for each in part.destinations)
+    mark_written(each.target for part in parts for each in part.memory.destinations)
 
 
 async def fetch_wanted(

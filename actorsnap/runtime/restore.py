@@ -433,24 +433,29 @@ def compare(
             found.mismatched += unprimed
             continue
         part = open_key(key)
-        private = [path for path in private if part.has_target(path)]
+        private = [path for path in private if part.match.has_target(path)]
         found.mismatched += _explain_private(key, private, index, rank)
         if private and matching_of(stateful) in (Matching.GROUPS, Matching.NOTHING):
             continue  # its state would have holes
         stuck = _stuck_on_meta(key, stateful, part)
         found.mismatched += stuck
-        if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.mismatched):
-            found.mismatched += part.mismatched
+        if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.match.mismatched):
+            found.mismatched += part.match.mismatched
             continue  # an optimizer loads all of its state or none
-        differs = part.missing or part.unexpected or part.unplaced or part.mismatched
+        differs = (
+            part.match.missing
+            or part.match.unexpected
+            or part.match.unplaced
+            or part.match.mismatched
+        )
         if differs and adapts(stateful):
             found.adapting[key] = part
             # Into fresh memory: a module that adapts may move a leaf to another name.
             part = open_key(key, is_fresh=True)
-        found.missing += part.missing
-        found.unexpected += part.unexpected
-        found.unplaced[escape(key)] = tuple(part.unplaced)
-        found.mismatched += part.mismatched
+        found.missing += part.match.missing
+        found.unexpected += part.match.unexpected
+        found.unplaced[escape(key)] = tuple(part.match.unplaced)
+        found.mismatched += part.match.mismatched
         found.parts[key] = part
     shared, apart = _settle(app_state, found.parts)
     found.mismatched += shared
@@ -577,7 +582,7 @@ def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
     return [
         f"{path}: it is on the meta device, and a {kind} cannot take over another tensor; "
         "materialise it with to_empty(...)"
-        for path in part.on_meta
+        for path in part.match.on_meta
     ]
 
 
@@ -597,8 +602,8 @@ def _settle(
     in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
     others = [key for key in parts if key not in in_modules]
     # load_state_dict copies a module's leaves into the module's own memory.
-    fixed = [each for key in in_modules for each in parts[key].destinations]
-    destinations = [each for key in others for each in parts[key].destinations]
+    fixed = [each for key in in_modules for each in parts[key].memory.destinations]
+    destinations = [each for key in others for each in parts[key].memory.destinations]
     lines: dict[str, None] = {}
     apart: dict[str, set[str]] = {}
     key_of = {escape(key): key for key in parts}
@@ -631,8 +636,8 @@ def _load_adapting(
             raise IncompatibleState(mismatched=complaints, is_untouched=False) from error
         # torch reports no details, but has loaded all that fits.
         return RestoreReport(
-            missing=tuple(compared.missing),
-            unexpected=(*compared.unexpected, *compared.unplaced),
+            missing=tuple(compared.match.missing),
+            unexpected=(*compared.match.unexpected, *compared.match.unplaced),
             mismatched=tuple(complaints),
         )
     return RestoreReport(

@@ -33,7 +33,7 @@ from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import KeyRestore, Wanted
-from actorsnap.state.sources import ByteSink, MemorySink
+from actorsnap.state.sources import ByteSink, HostMemory
 
 __all__ = ["Reading"]
 
@@ -72,8 +72,8 @@ class Reading:
     @property
     def bytes_needed(self) -> int:
         """Bytes to put into the app state."""
-        wanted = sum(_size(want) for part in self._parts.values() for want in part.reads)
-        return wanted - sum(part.surplus_bytes for part in self._parts.values())
+        wanted = sum(_size(want) for part in self._parts.values() for want in part.memory.reads)
+        return wanted - sum(part.memory.surplus_bytes for part in self._parts.values())
 
     def wants(self, host: Host) -> ReadInterest:
         """Returns this rank's message about shared wants."""
@@ -151,7 +151,7 @@ class Reading:
         """Returns ranges that other ranks are likely to want, each once, in a common order."""
         sinks: dict[_Place, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
         for key, part in self._parts.items():
-            for want in part.reads:
+            for want in part.memory.reads:
                 place = self._place(key, want)
                 if place is not None and _size(want):
                     stored = want.stored
@@ -200,7 +200,7 @@ class Reading:
         return [
             want
             for key, part in self._parts.items()
-            for want in part.reads
+            for want in part.memory.reads
             if self._place(key, want) not in shared
         ]
 
@@ -232,7 +232,7 @@ class Reading:
                 requests = []
                 for stored, memory in wanted:
                     raw = np.frombuffer(memory, np.uint8)
-                    sink = MemorySink(raw.ctypes.data, len(memory), raw)
+                    sink = HostMemory(raw.ctypes.data, len(memory), raw)
                     requests.append(RangeRequest(self._index, stored, sink))
                 await fetcher.fetch(requests)
 

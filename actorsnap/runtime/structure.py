@@ -9,11 +9,11 @@ import msgspec
 from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.uploader import Structure
 from actorsnap.state.captured import Captured, Leaf, Part
-from actorsnap.state.sources import MemorySource
+from actorsnap.state.sources import HostMemory
 
 __all__ = ["Described", "describe_state", "rebuild_state"]
 
-_ELSEWHERE = MemorySource(0, 0, None)
+_ELSEWHERE = HostMemory(0, 0, None)
 """Source of a leaf whose bytes come through the arena."""
 
 

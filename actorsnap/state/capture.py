@@ -1,8 +1,8 @@
 """Turns an app state into leaves with bytes and finished entries.
 
-Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which leaves become views
-of others. Runs in the caller's thread and copies no tensor: the result refers to live memory. It
-must not know objects, plans or storage.
+Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which are views of others.
+Runs in the caller's thread and copies no tensor: the result refers to live memory. It must not know
+objects, plans or storage.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import (
-    UsageError,
-    printable,
-    text_of,
-)
+from actorsnap.errors import UsageError, printable, text_of
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     CompositeEntry,
@@ -36,22 +32,21 @@ from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
-from actorsnap.state.sharing import Region
-from actorsnap.state.sources import ByteSource, MemorySource
+from actorsnap.state.sharing import Region, memory_of, region_of
+from actorsnap.state.sources import ByteSource, HostMemory
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,
-    QUANTIZED,
-    ArraySource,
+    PLAIN_TYPES,
     DeviceSource,
-    TensorSource,
+    StridedSource,
     address_of,
     c_strides,
     is_addressable,
     memory_format_of,
     refusal,
-    source_of_array,
-    source_of_tensor,
+    source_of,
+    storage_bytes,
     tensor_type,
 )
 from actorsnap.state.tree import (
@@ -64,7 +59,6 @@ from actorsnap.state.tree import (
     keys_without_token,
     parent_of,
     part_path,
-    unescape,
 )
 
 __all__ = ["capture", "optimizers_in"]
@@ -85,17 +79,15 @@ def capture(
 ) -> Captured:
     """Reads the state of every stateful, without copying tensors.
 
-    ``state_dict`` may be collective. It is called in sorted order of the keys, the same on all
-    ranks. With several ranks, the remaining calls are made even after one raised, so that no other
-    rank hangs.
+    ``state_dict`` may be collective: it is called in sorted order of the keys. With several ranks,
+    the other calls are made even after one raised, so that no other rank hangs.
 
     Args:
         app_state: Objects with ``state_dict``, by key.
-        replicated: Globs of paths whose leaves are the same on every rank. ``*`` matches any
-            characters within a path component, ``**`` any components.
+        replicated: Globs of paths whose leaves are the same on every rank. ``*`` matches characters
+            within a path component, ``**`` any components.
         allow_pickle: Whether leaves outside of the safe set may be pickled.
-        ranks: Global ranks that save together.
-        rank: Global rank of this process.
+        ranks, rank: Global ranks that save together, and that of this process.
 
     Raises:
         UsageError: The app state is malformed, or has leaves that cannot be stored. Names all of
@@ -123,23 +115,23 @@ def capture(
 def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
     """Returns the optimizers of an app state, by the path of their state.
 
-    The optimizers of a ``ModelState`` share one state.
+    Those of a ``ModelState`` share one state.
     """
-    found: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
+    optimizers: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
     for key, value in app_state.items():
         if isinstance(value, torch.optim.Optimizer):
-            found[escape(key)] = (value,)
+            optimizers[escape(key)] = (value,)
         elif isinstance(value, ModelState) and value.optimizers:
-            found[join(key, "optim")] = value.optimizers
-    return found
+            optimizers[join(key, "optim")] = value.optimizers
+    return optimizers
 
 
 def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the attributes of modules' parameters, by path.
 
-    A state dict has detached parameters, which lack them.
+    The detached parameters in a state dict lack them.
     """
-    found: dict[str, dict[str, Any]] = {}
+    attributes: dict[str, dict[str, Any]] = {}
     for key, value in app_state.items():
         is_named = isinstance(value, ModelState)
         module = value.model if is_named else value
@@ -150,19 +142,18 @@ def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue  # nearly all models
         for name, parameter in module.named_parameters(remove_duplicate=False):
             path = join(key, "model", plain_name(module, name)) if is_named else join(key, name)
-            if (attributes := objects.encode_attributes(parameter, path)) is not None:
-                found[path] = attributes
-    return found
+            if (encoded := objects.encode_attributes(parameter, path)) is not None:
+                attributes[path] = encoded
+    return attributes
 
 
 def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
     """Calls every ``state_dict``. Random generators come first and are reset afterwards."""
     states: dict[str, Any] = {}
     failed: Exception | None = None
-    generators = [key for key, value in app_state.items() if isinstance(value, RNGState)]
-    others = sorted(key for key in app_state if key not in generators)
+    generators = {key for key, value in app_state.items() if isinstance(value, RNGState)}
     try:
-        for key in [*sorted(generators), *others]:
+        for key in sorted(app_state, key=lambda key: (key not in generators, key)):
             try:
                 states[key] = app_state[key].state_dict()
             except Exception as error:
@@ -180,7 +171,7 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
 
 
 class _Globs:
-    """The ``replicated`` globs. Tracks which of them matched."""
+    """The ``replicated`` globs, and those that have not matched yet."""
 
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
@@ -189,7 +180,7 @@ class _Globs:
         self._patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
 
     def match(self, path: str) -> bool:
-        """Whether any glob matches the path, escaped or as a person writes it."""
+        """Whether any glob matches the path, escaped or as typed."""
         if not self._patterns:
             return False
         paths = [path, human(path)] if "%" in path else [path]
@@ -216,7 +207,7 @@ def _glob_regex(glob: str) -> str:
 
 
 class _Collector:
-    """Turns leaves into parts, and at the end leaves that share memory into views."""
+    """Turns leaves into parts, and finally leaves that share memory into views."""
 
     def __init__(
         self,
@@ -249,9 +240,9 @@ class _Collector:
             kind = type(value)
             replicated = globs is not None and kind is not Container and globs.match(path)
             if replicas is not None and not replicated and kind is not Container:
-                replica = replicas.find(_dotted(path))
+                replica = replicas.find(human(path.partition("/")[2], "."))
                 if replica is not None:
-                    if self._is_added(path, value, replica):
+                    if self._try_replica(path, value, replica):
                         continue
                     replicated = self._covers_all(replica)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -267,6 +258,9 @@ class _Collector:
             else:
                 self._add_value(path, value, replicated)
 
+    def _refuse(self, path: str, why: str | None) -> None:
+        self._refused.append(f"{path!r} {why}")
+
     def raise_refusals(self) -> None:
         if not self._refused:
             return
@@ -281,42 +275,40 @@ class _Collector:
             try:
                 attributes = objects.encode_inline(container.metadata, path)
             except objects.NotInline as error:
-                self._refused.append(
-                    f"{path!r} has an attribute _metadata with a {error.kind} in it; "
-                    "delete the attribute, or save dict(...) of the state"
+                self._refuse(
+                    path,
+                    f"has an attribute _metadata with a {error.kind} in it; "
+                    "delete the attribute, or save dict(...) of the state",
                 )
         return ContainerEntry(path=path, type=container.type, attributes=attributes)
 
     def _add_value(self, path: str, value: object, replicated: bool) -> None:
         try:
-            found = objects.bytes_of(value, path)
-            if found is None:
-                encoded = objects.encode_inline(value, path)
-                self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
-                return
+            kind, encoded = objects.encode(value, path)
         except objects.NotInline as error:
-            if self._allow_pickle:
-                self._add_pickle(path, value, replicated)
-            else:
-                self._refused.append(
-                    f"{path!r} {_why_not_inline(value, error)}, "
-                    "or allow pickle with options=Options(allow_pickle=True)"
-                )
+            self._pickle_or_refuse(path, value, _why_not_inline(value, error), replicated)
+            return
+        if kind is None:
+            self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
         else:
-            self._add_bytes(path, *found, replicated)
+            self._add_bytes(path, kind, encoded, replicated)
 
     def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
         item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated, is_whole=True)
-        self._parts.append(Leaf(item, source_of_array(raw), kind, ""))
+        self._parts.append(Leaf(item, source_of(raw), kind, ""))
 
-    def _add_pickle(self, path: str, value: object, replicated: bool) -> None:
+    def _pickle_or_refuse(self, path: str, value: object, why: str, replicated: bool) -> None:
+        """Adds a value outside of the safe set, pickled if that is allowed."""
+        if not self._allow_pickle:
+            allow = "or allow pickle with options=Options(allow_pickle=True)"
+            self._refuse(path, f"{why}, {allow}")
+            return
         try:
             data = objects.pickled(value)
         except Exception as error:  # pickling runs the value's own code
-            self._refused.append(
-                f"{path!r} is a {type(value).__qualname__} and cannot be pickled: {text_of(error)}"
-            )
+            name = type(value).__qualname__
+            self._refuse(path, f"is a {name} and cannot be pickled: {text_of(error)}")
         else:
             self._add_bytes(path, "pickle", data, replicated)
 
@@ -325,38 +317,28 @@ class _Collector:
         kind: TensorType = "numpy" if type(value) is np.ndarray else "numpy_scalar"
         name = objects.numpy_name(array.dtype)
         if name is not None:
-            item = Item(
-                path,
-                objects.NUMPY_DTYPES[name][1],
-                array.shape,
-                array.nbytes,
-                array.itemsize,
-                replicated,
-            )
-            if array.nbytes and not any(n < 0 or n % array.itemsize for n in array.strides):
-                # A view entry cannot express other strides.
-                self._track(_region(array), _CPU)
-            self._parts.append(Leaf(item, source_of_array(array), kind, name))
+            dtype = objects.NUMPY_DTYPES[name][1]
+            item = Item(path, dtype, array.shape, array.nbytes, array.itemsize, replicated)
+            if array.nbytes and (region := region_of(array)) is not None:
+                self._track(region, _CPU)
+            self._parts.append(Leaf(item, source_of(array), kind, name))
             return
         try:
             if kind == "numpy_scalar":
                 raise objects.NotInline(value)
             data = objects.array_to_npy(array)
         except objects.NotInline:
-            if self._allow_pickle:
-                self._add_pickle(path, value, replicated)
-                return
-            self._refused.append(
-                f"{path!r} is a numpy {'array' if kind == 'numpy' else 'scalar'} of dtype "
-                f"{array.dtype}, which cannot be stored as it is; convert it to another dtype"
-                f"{'' if kind == 'numpy' else ', or to an array with np.asarray(x)'}, or allow "
-                "pickle with options=Options(allow_pickle=True)"
+            why = (
+                f"is a numpy {'array' if kind == 'numpy' else 'scalar'} of dtype {array.dtype}, "
+                "which cannot be stored as it is; convert it to another dtype"
+                f"{'' if kind == 'numpy' else ', or to an array with np.asarray(x)'}"
             )
+            self._pickle_or_refuse(path, value, why, replicated)
         else:
             self._add_bytes(path, "numpy", data, replicated)
 
     def _track(self, region: Region, device: torch.device) -> None:
-        """Records the memory of the next part."""
+        """Adds the memory of the next part."""
         extents = self._extents.get(device)
         if extents is None:
             extents = self._extents[device] = sharing.Extents()
@@ -364,34 +346,23 @@ class _Collector:
         if region.repeats:
             self._repeating.append(len(self._parts))
 
-    def _add_tensor(
-        self,
-        path: str,
-        tensor: torch.Tensor,
-        replicated: bool,
-    ) -> None:
-        if (
-            tensor.is_nested
-            or tensor.layout is not torch.strided
-            or tensor.dtype in QUANTIZED
-            or not tensor.is_cpu
-        ):
+    def _add_tensor(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
+        if tensor.is_nested or is_composite(tensor) or not tensor.is_cpu:
             why = refusal(tensor)
-            if why is None and is_composite(tensor):
-                why = self._add_composite(path, tensor, replicated)
-                if why is None:
-                    return
             if why is not None:
-                self._refused.append(f"{path!r} {why}")
+                self._refuse(path, why)
+                return
+            if is_composite(tensor):
+                self._add_composite(path, tensor, replicated)
                 return
         self._add_dense(path, tensor, tensor_type(tensor), tensor.requires_grad, replicated)
 
-    def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> str | None:
-        """Adds a composite and its parts; returns a refusal if it cannot, else None."""
-        found = take_apart(tensor)
-        if isinstance(found, str):
-            return found
-        layout, parameters, parts = found
+    def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
+        split = take_apart(tensor)
+        if isinstance(split, str):
+            self._refuse(path, split)
+            return
+        layout, parameters, parts = split
         self._parts.append(
             CompositeEntry(
                 path=path,
@@ -407,7 +378,6 @@ class _Collector:
         )
         for name, part in parts:
             self._add_dense(part_path(path, name), part, "tensor", False, replicated, is_whole=True)
-        return None
 
     def _add_dense(
         self,
@@ -426,22 +396,22 @@ class _Collector:
         is_lazy = tensor.is_neg() or tensor.is_conj()
         source: ByteSource
         if nbytes == 0:
-            source = MemorySource(0, 0, None)
+            source = HostMemory(0, 0, None)
         elif is_lazy or not tensor.is_contiguous() or not tensor.is_cpu:
             why = refusal(tensor)
             if why is not None:
-                self._refused.append(f"{path!r} {why}")
+                self._refuse(path, why)
                 return
             source = self._copied(tensor)
             if not is_lazy:
                 # The stored bytes of a lazily conjugated tensor differ from its memory.
-                self._track(_region(tensor), tensor.device)
+                self._track(memory_of(tensor), tensor.device)
         else:  # nearly all tensors: nothing here may be slow
             start = address_of(tensor)
             if start == 0 or tensor.untyped_storage().nbytes() < nbytes:
-                self._refused.append(f"{path!r} {refusal(tensor)}")
+                self._refuse(path, refusal(tensor))
                 return
-            source = MemorySource(start, nbytes, tensor)
+            source = HostMemory(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
         leaf = Leaf(item, source, kind, name, requires_grad)
         if len(item.shape) > 3 or kind == "parameter" or self._attributes:
@@ -451,7 +421,7 @@ class _Collector:
     def _annotate(
         self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
     ) -> None:
-        """Records memory format and attributes of ``tensor``, or of ``whole`` if it is a part."""
+        """Sets memory format and attributes of ``tensor``; of ``whole`` if it is a part."""
         if tensor.ndim > 3:
             leaf.memory_format = memory_format_of(tensor)
         path = leaf.item.path
@@ -462,26 +432,28 @@ class _Collector:
     # Leaves that several ranks hold, or hold parts of
 
     def _add_distributed(self, path: str, tensor: torch.Tensor) -> None:
-        found = self._describer.describe(tensor)
-        if not isinstance(found, Sharding):
-            self._refused.append(f"{path!r} {found or refusal(tensor)}")
+        sharding = self._describer.describe(tensor)
+        if not isinstance(sharding, Sharding):
+            self._refuse(path, sharding or refusal(tensor))
             return
-        absent = sorted(set(found.ranks) - set(self._ranks))
+        absent = sorted(set(sharding.ranks) - set(self._ranks))
         if absent:
-            self._refused.append(
-                f"{path!r} lies on rank(s) {', '.join(map(str, absent[:16]))} too, which do not "
-                "take part in this save; pass a group that has all of them, or save "
-                "x.full_tensor()"
+            self._refuse(
+                path,
+                f"lies on rank(s) {', '.join(map(str, absent[:16]))} too, which do not take part "
+                "in this save; pass a group that has all of them, or save x.full_tensor()",
             )
             return
-        if self._rank in found.ranks:
-            self._say(path, found.dtype, found.global_shape, found.ranks)
-        for piece in found.pieces:
+        if self._rank in sharding.ranks:
+            self._add_sharded(path, sharding.dtype, sharding.global_shape, sharding.ranks)
+        for piece in sharding.pieces:
             holders = () if piece.holders is None else self._members(piece.holders)
-            leaf = self._add_piece(path, found, piece.box, piece.tensor, holders)
+            leaf = self._add_piece(path, sharding, piece.box, piece.tensor, holders)
             self._annotate(leaf, piece.tensor, tensor)
 
-    def _say(self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    def _add_sharded(
+        self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]
+    ) -> None:
         self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
 
     def _add_piece(
@@ -510,19 +482,19 @@ class _Collector:
         return leaf
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
-        return source_of_tensor(tensor) if is_addressable(tensor) else self._copied(tensor)
+        return source_of(tensor) if is_addressable(tensor) else self._copied(tensor)
 
-    def _copied(self, tensor: torch.Tensor) -> DeviceSource | TensorSource:
-        """Returns the source of a tensor that cannot be read in place."""
+    def _copied(self, tensor: torch.Tensor) -> DeviceSource | StridedSource:
+
         lane = self._lanes.of(tensor)
         if lane is not None:
             return DeviceSource(tensor, lane)
         if not tensor.is_cpu:
             self._waits.add(tensor.device)
-        return TensorSource(tensor)
+        return StridedSource(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the group ranks of the global ``ranks``; None means all."""
+        """Returns the group ranks of global ranks; None means all."""
         if ranks is None:
             return tuple(range(len(self._ranks)))
         return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
@@ -530,22 +502,21 @@ class _Collector:
     def _covers_all(self, replica: Replica) -> bool:
         return len(self._members(replica.ranks)) == len(self._ranks)
 
-    def _is_added(self, path: str, value: object, replica: Replica) -> bool:
+    def _try_replica(self, path: str, value: object, replica: Replica) -> bool:
         """Adds a tensor that only some ranks hold, or of which the first rank's value counts.
 
-        Returns:
-            False if the leaf must be added like any other.
+        Returns False for a leaf to add like any other.
         """
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or (
+        if type(value) not in PLAIN_TYPES or (
             self._covers_all(replica) and not replica.rank_zero_wins
         ):
             return False
         assert isinstance(value, torch.Tensor)
-        if value.layout is not torch.strided or value.dtype in QUANTIZED or value.is_nested:
+        if is_composite(value) or value.is_nested:
             return False
         why = refusal(value)
         if why is not None:
-            self._refused.append(f"{path!r} {why}")
+            self._refuse(path, why)
             return True
         members = self._members(replica.ranks)
         name, itemsize = DTYPE_NAMES[value.dtype]
@@ -558,22 +529,21 @@ class _Collector:
             leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
             self._parts.append(leaf)
         else:
-            # One box, so that any other rank can restore it too. With rank_zero_wins a rank names
-            # itself only: in another group the same name may mean another buffer.
+            # One box, so that any rank can restore it. With rank_zero_wins a rank names itself
+            # only: in another group the same name may mean another buffer.
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
             among = [self._rank] if replica.rank_zero_wins else [self._ranks[i] for i in members]
-            self._say(path, name, shape, tuple(among))
+            self._add_sharded(path, name, shape, tuple(among))
             holders = () if replica.rank_zero_wins else members
             leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
         self._annotate(leaf, value)
         return True
 
     def mark_devices(self) -> None:
-        """Orders copies after the work that this thread has queued on devices.
+        """Orders copies of worker threads after the work that this thread has queued on devices.
 
-        Worker threads copy on other streams, which do not wait for this thread's on their own.
         Devices without a lane are synchronized here.
         """
         self._lanes.mark()
@@ -583,10 +553,10 @@ class _Collector:
     # Shared memory
 
     def finish(self) -> list[Part]:
-        """Returns the parts. Leaves that share memory become views of one stored leaf."""
+        """Returns the parts, with leaves that share memory as views of one stored leaf."""
         replaced: dict[int, list[Part]] = {}
         extents = self._extents.values()
-        for group in sharing.group(extents, self._repeating, self._region_of):
+        for group in sharing.find_groups(extents, self._repeating, self._region_of):
             self._share(group, replaced)
         if not replaced:
             return self._parts
@@ -602,11 +572,13 @@ class _Collector:
 
     def _region_of(self, number: int) -> Region:
         leaf = self._leaf(number)
-        if isinstance(leaf.source, MemorySource):
+        if isinstance(leaf.source, HostMemory):
             shape = leaf.item.shape
             return Region(leaf.source.address, leaf.item.itemsize, shape, c_strides(shape))
-        assert isinstance(leaf.source, DeviceSource | TensorSource | ArraySource)
-        return _region(leaf.source.owner)
+        assert isinstance(leaf.source, DeviceSource | StridedSource)
+        region = region_of(leaf.source.owner)
+        assert region is not None
+        return region
 
     def _share(self, group: sharing.AliasGroup, replaced: dict[int, list[Part]]) -> None:
         members = [self._leaf(number) for number in group.members]
@@ -643,16 +615,8 @@ class _Collector:
             replaced.setdefault(number, []).append(view)
 
 
-def _dotted(path: str) -> str:
-    """Returns the name that ``state.distributed`` gives to the leaf at ``path``."""
-    below = path.partition("/")[2]
-    if "%" in below:
-        return ".".join([str(unescape(token)) for token in below.split("/")])
-    return below.replace("/", ".")
-
-
 def _why_not_inline(value: object, error: objects.NotInline) -> str:
-    """Returns what is wrong with a leaf, and how to convert it."""
+    """Returns why a leaf cannot be stored inline, and a remedy."""
     culprit = error.value
     is_key = False
     if isinstance(value, dict) and type(value) in CONTAINER_TYPES:
@@ -681,29 +645,23 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
     )
 
 
-def _region(owner: torch.Tensor | np.ndarray[Any, Any]) -> Region:
-    if isinstance(owner, torch.Tensor):
-        return Region(owner.data_ptr(), owner.itemsize, tuple(owner.shape), owner.stride())
-    itemsize = owner.itemsize
-    strides = tuple([stride // itemsize for stride in owner.strides])
-    return Region(owner.ctypes.data, itemsize, owner.shape, strides)
-
-
 def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | None:
     """Returns the memory that a group touches; None if one tensor cannot cover it."""
     size = group.stop - group.start
-    owners = [leaf.source for leaf in members]
-    for source in owners:
-        is_here = isinstance(source, TensorSource) and source.owner.is_cpu
-        if is_here or not isinstance(source, DeviceSource | TensorSource):
-            return MemorySource(group.start, size, owners)
-        storage = source.owner.untyped_storage()
-        offset = group.start - storage.data_ptr()
-        if offset >= 0 and offset + size <= storage.nbytes():
-            raw = source.owner.new_empty(0, dtype=torch.uint8)
-            raw.set_(storage, offset, (size,), (1,))
-            if isinstance(source, DeviceSource):
-                return DeviceSource(raw, source.copier)
-            return TensorSource(raw)
+    sources = [leaf.source for leaf in members]
+    for source in sources:
+        owner: Any = source.owner  # type: ignore[attr-defined]
+        is_on_device = isinstance(source, DeviceSource) or (
+            isinstance(source, StridedSource)
+            and isinstance(owner, torch.Tensor)
+            and not owner.is_cpu
+        )
+        if not is_on_device:
+            return HostMemory(group.start, size, sources)
+        raw = storage_bytes(owner, group.start, size)
+        if raw is not None and isinstance(source, DeviceSource):
+            return DeviceSource(raw, source.copier)
+        if raw is not None:
+            return StridedSource(raw)
     # Storages that overlap by other means than torch's: each is stored separately.
     return None

@@ -21,19 +21,16 @@ __all__ = ["Captured", "Leaf", "Part"]
 class Leaf(msgspec.Struct, gc=False, eq=False):
     """A leaf with bytes.
 
-    A struct without garbage collection: otherwise the collector walks over 100,000 leaves
-    repeatedly, which took half of the time of a capture.
+    Not garbage-collected: the collector would walk over 100,000 leaves repeatedly, which took
+    half of the time of a capture.
 
     Attributes:
         item: The leaf as the planner sees it.
         source: Its bytes; keeps their memory alive.
-        kind: ``type`` of the entry.
-        dtype: ``dtype`` of the entry; empty for a ``bytes`` entry.
-        requires_grad: Whether the tensor requires gradients.
-        memory_format, attributes: See ``TensorEntry``.
+        kind, dtype: ``type`` and ``dtype`` of the entry; a ``bytes`` entry has no dtype.
+        requires_grad, memory_format, attributes: See ``TensorEntry``.
         holders: Group ranks with the same value, if some but not all have it.
-        rank_zero_wins: Whether values may differ between ranks and this rank, the first, stores
-            its own.
+        rank_zero_wins: Whether values may differ and this rank, the first, stores its own.
     """
 
     item: Item
@@ -52,7 +49,7 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         return None if self.item.replicated and not self.rank_zero_wins else self.holders
 
     def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
-        """Returns the manifest entry of the leaf, or of a box of it, for its stored bytes."""
+        """Returns the manifest entry of the leaf, or of a box of it."""
         item = self.item
         if not self.dtype:
             return BytesEntry(
@@ -82,7 +79,7 @@ class Captured:
     """A captured app state. Refers to the app state's own memory.
 
     Attributes:
-        parts: Leaves with bytes, and finished entries, in traversal order with sorted keys.
+        parts: Leaves with bytes, and finished entries, in traversal order of the sorted keys.
         globs: The caller's globs of replicated leaves, sorted.
         sharded: Tensors of which this rank and others hold parts.
         optimizers: See ``RankManifest``.
@@ -100,10 +97,7 @@ class Captured:
 
     @property
     def scopes(self) -> dict[tuple[int, ...] | None, list[int]]:
-        """Indices of the leaves of each scope, in the order of the inventory.
-
-        Private leaves are left out. See ``Leaf.scope``.
-        """
+        """Indices of the leaves of each scope, except private ones; see ``Leaf.scope``."""
         scopes: dict[tuple[int, ...] | None, list[int]] = {}
         for index, leaf in enumerate(self.leaves):
             if leaf.scope != ():

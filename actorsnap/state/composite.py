@@ -1,21 +1,22 @@
-"""Splits sparse and quantized tensors into dense parts, and assembles them again.
+"""Splits sparse and quantized tensors into dense parts, without copies, and assembles them again.
 
-Implements "Composite layouts and their parts" of ``docs/format.md``. Splitting makes no copies. It
-must not know paths, entries or storage.
+Implements "Composite layouts and their parts" of ``docs/format.md``. It must not know paths,
+entries or storage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from actorsnap.format.manifest import CompositeLayout
 from actorsnap.format.validate import COMPOSITE_PARTS
-from actorsnap.state.tensors import DTYPES, QUANTIZED, c_strides
+from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, c_strides
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
 
@@ -38,13 +39,13 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED
 
 
-def take_apart(
-    tensor: torch.Tensor,
-) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
-    """Splits a composite tensor into parts that share its memory.
+_Parts: TypeAlias = tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]]
 
-    Returns:
-        Layout, parameters and named parts; or a str with the reason why it cannot be split.
+
+def take_apart(tensor: torch.Tensor) -> _Parts | str:
+    """Splits a composite tensor into layout, parameters and named parts, which share its memory.
+
+    Returns a str with the reason if it cannot be split.
     """
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
@@ -62,7 +63,7 @@ def take_apart(
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the integers of a quantized tensor, in its own memory."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name, _ = DTYPE_NAMES[tensor.dtype]
     storage = tensor.untyped_storage()
     if name in _PACKED:
         size = _packed_bytes(tensor.shape, name)
@@ -78,10 +79,8 @@ def _packed_bytes(shape: Sequence[int], name: str) -> int:
     return prod(shape[:-1]) * -(-shape[-1] // per_byte) if shape else 1
 
 
-def _take_quantized_apart(
-    tensor: torch.Tensor,
-) -> tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch.Tensor]]] | str:
-    name = str(tensor.dtype).removeprefix("torch.")
+def _take_quantized_apart(tensor: torch.Tensor) -> _Parts | str:
+    name, _ = DTYPE_NAMES[tensor.dtype]
     if name in _PACKED and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
         return f"is a view of packed {name} elements; clone the tensor"
     scheme = tensor.qscheme()
@@ -95,16 +94,25 @@ def _take_quantized_apart(
 
 
 def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns the required dtype and shape of a part; None if the whole does not imply them."""
+    """Returns the required dtype and shape of a part; None if the whole implies none."""
     if part != "int_repr":
         return None
     if dtype in _PACKED:
         return "uint8", (_packed_bytes(shape, dtype),)
     if dtype in _INT_REPR:
-        return str(_INT_REPR[dtype]).removeprefix("torch."), tuple(shape)
+        return DTYPE_NAMES[_INT_REPR[dtype]][0], tuple(shape)
     raise ValueError(f"{dtype} is no quantized dtype")
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    # Deprecation warnings of torch must not prevent reading where they are errors.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@_without_warnings()
 def assemble(
     layout: str,
     dtype: str,
@@ -117,24 +125,11 @@ def assemble(
     Raises:
         ValueError, RuntimeError: The parts do not make a tensor of that layout.
     """
-    with warnings.catch_warnings():
-        # Deprecation warnings of torch must not prevent reading, even where they are errors.
-        warnings.simplefilter("ignore", UserWarning)
-        return _assemble(layout, dtype, shape, parameters, parts)
-
-
-def _assemble(
-    layout: str,
-    dtype: str,
-    shape: Sequence[int],
-    parameters: Mapping[str, Any],
-    parts: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
     kind = DTYPES[dtype]
     size = tuple(shape)
+    if "values" in parts and parts["values"].dtype != kind:
+        raise ValueError(f"values are {parts['values'].dtype}, not {kind}")
     if layout == "sparse_coo":
-        if parts["values"].dtype != kind:
-            raise ValueError(f"values are {parts['values'].dtype}, not {kind}")
         return torch.sparse_coo_tensor(
             parts["indices"],
             parts["values"],
@@ -144,13 +139,11 @@ def _assemble(
             check_invariants=True,
         )
     if layout in _COMPRESSED:
-        compressed, plain, values = COMPOSITE_PARTS[layout]
-        if parts[values].dtype != kind:
-            raise ValueError(f"values are {parts[values].dtype}, not {kind}")
+        compressed, plain, values = [parts[name] for name in COMPOSITE_PARTS[layout]]
         return torch.sparse_compressed_tensor(
-            parts[compressed],
-            parts[plain],
-            parts[values],
+            compressed,
+            plain,
+            values,
             size,
             layout=_COMPRESSED[layout],
             device="cpu",

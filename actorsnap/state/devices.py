@@ -1,19 +1,14 @@
-"""Copies tensors from CUDA devices to the host.
+"""Copies tensors from CUDA devices to the host (``docs/decisions/0013-staging-copies.md``).
 
-Decides the stream, the order and the size of the copies. Copies to a device, which a restore makes,
-only need the caller's stream (``current``).
-
-CUDA is called through ``DeviceCalls`` only. CI runs the rest on a simulated device
+Decides the stream, the order and the size of the copies. A restore only needs the caller's stream
+(``current``). CUDA is called through ``DeviceCalls``; CI simulates it
 (``tests/state/fake_device.py``).
 
 - *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
-  own stream per device, which waits for those events. Only worker threads wait for a device.
+  own stream per device, which waits for them. Only worker threads wait for a device.
 - *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
   reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
-- *Few copies.* Large contiguous tensors are copied directly; others are first packed into a slab on
-  the device.
-
-See ``docs/decisions/0013-staging-copies.md``.
+- *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab first.
 """
 
 from __future__ import annotations
@@ -29,13 +24,13 @@ import torch
 
 from actorsnap.state.sources import Cut, Pinner
 
-__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes", "EventReached"]
+__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes"]
 
 _SLAB_BYTES: Final = 4 << 20
 """Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
 
 _DIRECT_BYTES: Final = 1 << 20
-"""Minimum size of a tensor that is copied without packing, in bytes; packing is one more copy."""
+"""Minimum size of a tensor that is copied without packing, in bytes."""
 
 
 class Event(Protocol):
@@ -44,29 +39,22 @@ class Event(Protocol):
     def wait(self) -> None:
         """Blocks the thread until the device reaches this point. Releases the GIL.
 
-        Raises:
-            RuntimeError: Earlier work of the stream failed.
+        Raises ``RuntimeError`` if earlier work of the stream failed.
         """
         ...
 
 
 class CopyStream(Protocol):
-    """Work on a device, executed in order. Calls return before their work is done.
-
-    The caller must keep the tensors alive until then.
-    """
+    """Work on a device, done in order after the calls return. The caller keeps tensors alive."""
 
     def wait_for(self, event: Event) -> None:
         """Makes later work of this stream wait for ``event``, of any stream."""
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns ``uint8`` device memory for later work of this stream.
+        """Returns ``uint8`` memory for later work. May be dropped after the last call with it.
 
-        It may be dropped right after the last call that uses it.
-
-        Raises:
-            torch.OutOfMemoryError: The device memory could not be allocated.
+        Raises ``torch.OutOfMemoryError``.
         """
         ...
 
@@ -79,7 +67,7 @@ class CopyStream(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Records an event at the current end of the stream."""
+        """Returns the current end of the stream."""
         ...
 
 
@@ -91,52 +79,30 @@ class DeviceCalls(Protocol):
         ...
 
     def mark(self, device: torch.device) -> Event:
-        """Records an event on the calling thread's current stream."""
+        """Returns the current end of the calling thread's stream."""
         ...
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the same device, made on the calling thread's current stream.
+        """Returns a copy on the same device, made on the calling thread's stream.
 
-        Raises:
-            torch.OutOfMemoryError: The device memory could not be allocated.
+        Raises ``torch.OutOfMemoryError``.
         """
         ...
 
     def stream(self, device: torch.device) -> CopyStream:
-        """Returns the device's stream for copies, always the same one."""
+        """Returns the device's one stream for copies."""
         ...
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a factory of contexts, usable in any thread, that select the calling thread's
-        current stream."""
+        """Returns a factory of contexts that select the calling thread's stream in any thread."""
         ...
 
     def pinner(self, device: torch.device) -> Pinner:
-        """Returns a pinner that pins memory for all devices, with calls to this one."""
+        """Returns a pinner for all devices, which calls this one."""
         ...
 
     def own_pinner(self) -> Pinner | None:
-        """Returns the pinner of the calling thread's current device; None if none is in use."""
-        ...
-
-
-class EventReached(Protocol):
-    """The tensor of a cut.
-
-    Attributes:
-        itemsize: Bytes of an element. Each cut begins and ends at a multiple of it.
-        flat: Its bytes in C order; None if its memory is in another order.
-    """
-
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def flat(self) -> torch.Tensor | None: ...
-    def pairs(self, start: int, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns pairs of a view of the tensor and the part of ``flat`` for its elements.
-
-        ``flat`` stands for the tensor's bytes from ``start`` on.
-        """
+        """Returns the pinner of the calling thread's device; None if none is in use."""
         ...
 
 
@@ -148,7 +114,7 @@ class Lanes:
         self._lanes: dict[torch.device, Lane] = {}
 
     def of(self, tensor: torch.Tensor) -> Lane | None:
-        """Returns the lane of a tensor's device; None if it is not a device of this kind."""
+        """Returns the lane of a tensor's device; None for another kind of device."""
         if not self._calls.has(tensor):
             return None
         lane = self._lanes.get(tensor.device)
@@ -157,10 +123,7 @@ class Lanes:
         return lane
 
     def mark(self) -> None:
-        """Makes copies wait for the work that the calling thread has queued by now.
-
-        Must be called before the first copy begins.
-        """
+        """Makes copies wait for the work that the calling thread has queued by now."""
         for lane in self._lanes.values():
             lane.mark()
 
@@ -181,11 +144,11 @@ class Lane:
         self._ready = self._calls.mark(self._device)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the device; ``mark`` must follow. See ``DeviceCalls``."""
+        """See ``DeviceCalls``. ``mark`` must follow."""
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """See ``DeviceCopier``. The sources of cuts are ``EventReached``."""
+        """See ``DeviceCopier``. The sources of cuts are ``tensors.DeviceSource``."""
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
@@ -195,15 +158,14 @@ class Lane:
                 _bring(stream, host, run)
             return stream.mark().wait
         except BaseException:
-            # Copies under way still write to memory that is about to be reused. If waiting fails
-            # too, the device has stopped working.
+            # Copies under way still write to memory that is about to be reused.
             with contextlib.suppress(Exception):
                 stream.mark().wait()
             raise
 
 
 def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
-    """Yields cuts that cross the bus as one copy: a large one, or neighbours that fit a slab."""
+    """Yields cuts to copy at once: a large one, or neighbours that fit a slab."""
     run: list[Cut] = []
     end = 0
     for cut in _fitting(cuts):
@@ -225,7 +187,7 @@ def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
 
 
 def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
-    """Splits cuts that need packing so that each fits a slab."""
+
     for cut in cuts:
         if cut.nbytes <= _SLAB_BYTES or _is_direct(cut):
             yield cut
@@ -240,7 +202,6 @@ def _is_direct(cut: Cut) -> bool:
 
 
 def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
-    """Copies a run to its place in host memory."""
     first, last = run[0], run[-1]
     flat = _flat(first)
     if len(run) == 1 and flat is not None:
@@ -249,7 +210,7 @@ def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     try:
         slab = stream.empty(last.at + last.nbytes - first.at)
     except torch.OutOfMemoryError:
-        # The model fills the device: copy tensor by tensor, which is slower.
+        # The model fills the device: copy tensor by tensor.
         flats = [(cut, _flat(cut)) for cut in run]
         if any([flat is None for _, flat in flats]):
             raise
@@ -324,8 +285,8 @@ class Cuda:
         return _CudaPinner(torch.device("cuda", torch.cuda.current_device()))
 
 
-# A call to CUDA allocates memory on the thread's current device. In worker threads that is the
-# first device, which another process may own. So each call sets its own device first.
+# A call to CUDA allocates memory on the thread's current device: in worker threads the first one,
+# which another process may own. So each call sets its own device first.
 
 
 @contextlib.contextmanager
@@ -342,7 +303,7 @@ class _CudaPinner:
         with torch.cuda.device(self._device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if error:
-                # CUDA would report the error with the next kernel of this thread; consume it here.
+                # Else CUDA would report the error with the next kernel of this thread.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 raise OSError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
@@ -354,7 +315,7 @@ class _CudaPinner:
 
 
 _PORTABLE: Final = 1
-"""The flag ``cudaHostRegisterPortable``: pins for all devices."""
+"""``cudaHostRegisterPortable``: pins for all devices."""
 
 
 class _CudaEvent:
@@ -380,7 +341,7 @@ class _CudaStream:
             self._stream.wait_event(event.event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        # From this stream's pool in the allocator.
+
         with _entered(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 

@@ -1,9 +1,8 @@
-"""Describes distributed tensors as boxes, without communication.
+"""Describes distributed tensors as boxes.
 
-Decides which boxes of a DTensor or ShardedTensor this process holds, in which plain tensors, and
-which other ranks hold the same boxes. Also decides which plain leaves of an app state
-DistributedDataParallel or a mesh keeps equal on several ranks. It must not know paths, entries or
-storage, and calls no collective: meshes and placements suffice.
+Decides which boxes of a DTensor or ShardedTensor this process and other ranks hold, and which plain
+leaves DistributedDataParallel or a mesh keeps equal on several ranks. It must not know paths,
+entries or storage, and calls no collective: meshes and placements suffice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import TensorType
 from actorsnap.planning.mesh import Placed, Placement, local_shape, place
 from actorsnap.state.optim import ModelState, plain_name
-from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal
+from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 
 __all__ = [
     "Describer",
@@ -28,7 +27,6 @@ __all__ = [
     "Replica",
     "Replication",
     "Sharding",
-    "describe",
     "is_distributed",
     "replication",
 ]
@@ -45,10 +43,8 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         box: In global index space.
-        tensor: Its elements, of the box's sizes: a detached view of the distributed tensor's
-            memory. Copying into it writes to the distributed tensor.
-        holders: All ranks that hold this box with equal values, including this one; None if only
-            this rank does.
+        tensor: Its elements: a detached view of the distributed tensor's memory.
+        holders: All ranks that hold this box with equal values; None if only this rank does.
     """
 
     box: Box
@@ -57,16 +53,14 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A distributed tensor and the pieces of it in this process.
+    """A distributed tensor and its pieces in this process.
 
     Attributes:
         global_shape: Shape of the whole tensor.
-        dtype: Name of the dtype.
-        kind: ``type`` of its entries.
-        requires_grad: Whether the tensor requires gradients.
-        ranks: All ranks that have the tensor, including those with an empty part.
-        pieces: Pieces that do not overlap, in the order of their memory. Empty if this rank is
-            outside of the mesh or its shard is empty.
+        dtype, kind, requires_grad: ``dtype``, ``type`` and ``requires_grad`` of its entries.
+        ranks: All ranks that have the tensor, also an empty part.
+        pieces: Pieces that do not overlap, in order of memory. Empty if this rank is outside of the
+            mesh or its shard is empty.
     """
 
     global_shape: tuple[int, ...]
@@ -78,20 +72,19 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Describer:
-    """Describes many tensors and computes each distinct layout once.
+    """Describes tensors and computes each distinct layout once.
 
-    Keeps references to meshes. Create one per pass over an app state.
+    Refers to meshes; create one per pass over an app state.
     """
 
     def __init__(self) -> None:
-        self._placed: dict[object, _Place] = {}
+        self._layouts: dict[object, _Layout] = {}
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
-        """Describes a distributed tensor.
+        """Describes a distributed tensor; returns None for other tensors.
 
-        Returns:
-            The sharding; None for a tensor that is not distributed. For one that cannot be
-            described, a str with reason and remedy, to be appended to the leaf's path.
+        For one that cannot be described, returns a str with reason and remedy, to be appended to
+        the leaf's path.
         """
         if _is_dtensor(tensor):
             return self._describe_dtensor(tensor)
@@ -107,12 +100,11 @@ class Describer:
         shape = tuple(tensor.shape)
         key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), shape)
         try:
-            found = self._placed.get(key)
-            if found is None:
-                found = self._placed[key] = _place(spec, shape)
+            if key not in self._layouts:
+                self._layouts[key] = _layout_of(spec, shape)
         except ValueError as error:
             return f"is a DTensor with an unsupported layout: {error}; distribute it again"
-        placed, expected, holders, ranks = found
+        placed, expected, holders, ranks = self._layouts[key]
         if not placed:
             return _sharding(tensor, shape, ranks, ())
         local = _local(tensor)
@@ -134,12 +126,7 @@ class Describer:
         return _sharding(tensor, shape, ranks, pieces)
 
 
-def describe(tensor: torch.Tensor) -> Sharding | str | None:
-    return Describer().describe(tensor)
-
-
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a DTensor or ShardedTensor."""
     return _is_dtensor(value) or _is_sharded_tensor(value)
 
 
@@ -157,25 +144,21 @@ def _is_sharded_tensor(value: object) -> bool:
 def _sharding(
     tensor: torch.Tensor, shape: tuple[int, ...], ranks: Ranks, pieces: Iterable[LocalPiece]
 ) -> Sharding | str:
-    found = DTYPE_NAMES.get(tensor.dtype)
-    if found is None or tensor.dtype in QUANTIZED:
+    if tensor.dtype in QUANTIZED:
         return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
-    kind: TensorType = "tensor"
-    if isinstance(tensor, torch.nn.Parameter):
-        kind = "parameter"
-    elif getattr(tensor, "_is_buffer", False):
-        kind = "buffer"
-    return Sharding(shape, found[0], kind, tensor.requires_grad, ranks, tuple(pieces))
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    kind: TensorType = "parameter" if is_parameter else tensor_type(tensor)
+    dtype, _ = DTYPE_NAMES[tensor.dtype]
+    return Sharding(shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces))
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Returns a DTensor's local tensor, without a copy."""
     local = tensor._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         # Waits for a collective that is already running.
         local = local.wait()
-    found: torch.Tensor = local.detach()
-    return found
+    detached: torch.Tensor = local.detach()
+    return detached
 
 
 def _local_refusal(local: torch.Tensor, outer: torch.Tensor) -> str | None:
@@ -211,16 +194,16 @@ def _placement_refusal(placements: Sequence[Any]) -> str | None:
     return None
 
 
-_Place: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks]
+_Layout: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks]
 """Boxes, the local shape that they imply, their holders, and all ranks of the mesh."""
 
 
-def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
+def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Layout:
     mesh = spec.mesh
-    everybody = tuple(sorted(mesh.mesh.flatten().tolist()))
+    all_ranks = _mesh_ranks(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return [], (), None, everybody
+        return [], (), None, all_ranks
     ranks = mesh.mesh
     placements = spec.placements
     axes = range(len(placements))
@@ -252,7 +235,7 @@ def _place(spec: Any, shape: tuple[int, ...]) -> _Place:
         place(shape, cuts),
         local_shape(shape, cuts),
         holders if len(holders) > 1 else None,
-        everybody,
+        all_ranks,
     )
 
 
@@ -287,10 +270,9 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
     """The ranks on which a leaf is the same.
 
     Attributes:
-        ranks: The ranks that hold it; None means all ranks of the job.
-        rank_zero_wins: Whether the value of the first rank is authoritative and others may differ.
-            True for buffers, which DistributedDataParallel broadcasts from there before each
-            forward pass.
+        ranks: The ranks that hold it; None for all ranks of the job.
+        rank_zero_wins: Whether the value of the first rank is authoritative: buffers, which
+            DistributedDataParallel broadcasts from there before each forward pass.
     """
 
     ranks: Ranks | None
@@ -298,10 +280,7 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
 
 
 class Replication:
-    """The leaves of one stateful that are the same on several ranks.
-
-    Covers plain leaves only; ``Describer`` covers distributed tensors.
-    """
+    """The plain leaves of one stateful that are the same on several ranks."""
 
     def __init__(self) -> None:
         self._names: dict[str, Replica | None] = {}
@@ -311,11 +290,9 @@ class Replication:
         return bool(self._names or self._prefixes)
 
     def find(self, name: str) -> Replica | None:
-        """Returns the replica of the leaf ``name``; None if it may be private to this rank.
+        """Returns the replica of a leaf; None if it may be private to this rank.
 
-        Args:
-            name: Keys from below the top-level key to the leaf, as strings joined by dots:
-                ``module.0.weight``, ``state.3.step``.
+        ``name`` are the keys below the top-level key, joined by dots: ``state.3.step``.
         """
         if name in self._names:
             return self._names[name]
@@ -329,7 +306,7 @@ class Replication:
         self._names[name] = replica
 
     def add_prefix(self, prefix: str, replica: Replica) -> None:
-        """Sets the replica of all leaves with this prefix that ``add_name`` did not set."""
+        """Sets the replica of all other leaves with this prefix."""
         self._prefixes.append((prefix, replica))
         self._prefixes.sort(key=lambda item: -len(item[0]))
 
@@ -337,15 +314,12 @@ class Replication:
 def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
     """Finds plain leaves that are the same on several ranks, by key of the app state.
 
-    These are:
-
     - Leaves under DistributedDataParallel, anywhere in a module.
     - Plain leaves (step counters, hyperparameters) of a torch optimizer over DTensors: the ranks of
       their mesh step together.
-    - The state of a torch optimizer whose parameters DistributedDataParallel modules of the app
-      state keep equal: equal gradients make equal steps. This excludes modules with trainable
-      parameters that no optimizer of the app state has: other ranks may step those
-      (``ZeroRedundancyOptimizer.optim``).
+    - The state of a torch optimizer whose parameters DistributedDataParallel keeps equal, unless
+      its module has trainable parameters that no optimizer of the app state has: other ranks may
+      step those (``ZeroRedundancyOptimizer.optim``).
 
     LBFGS is left out, since its steps depend on the loss.
     """
@@ -364,17 +338,14 @@ def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
             _add_parameters(model, stepped, synchronised)
     result = {}
     for key, value in app_state.items():
-        if isinstance(value, torch.nn.Module):
-            found = _of_module(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            found = _of_optimizer(value, synchronised)
-        elif isinstance(value, ModelState):
-            found = _of_model_state(value, synchronised)
-        else:
-            continue
-        if found:
-            result[key] = found
-    return result
+        match value:
+            case torch.nn.Module():
+                result[key] = _of_module(value)
+            case torch.optim.Optimizer():
+                result[key] = _of_optimizer(value, synchronised)
+            case ModelState():
+                result[key] = _of_model_state(value, synchronised)
+    return {key: replicas for key, replicas in result.items() if replicas}
 
 
 def _ranks_of(group: Any) -> Ranks | None:
@@ -385,18 +356,14 @@ def _ranks_of(group: Any) -> Ranks | None:
 
 
 def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any, Ranks | None]]:
-    """Returns name, module and ranks of each DistributedDataParallel in ``module``.
-
-    Those with a single rank are left out.
-    """
-    found = sys.modules.get("torch.nn.parallel.distributed")
-    if found is None:
+    """Returns name, module and ranks of each DistributedDataParallel of several ranks."""
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    if distributed is None:
         return []
-    kind = found.DistributedDataParallel
     modules = [
         (name, inner, _ranks_of(inner.process_group))
         for name, inner in module.named_modules(remove_duplicate=False)
-        if isinstance(inner, kind)
+        if isinstance(inner, distributed.DistributedDataParallel)
     ]
     return [item for item in modules if item[2] is None or len(item[2]) > 1]
 
@@ -417,10 +384,7 @@ def _add_parameters(
 def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:
     """Returns the replication of a module's leaves.
 
-    Args:
-        module: The module.
-        prefix: Prepended to all names.
-        is_plain: Whether names are those of the unwrapped model.
+    ``is_plain``: names, which get ``prefix``, are those of the unwrapped model.
     """
     result = Replication()
 
@@ -440,16 +404,14 @@ def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = Fa
     return result
 
 
-def _mesh_ranks(parameter: Any) -> Ranks | None:
-    if not _is_dtensor(parameter):
-        return None
-    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+def _mesh_ranks(mesh: Any) -> Ranks:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
-    """Returns the replica of the plain optimizer state of a parameter; None if private."""
-    ranks = _mesh_ranks(parameter)
-    if ranks is not None:
+    """Returns the replica of a parameter's plain optimizer state; None if private."""
+    if _is_dtensor(parameter):
+        ranks = _mesh_ranks(parameter.device_mesh)
         return Replica(ranks) if len(ranks) > 1 else None
     if id(parameter) in synchronised:
         return Replica(synchronised[id(parameter)])

@@ -4,21 +4,20 @@ Only tensors that nothing but an optimizer's step changes are *lazy*: parameters
 gradients, of modules in the app state, and the state tensors of its optimizers. A leaf is matched
 to them by its memory, so any view counts. All other leaves are *eager*.
 
-Version counters show changes: each in-place operation of torch moves the counter of its tensor,
-which views share. Fused optimizers and DTensors do not move the parameter's, but most move or
-create a step counter. So a parameter is watched with its state, or for the appearance of a state.
+Version counters, which views share, show in-place operations. Fused optimizers and DTensors do not
+move the parameter's, but most move or create a step counter. So a parameter is watched with its
+state, or for the appearance of a state. The tensors of optimizers that move no counter at all
+(``_uncounted_in``) are eager, unless the trainer guarded the optimizer in an earlier save.
 
-Some optimizers move no counter at all (``_uncounted_in``). The tensors that they train are eager,
-unless the trainer guarded the optimizer in an earlier save.
-
-No counter shows that a storage was moved to other memory (``share_memory_()``, also by sending a
-tensor to another process; ``resize_()``). Its old memory is freed then, so addresses are compared
+No counter shows that a storage was moved to other memory and its old memory freed
+(``share_memory_()``, sending a tensor to another process, ``resize_()``). So addresses are compared
 too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -31,17 +30,23 @@ from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.captured import Leaf
 from actorsnap.state.optim import ModelState, submodules_of
-from actorsnap.state.sharing import Extents, Region, touched_without_gaps
-from actorsnap.state.sources import MemorySource, gather
-from actorsnap.state.tensors import QUANTIZED, DeviceSource, TensorSource
+from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
+from actorsnap.state.sources import HostMemory, gather
+from actorsnap.state.tensors import (
+    PLAIN_TYPES,
+    QUANTIZED,
+    DeviceSource,
+    StridedSource,
+    address_of,
+)
 
 __all__ = ["LazyState", "find_lazy", "tensors_of"]
 
 _log = Log(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
-"""Maximum bytes of eager leaves copied in the caller's thread. The caller then need not wait for
-whole chunks because of normalisation statistics, counters and random generators."""
+"""Maximum bytes of eager leaves copied in the caller's thread, so that it need not wait for whole
+chunks because of normalisation statistics, counters and random generators."""
 
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
@@ -50,41 +55,30 @@ _States: TypeAlias = Mapping[torch.Tensor, Any]
 """``optimizer.state``."""
 
 
+@dataclass(eq=False)
 class LazyState:
-    """The leaves of an app state that only optimizers' steps change.
-
-    Keeps tensors alive until ``release``.
+    """The leaves of an app state that only optimizers' steps change. Keeps tensors alive.
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
-        must_wait: Optimizers with lazy leaves that no counter covers. Guard them before the
-            caller can step.
+        must_wait: Optimizers with lazy leaves that no counter covers. Guard them before they step.
     """
 
-    def __init__(
-        self,
-        eager: frozenset[int],
-        must_wait: Sequence[torch.optim.Optimizer],
-        extents: _ByDevice,
-        watched: Mapping[int, Sequence[int]],
-        tensors: Sequence[torch.Tensor],
-        stateless: Mapping[int, Sequence[_States]],
-        leaves_of: Mapping[int, Sequence[int]],
-        places: Mapping[int, Sequence[_Place]],
-    ) -> None:
-        self.eager = eager
-        self.must_wait = must_wait
-        self._extents = extents
-        self._leaves_of = {id(tensors[number]): leaves for number, leaves in leaves_of.items()}
-        self._places = places
-        # By leaf, the tensors whose counters move when it changes.
-        self._watched = dict(watched)
-        self._tensors = tensors
-        self._stateless = stateless
-        self._versions = [_version(tensor) for tensor in tensors]
+    eager: frozenset[int]
+    must_wait: Sequence[torch.optim.Optimizer]
+    _extents: _ByDevice
+    # By id of a tensor.
+    _leaves_of: Mapping[int, Sequence[int]]
+    # By leaf: its memory, and the numbers of the tensors whose counters move when it changes.
+    _places: Mapping[int, Sequence[_Place]]
+    _watched: Mapping[int, Sequence[int]]
+    # By number of a tensor.
+    _tensors: Sequence[torch.Tensor]
+    _versions: Sequence[int]
+    _stateless: Mapping[int, Sequence[_States]]
 
     def touched_by(self, optimizer: Any) -> list[int]:
-        """Returns the leaves whose memory a step of the optimizer changes, in its order."""
+        """Returns the leaves that a step of the optimizer changes, in its order."""
         found: dict[int, Sequence[int]] = {}
         others: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors_of(optimizer)):
@@ -98,9 +92,9 @@ class LazyState:
         return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
 
     def changed(self, leaves: Iterable[int]) -> int | None:
-        """Returns a leaf that changed since the capture, or lost its memory; None if none did."""
+        """Returns a leaf that changed or lost its memory since the capture; None if none did."""
         for leaf in leaves:
-            if any([_address(owner) != start for owner, start in self._places.get(leaf, ())]):
+            if any([address_of(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
             for number in self._watched.get(leaf, ()):
                 tensor = self._tensors[number]
@@ -111,7 +105,7 @@ class LazyState:
         return None
 
     def release(self) -> None:
-        """Drops all references to tensors. Afterwards no leaf counts as touched or changed."""
+        """Drops all references to tensors. No leaf counts as touched or changed any more."""
         self._tensors, self._watched, self._places = (), {}, {}
         self._stateless = {}
         self._leaves_of, self._extents = {}, {}
@@ -124,11 +118,11 @@ def find_lazy(
     *,
     is_guarded: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
 ) -> LazyState:
-    """Finds the lazy leaves, and copies small eager ones at once.
+    """Finds the lazy leaves, and copies small eager ones, which get the copy as their source.
 
     Args:
         app_state: The captured app state.
-        leaves: Leaves of the capture, in its order. Copied leaves get the copy as their source.
+        leaves: Its leaves, in order.
         is_guarded: Returns whether the steps of an optimizer can be made to wait.
     """
     modules, optimizers = _trained_parts(app_state)
@@ -163,21 +157,22 @@ def find_lazy(
     leaves_of: dict[int, list[int]] = {}
     for number, members in steady.items():
         for member in members:
-            leaves_of.setdefault(member, []).append(number)
+            leaves_of.setdefault(id(tensors[member]), []).append(number)
     return LazyState(
-        frozenset(eager) - aside,
-        must_wait,
-        extents,
-        watched,
-        tensors,
-        stateless,
-        leaves_of,
-        places,
+        eager=frozenset(eager) - aside,
+        must_wait=must_wait,
+        _extents=extents,
+        _leaves_of=leaves_of,
+        _places=places,
+        _watched=watched,
+        _tensors=tensors,
+        _versions=[_version(tensor) for tensor in tensors],
+        _stateless=stateless,
     )
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a step changes: parameters by group, each followed by its state."""
+    """Yields the tensors that a step changes: parameters, each followed by its state."""
     state = getattr(optimizer, "state", {})
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -200,13 +195,14 @@ def _trained_parts(
     modules: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     for value in app_state.values():
-        if isinstance(value, ModelState):
-            modules.append(value.model)
-            optimizers += value.optimizers
-        elif isinstance(value, torch.nn.Module):
-            modules.append(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
+        match value:
+            case ModelState():
+                modules.append(value.model)
+                optimizers += value.optimizers
+            case torch.nn.Module():
+                modules.append(value)
+            case torch.optim.Optimizer():
+                optimizers.append(value)
     return modules, optimizers
 
 
@@ -216,9 +212,8 @@ def _steady_tensors(
     """Sorts tensors by what may change them.
 
     Returns:
-        Tensors that only steps change; for each, the numbers of the tensors whose counters show
-        that; for those without state, the optimizers' states in which it will appear; and tensors
-        that anything else may change.
+        Tensors that only steps change; for each, the tensors whose counters show that; for those
+        without state, the optimizers' states in which it will appear; and all other tensors.
     """
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
@@ -262,11 +257,10 @@ _COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns tensors that a step changes without moving a counter, neither theirs nor their
-    state's.
+    """Returns tensors that a step changes without moving their or their state's counter.
 
-    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and SGD of DTensors, whose
-    foreach operations move no counter.
+    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and foreach steps of SGD of
+    DTensors.
     """
     found: list[torch.Tensor] = []
     defaults = getattr(optimizer, "defaults", {})
@@ -287,7 +281,7 @@ def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @cache
 def _warn_of_uncounted(kind: str) -> None:
-    """Warns once per process and class."""
+
     _log.warning(
         'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
         "steps move no version counter, so an early one could not be noticed. Call "
@@ -297,7 +291,7 @@ def _warn_of_uncounted(kind: str) -> None:
 
 
 def _has_state(states: _States, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer has tensors for the parameter: reading can create an empty state."""
+    """Whether an optimizer has tensors for the parameter. Reading can create an empty state."""
     state = states.get(parameter)
     return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
 
@@ -313,13 +307,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _version(tensor: torch.Tensor) -> int:
-    """Returns a number that changes with the tensor, or with the local tensor of a DTensor."""
+    """Returns a number that changes with the tensor, or with a DTensor's local tensor."""
     try:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN_TYPES:
             return tensor._version
         return tensor._version + _local(tensor)._version
     except RuntimeError:  # inference tensors have none
@@ -329,18 +320,17 @@ def _version(tensor: torch.Tensor) -> int:
 # Memory ---------------------------------------------------------------------------------------
 
 _ByDevice: TypeAlias = dict[torch.device, Extents]
-_Place: TypeAlias = tuple[torch.Tensor, int | None]
+_Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
-    """Returns the tensors that own a leaf's memory, and their addresses."""
-    if isinstance(source, MemorySource) and isinstance(source.owner, torch.Tensor):
+    if isinstance(source, HostMemory) and isinstance(source.owner, torch.Tensor):
         return ((source.owner, source.address),)  # nearly all
-    return [(owner, _address(owner)) for owner in _owners(source)]
+    return [(owner, address_of(owner)) for owner in _owners(source)]
 
 
 def _owners(source: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that own a leaf's memory; for a group of views, those of all views."""
+    """Yields the tensors that own a leaf's memory; several for a group of views."""
     if isinstance(source.owner, torch.Tensor):
         yield source.owner
     elif isinstance(source.owner, list):
@@ -348,15 +338,7 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
             yield from _owners(member)
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # the storage was emptied
-        return None
-
-
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    """Returns the extents of numbered tensors that have memory in this process."""
     found: _ByDevice = {}
     for number, tensor in tensors:
         tensor = _local(tensor)
@@ -370,23 +352,21 @@ def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
     found: _ByDevice = {}
     cpu = found[torch.device("cpu")] = Extents()
     for number, leaf in enumerate(leaves):
-        source = leaf.source
-        if isinstance(source, DeviceSource | TensorSource):
-            _add(found, number, source.owner)
-        elif isinstance(source, MemorySource) and not isinstance(source.owner, np.ndarray):
+        source: Any = leaf.source
+        if isinstance(source.owner, np.ndarray):
+            continue
+        if isinstance(source, HostMemory):
             if source.nbytes:
                 cpu.add(number, source.address, source.address + source.nbytes)
+        else:
+            _add(found, number, source.owner)
     return found
 
 
 def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        return
-    nbytes = tensor.nbytes
+    start, nbytes = address_of(tensor), tensor.nbytes
     if nbytes and start and tensor.dtype not in QUANTIZED:
-        stop = start + nbytes if tensor.is_contiguous() else _region(tensor).stop
+        stop = start + nbytes if tensor.is_contiguous() else memory_of(tensor).stop
         extents = found.get(device := tensor.device)
         if extents is None:
             extents = found[device] = Extents()
@@ -395,28 +375,23 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor; other tensors as they are."""
-    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
-
-
-def _region(tensor: torch.Tensor) -> Region:
-    tensor = _local(tensor)
-    return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+    return tensor if type(tensor) in PLAIN_TYPES else getattr(tensor, "_local_tensor", tensor)
 
 
 def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -> bool:
-    """Whether every byte of the leaf certainly belongs to the ``found`` tensors."""
+    """Whether every byte of the leaf certainly belongs to the tensors numbered ``found``."""
     source = leaf.source
-    if isinstance(source, MemorySource):
+    if isinstance(source, HostMemory):
         first = _local(tensors[found[0]])
         if first.data_ptr() == source.address and first.nbytes == source.nbytes:
             if first.is_contiguous():  # nearly all
                 return True
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
-        assert isinstance(source, DeviceSource | TensorSource)
-        held = _region(source.owner)
-    regions = [_region(tensors[number]) for number in found]
-    return any([held.same_layout(region) for region in regions]) or touched_without_gaps(
+        assert isinstance(source, DeviceSource | StridedSource)
+        held = memory_of(source.owner)
+    regions = [memory_of(_local(tensors[number])) for number in found]
+    return any([held.layout == region.layout for region in regions]) or touched_without_gaps(
         regions, held.start, held.stop
     )
 
@@ -456,13 +431,20 @@ class _Memory:
 
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
-    """Replaces the sources of leaves by copies; on a device made there, without waiting."""
-    _copy_here([leaf for leaf in leaves if not _is_kept_there(leaf)])
+    """Replaces the sources of leaves by copies; those on a device are copied there."""
+    others = [leaf for leaf in leaves if not _copy_on_device(leaf)]
+    sizes = [leaf.item.nbytes for leaf in others]
+    memory: Any = np.empty(sum(sizes), np.uint8)
+    pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
+    gather([leaf.source for leaf in others], pieces, memoryview(memory), lambda pinner: None)
+    starts = accumulate(sizes, initial=int(memory.ctypes.data))
+    for leaf, start, nbytes in zip(others, starts, sizes, strict=False):
+        leaf.source = HostMemory(start, nbytes, memory)
     for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
         lane.mark()
 
 
-def _is_kept_there(leaf: Leaf) -> bool:
+def _copy_on_device(leaf: Leaf) -> bool:
     source = leaf.source
     if not isinstance(source, DeviceSource):
         return False
@@ -471,13 +453,3 @@ def _is_kept_there(leaf: Leaf) -> bool:
     except torch.OutOfMemoryError:
         return False  # the model fills the device
     return True
-
-
-def _copy_here(leaves: Sequence[Leaf]) -> None:
-    sizes = [leaf.item.nbytes for leaf in leaves]
-    memory: Any = np.empty(sum(sizes), np.uint8)
-    pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
-    gather([leaf.source for leaf in leaves], pieces, memoryview(memory), lambda pinner: None)
-    starts = accumulate(sizes, initial=int(memory.ctypes.data))
-    for leaf, start, nbytes in zip(leaves, starts, sizes, strict=False):
-        leaf.source = MemorySource(start, nbytes, memory)

@@ -1,8 +1,8 @@
 """Encodes leaves that are no tensors, inline or as bytes.
 
-Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. The safe set
-is closed: other types are pickled if the caller allows it, else refused. It must not know entries,
-app states or storage.
+Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. Types
+outside of a closed set are pickled if allowed, else refused. It must not know entries, app states
+or storage.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ __all__ = [
     "NotInline",
     "array_from_npy",
     "array_to_npy",
-    "bytes_of",
+    "decode",
     "decode_attributes",
     "decode_inline",
+    "encode",
     "encode_attributes",
     "encode_inline",
     "numpy_name",
     "pickled",
-    "unpickled",
-    "value_of",
 ]
 
 INLINE_BYTES: Final = 4096
-"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored as
-bytes, next to the tensors."""
+"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored next to
+the tensors."""
 
 MAX_INT_BITS: Final = 12_000
 """Maximum length of an integer, in bits. Python refuses to print much longer ones."""
@@ -55,30 +54,21 @@ _MAX_DEPTH: Final = 100
 
 _INT64: Final = (-(1 << 63), 1 << 63)
 
-_MEMORY_FORMATS: Final = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.memory_format)
-}
-_LAYOUTS: Final = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.layout)
-}
-
-
 _DICTS: Final[dict[str, Callable[[Any], Any]]] = {
     tag: kind for kind, tag in CONTAINER_TYPES.items() if issubclass(kind, dict)
 }
 
 
-class NotInline(Exception):
-    """A value that the inline encoding does not cover.
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
-    Attributes:
-        value: The value, which may be inside of the encoded one.
-        kind: Name of its type.
-    """
+
+def _constants(kind: type) -> dict[str, Any]:
+    return {_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+class NotInline(Exception):
+    """The inline encoding does not cover ``value``, perhaps a part of the encoded one."""
 
     def __init__(self, value: object) -> None:
         kind = type(value)
@@ -147,7 +137,7 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def _encode_descr(dtype: np.dtype[Any]) -> Any:
-    """Returns numpy's description of a dtype, if numpy can restore the dtype from it."""
+    """Returns numpy's description of a dtype, if that restores it."""
     try:
         descr = np.lib.format.dtype_to_descr(dtype)
         same = np.lib.format.descr_to_dtype(descr)
@@ -182,10 +172,10 @@ _ENCODERS: Final[dict[type, Any]] = {
     bytearray: _encode_bytes,
     complex: lambda v: {"$": "complex", "v": [_encode_float(v.real), _encode_float(v.imag)]},
     torch.Size: lambda v: {"$": "size", "v": list(v)},
-    torch.dtype: lambda v: {"$": "dtype", "v": str(v).removeprefix("torch.")},
+    torch.dtype: lambda v: {"$": "dtype", "v": _name(v)},
     torch.device: lambda v: {"$": "device", "v": str(v)},
-    torch.layout: lambda v: {"$": "layout", "v": str(v).removeprefix("torch.")},
-    torch.memory_format: lambda v: {"$": "memory_format", "v": str(v).removeprefix("torch.")},
+    torch.layout: lambda v: {"$": "layout", "v": _name(v)},
+    torch.memory_format: lambda v: {"$": "memory_format", "v": _name(v)},
 }
 
 
@@ -234,7 +224,7 @@ def _decode_float(value: Any) -> float:
 
 
 def _decode_descr(descr: Any) -> Any:
-    """Restores the tuples in numpy's descriptions of fields, which JSON lacks."""
+    """Restores the tuples in numpy's descriptions, which JSON lacks."""
     if isinstance(descr, str):
         return descr
     fields: list[Any] = []
@@ -261,8 +251,8 @@ _DECODERS: Final[dict[str, Any]] = {
     "size": torch.Size,
     "dtype": DTYPES.__getitem__,
     "device": torch.device,
-    "layout": _LAYOUTS.__getitem__,
-    "memory_format": _MEMORY_FORMATS.__getitem__,
+    "layout": _constants(torch.layout).__getitem__,
+    "memory_format": _constants(torch.memory_format).__getitem__,
     "npdtype": _decode_dtype,
 }
 
@@ -271,7 +261,7 @@ _DECODERS: Final[dict[str, Any]] = {
 
 
 def _is_attribute(name: object) -> bool:
-    """Whether a parameter's attribute ``name`` may be the user's."""
+    """Whether a parameter's attribute may be the user's."""
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -283,25 +273,21 @@ def _is_attribute(name: object) -> bool:
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
     """Encodes the plain attributes of a parameter inline; returns None if it has none.
 
-    Skips names of torch and names with a leading ``_``, which belong to libraries. Skips values
-    outside of the safe set, and values too long to be inline.
+    Skips names of torch, names with a leading ``_``, which belong to libraries, values outside of
+    the safe set, and values too long to be inline.
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in vars(parameter).items():
         if _is_attribute(name):
             with suppress(NotInline, UsageError):
                 encoded = encode_inline(value, path)
                 if len(msgspec.json.encode(encoded)) <= INLINE_BYTES:
-                    found[name] = encoded
-    return found or None
+                    attributes[name] = encoded
+    return attributes or None
 
 
 def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Decodes attributes of ``encode_attributes``.
-
-    Raises:
-        FormatError: One of them encodes no value. Names ``path``.
-    """
+    """Decodes attributes; see ``decode_inline``."""
     return {
         name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
     }
@@ -310,53 +296,56 @@ def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
 # Bytes --------------------------------------------------------------------------------------
 
 
-def bytes_of(value: object, path: str) -> tuple[str, bytes | bytearray] | None:
-    """Returns type and bytes of a value that is too long to be inline; None for others.
+def encode(value: object, path: str) -> tuple[str | None, Any]:
+    """Encodes a value inline; or as bytes, if it is too long.
+
+    Returns:
+        The type of a ``bytes`` entry and its bytes; or None and the inline value.
 
     Raises:
-        NotInline, UsageError: See ``encode_inline``; for containers only.
+        NotInline, UsageError: See ``encode_inline``.
     """
     kind = type(value)
-    if kind is bytes or kind is bytearray:
-        assert isinstance(value, bytes | bytearray)
-        return (kind.__name__, value) if len(value) > INLINE_BYTES else None
-    if kind is str:
-        assert isinstance(value, str)
-        if len(value) <= INLINE_BYTES // 4:
-            return None
-        data = value.encode("utf-8", "surrogatepass")
-        return ("str", data) if len(data) > INLINE_BYTES else None
+    if kind in (bytes, bytearray) and len(value) > INLINE_BYTES:  # type: ignore[arg-type]
+        return kind.__name__, value
+    if kind is str and len(value) > INLINE_BYTES // 4:  # type: ignore[arg-type]
+        data = value.encode("utf-8", "surrogatepass")  # type: ignore[attr-defined]
+        if len(data) > INLINE_BYTES:
+            return "str", data
+    encoded = encode_inline(value, path)
     if kind in CONTAINER_TYPES:
-        data = msgspec.json.encode(encode_inline(value, path))
-        return ("json", data) if len(data) > INLINE_BYTES else None
-    return None
+        data = msgspec.json.encode(encoded)
+        if len(data) > INLINE_BYTES:
+            return "json", data
+    return None, encoded
 
 
-def value_of(kind: str, data: bytearray) -> Any:
-    """Decodes a ``bytes`` entry that is neither pickled nor an array.
+def decode(kind: str, data: bytearray) -> Any:
+    """Decodes the bytes of a ``bytes`` entry. Unpickling runs any code in the bytes.
 
     Raises:
         Exception: The bytes are no value of that type.
     """
-    if kind == "bytes":
-        return bytes(data)
-    if kind == "bytearray":
-        return data
-    if kind == "json":
-        return _decode(msgspec.json.decode(data), 0)
-    return data.decode("utf-8", "surrogatepass")
+    match kind:
+        case "bytes":
+            return bytes(data)
+        case "bytearray":
+            return data
+        case "json":
+            return _decode(msgspec.json.decode(data), 0)
+        case "numpy":
+            return array_from_npy(data)
+        case "pickle":
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        case _:
+            return data.decode("utf-8", "surrogatepass")
 
 
 def pickled(value: object) -> bytes:
-    """Pickles ``value`` with ``torch.save``, pickle protocol 5."""
+    """Pickles ``value`` with ``torch.save``."""
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
-
-
-def unpickled(data: bytearray) -> Any:
-    """Unpickles a value of ``pickled``, with tensors on CPU. Runs any code in the bytes."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 # NumPy --------------------------------------------------------------------------------------
@@ -373,13 +362,13 @@ NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns the type string of a numpy dtype that torch has, too; None for others."""
+    """Returns the type string of a numpy dtype that torch has, too; else None."""
     name = dtype.str
     return name if name in NUMPY_DTYPES and NUMPY_DTYPES[name][0] == dtype else None
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
-    """Encodes an array as an ``.npy`` file; used for dtypes that torch lacks.
+    """Encodes an array of a dtype that torch lacks as an ``.npy`` file.
 
     Raises:
         NotInline: The dtype holds Python objects, or numpy cannot describe it.
@@ -394,9 +383,7 @@ def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def array_from_npy(data: bytearray) -> np.ndarray[Any, Any]:
-    """Decodes an ``.npy`` file. The array uses the memory of ``data``.
-
-    numpy's own reader trusts the size in the header and allocates it before reading.
+    """Decodes an ``.npy`` file in the memory of ``data``. numpy's reader trusts the header's size.
 
     Raises:
         ValueError: ``data`` is no such file, holds Python objects, or has the wrong length.

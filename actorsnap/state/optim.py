@@ -1,7 +1,6 @@
 """Primes optimizers for a restore, and names states independently of the parallelism.
 
-Decides the state of an optimizer before its first step, and the names under which a ``ModelState``
-saves a model and its optimizers. It must not know paths, entries or storage.
+It must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Tensors have the shapes, dtypes, devices and placements that the optimizer gives them. For
     torch's own classes the values are those before the first step, so training may continue without
-    a restore. The exception is SGD with dampening: it then dampens the first gradient, too.
-    Parameters, gradients, learning rates, hooks, step counters and random generators do not change.
-    Parameters that have state already or require no gradients are skipped.
+    a restore; but SGD with dampening then dampens the first gradient, too. Parameters, gradients,
+    learning rates, hooks, step counters and random generators do not change. Parameters that have
+    state already or require no gradients are skipped.
 
     Args:
         optimizer: Any optimizer. Classes outside of torch.optim run one step on zeros in place of
@@ -52,6 +51,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
             groups.append((group, lacking))
     if not groups:
         return
+    init = getattr(kind, "_init_group", None)
     # Keeps the step out of the caller's autograd graphs, and makes no inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -62,15 +62,11 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[parameter].update(
                         step=0, exp_avg=_zeros(parameter), exp_avg_sq=_zeros(parameter)
                     )
-        elif _is_torchs(getattr(kind, "_init_group", None)):
+        elif getattr(init, "__module__", "").startswith("torch.optim."):
             for group, parameters in groups:
                 _init_group(optimizer, group, parameters)
         else:
             _step_on_zeros(optimizer, groups)
-
-
-def _is_torchs(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("torch.optim.")
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -94,7 +90,7 @@ def _adopt(
 def _init_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor]
 ) -> None:
-    """Runs the part of a step of torch's that creates the state."""
+    """Runs the part of torch's step that creates the state."""
     stand_ins = [parameter.detach() for parameter in parameters]
     for parameter, stand_in in zip(parameters, stand_ins, strict=True):
         # Only presence, shape and dtype of the gradient matter.
@@ -206,23 +202,23 @@ def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
     """Whether optimizers have the classes in ``saved``, which ``class_names`` returned.
 
-    A class may have moved to another module, but never into or out of torch. A class outside of
-    torch also takes the state of its base classes.
+    A class may have moved to another module, but not into or out of torch. A class outside of torch
+    also takes the state of its base classes.
     """
     names = set(map(_identity, saved.split(", ")))
-    taken: set[tuple[bool, str]] = set()
+    matched: set[tuple[bool, str]] = set()
     for kind in set(map(_class_of, optimizers)):
         is_torchs, _ = _identity(_qualified(kind))
         bases = (kind,) if is_torchs else kind.__mro__
-        found = names.intersection([_identity(_qualified(base)) for base in bases])
-        if not found:
+        matching = names.intersection([_identity(_qualified(base)) for base in bases])
+        if not matching:
             return False
-        taken |= found
-    return taken == names
+        matched |= matching
+    return matched == names
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Returns the class of an optimizer, or of the one that a wrapper (accelerate's) holds."""
+    """Returns the class of an optimizer, or of the one in a wrapper (accelerate's)."""
     inner = vars(optimizer).get("optimizer")
     return _class_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
@@ -232,7 +228,7 @@ def _qualified(kind: type) -> str:
 
 
 def _identity(name: str) -> tuple[bool, str]:
-    """Returns the parts of a class name that must be equal: whether it is torch's, and the end."""
+    """Returns what must be equal: whether a class is torch's, and the end of its name."""
     return name.startswith("torch."), name.rpartition(".")[2]
 
 
@@ -240,22 +236,19 @@ def _identity(name: str) -> tuple[bool, str]:
 
 
 def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns modules and all their submodules, each once.
-
-    Takes a quarter of the time of ``Module.modules()``, which nests a generator per level.
-    """
-    found = dict.fromkeys(modules)
-    left = list(found)
-    for module in left:  # grows
+    """Returns modules and all submodules, each once; faster than ``Module.modules()`` (4 x)."""
+    seen = dict.fromkeys(modules)
+    parts = list(seen)
+    for module in parts:  # grows
         for part in module._modules.values():
-            if part is not None and part not in found:
-                found[part] = None
-                left.append(part)
-    return left
+            if part is not None and part not in seen:
+                seen[part] = None
+                parts.append(part)
+    return parts
 
 
 def plain_name(module: torch.nn.Module, name: str) -> str:
-    """Returns a name in ``module`` without the parts that wrappers (DDP, compile) add."""
+    """Returns a name in ``module`` without the parts of wrappers (DDP, compile)."""
     parts = []
     at: Any = module
     for part in name.split("."):
@@ -276,9 +269,9 @@ class ModelState:
     """A model and its optimizers as one stateful, with names independent of the parallelism.
 
     The state is that of ``torch.distributed.checkpoint.state_dict.get_state_dict``, in its sharded
-    form. ``model`` is keyed by parameter name, without the prefixes of DistributedDataParallel,
-    FSDP and ``torch.compile``; ``optim`` by parameter name instead of number. It can be restored
-    under another wrapper, on another mesh, in other pipeline stages, or in one process.
+    form, keyed by parameter name without the prefixes of DistributedDataParallel, FSDP and
+    ``torch.compile``. It can be restored under another wrapper, on another mesh, in other pipeline
+    stages, or in one process.
 
     With FSDP1 (``FullyShardedDataParallel``) ``state_dict`` and ``load_state_dict`` are collective,
     as in torch. Otherwise no rank waits for another.
@@ -286,10 +279,9 @@ class ModelState:
     Args:
         model: The model, wrapped as for training.
         optimizers: One, several or no optimizers of the model.
-        flatten: Whether hyperparameters are stored per parameter. Pipeline stages need this, since
-            their groups have different parameters. Otherwise they are stored per group, which is
-            smaller for models with very many parameters, and which optimizers need if their state
-            has other values than tensors and numbers.
+        flatten: Whether hyperparameters are stored per parameter, which pipeline stages need.
+            Otherwise they are stored per group: smaller for models with very many parameters, and
+            needed by optimizers whose state has other values than tensors and numbers.
     """
 
     def __init__(
@@ -315,7 +307,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
 
-        Primes optimizers that have no state yet (``prime_optimizer``).
+        Primes optimizers without state (``prime_optimizer``).
         """
         from torch.distributed.checkpoint import state_dict as names
 

@@ -1,9 +1,8 @@
 """Finds the ranks that save together, and the store that they share.
 
-A group comes from a process group of torch.distributed, the caller's store, or torchrun's
-environment variables. Connects to no other process: a store from the environment connects when it
-is cloned. Only this module inspects torch.distributed's groups, by public functions (see
-``_store_of``).
+They come from a process group of torch.distributed, the caller's store, or torchrun's environment
+variables, without a connection to another process: a store from the environment connects when it
+is cloned. Only this module inspects torch.distributed's groups.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ _METHODS = ("clone", "queue_push", "queue_pop", "queue_len", "set_timeout")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """The address of a TCPStore, and the prefix of all keys."""
-
     host: str
     port: int
     prefix: str = ""
@@ -51,10 +48,10 @@ class Group:
     Attributes:
         rank: Rank of this process in the group.
         world_size: Number of ranks in the group.
-        ranks: Global ranks of the members, in the order of the group.
+        ranks: Their global ranks, in the order of the group.
         store: A store with queues (``transport.store.QueueStore``). Clone it before use.
         name: Name of job and group, unique at one store and equal on all ranks.
-        address: Address of the store below all prefixes; None if it has none.
+        address: Address of the store below all prefixes, if it has one.
     """
 
     rank: int
@@ -72,7 +69,7 @@ def global_rank() -> int:
 
 
 def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the likely number of ranks that save together. Opens no connection."""
+    """Returns the likely number of ranks that save together, without a connection."""
     dist = _distributed()
     if dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
@@ -91,12 +88,12 @@ def find_group(
     """Returns the group of a call; None if it has one rank only.
 
     Args:
-        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it
-            is initialised, else torchrun's environment variables.
+        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it is
+            initialised, else torchrun's environment variables.
         store: A c10d store that all ranks share, instead of the group's own. Two jobs that use one
             need a ``PrefixStore`` each.
-        rank: Rank of this process, with ``store`` and without a process group. None takes ``RANK``.
-        world_size: Number of ranks, likewise. None takes ``WORLD_SIZE``.
+        rank, world_size: With ``store`` and without a process group; ``RANK`` and ``WORLD_SIZE`` by
+            default.
         environ: Replaces the process environment.
 
     Raises:
@@ -126,22 +123,23 @@ def find_group(
     size = _variable("WORLD_SIZE", environ)
     if size == 1:
         return None
-    return _of_ranks(own, size, _store_of_environment(own, environ), f"{_job(environ)}/env")
+    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0 does.
+    is_host = own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    port = _variable("MASTER_PORT", environ)
+    environment_store = _store_of_environment(os.getpid(), environ["MASTER_ADDR"], port, is_host)
+    return _of_ranks(own, size, environment_store, f"{_job(environ)}/env")
 
 
 def find_prefix(store: Any) -> str:
     """Returns the prefix that a store adds to all keys; "" without a prefix.
 
-    No method of a store returns it. So one rank sets a random key, finds it in the list of all
-    keys, and publishes the prefix in the store. Blocks, up to the timeout of the store.
+    No method returns it. So one rank sets a random key, finds it among all keys, and publishes the
+    prefix in the store. Blocks, up to the timeout of the store.
 
     Raises:
         RuntimeError: The store does not answer, or this torch cannot list its keys.
     """
-    dist = _distributed()
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
+    base = _without_prefixes(store)
     if base is store:
         return ""
     if store.add(f"{_PREFIX_KEY}/turn", 1) == 1:
@@ -149,11 +147,18 @@ def find_prefix(store: Any) -> str:
             raise RuntimeError("this torch cannot list the keys of a store")
         key = f"{_PREFIX_KEY}/{secrets.token_hex(8)}"
         store.set(key, b"")
-        [found] = [other for other in base.list_keys() if other.endswith(key)]
+        [whole] = [other for other in base.list_keys() if other.endswith(key)]
         store.delete_key(key)
-        store.set(_PREFIX_KEY, found.removesuffix(key).rstrip("/"))
+        store.set(_PREFIX_KEY, whole.removesuffix(key).rstrip("/"))
     prefix: bytes = store.get(_PREFIX_KEY)
     return prefix.decode()
+
+
+def _without_prefixes(store: Any) -> Any:
+    dist = _distributed()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _distributed() -> Any:
@@ -166,11 +171,8 @@ def _distributed() -> Any:
 def _process_group(group: Any) -> Any:
     """Returns ``group``, or the default process group; None if neither exists."""
     dist = _distributed()
-
     if group is None:
-        if not dist.is_available() or not dist.is_initialized():
-            return None
-        return dist.group.WORLD
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError(
@@ -185,7 +187,6 @@ def _process_group(group: Any) -> Any:
 
 def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Group | None:
     dist = _distributed()
-
     try:
         rank = dist.get_rank(group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -201,64 +202,42 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
     if group is not dist.group.WORLD:
         # torch names groups by a counter, which may differ between ranks.
         name += "@" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
-    if store is None:
-        store = _store_of(group)
-    return Group(
-        rank=rank,
-        world_size=len(ranks),
-        ranks=ranks,
-        store=store,
-        name=name,
-        address=_check_store(store),
-    )
+    return _group(rank, ranks, _store_of(group) if store is None else store, name)
 
 
 def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None:
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is not in [0, {world_size}), the ranks of this job")
-    if world_size == 1:
-        return None
+    return None if world_size == 1 else _group(rank, tuple(range(world_size)), store, name)
+
+
+def _group(rank: int, ranks: tuple[int, ...], store: Any, name: str) -> Group:
+    address = _check_store(store)
     return Group(
-        rank=rank,
-        world_size=world_size,
-        ranks=tuple(range(world_size)),
-        store=store,
-        name=name,
-        address=_check_store(store),
+        rank=rank, world_size=len(ranks), ranks=ranks, store=store, name=name, address=address
     )
 
 
 def _store_of(group: Any) -> Any:
-    """Returns the store of a process group. torch's method is public, but undocumented."""
     try:
-        found = group.get_group_store()
+        store = group.get_group_store()  # public, but undocumented
     except (AttributeError, RuntimeError) as error:
         raise UsageError(
             "this torch does not return the store of a process group: pass store=, a TCPStore that "
             "all ranks share"
         ) from error
-    if found is None:
+    if store is None:
         raise UsageError(
             "this process group has no store (MPI has none): pass store=, a TCPStore that all "
             "ranks share"
         )
-    return found
+    return store
 
 
 def _check_store(store: Any) -> StoreAddress | None:
-    """Checks that a store has queues, without network access.
-
-    Returns:
-        The address for other processes; None if it has none.
-
-    Raises:
-        UsageError: The store has no queues.
-    """
+    """Checks that a store has queues, without network access; returns its address, if any."""
     dist = _distributed()
-
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
+    base = _without_prefixes(store)
     remedy = (
         "initialise the process group with init_method='env://' or 'tcp://', or pass store=, a "
         "torch.distributed.TCPStore that all ranks share"
@@ -310,21 +289,15 @@ def _variable(name: str, environ: Mapping[str, str]) -> int:
 
 
 class StoreAt:
-    """A TCPStore that is not connected yet.
-
-    Args:
-        address: Address of the store.
-        server: Kept alive with this object.
-    """
+    """A TCPStore that is not connected yet. Keeps ``server`` alive."""
 
     def __init__(self, address: StoreAddress, server: Any = None) -> None:
         self.address = address
         self._server = server
 
     def clone(self) -> Any:
-        """Connects, which may block until the hosting process has started. Imports torch."""
+        """Connects; may block until the hosting process has started. Imports torch."""
         dist = _distributed()
-
         store = dist.TCPStore(
             self.address.host,
             self.address.port,
@@ -336,29 +309,16 @@ class StoreAt:
         return dist.PrefixStore(prefix, store) if prefix else store
 
 
-def _store_of_environment(rank: int, environ: Mapping[str, str]) -> StoreAt:
-    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0 does.
-    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return _environment_store(
-        os.getpid(),
-        environ["MASTER_ADDR"],
-        _variable("MASTER_PORT", environ),
-        rank == 0 and not is_agents,
-    )
-
-
 @functools.cache
-def _environment_store(pid: int, host: str, port: int, is_host: bool) -> StoreAt:
-    """Returns the one store per process; a server that rank 0 hosts lives as long as the process.
+def _store_of_environment(pid: int, host: str, port: int, is_host: bool) -> StoreAt:
+    """Returns the store of this process; a server that it hosts lives as long as the process.
 
     ``pid`` keeps a forked child from using its parent's.
     """
-    dist = _distributed()
-
     server = None
     if is_host:
         try:
-            server = dist.TCPStore(
+            server = _distributed().TCPStore(
                 host,
                 port,
                 is_master=True,
@@ -367,9 +327,9 @@ def _environment_store(pid: int, host: str, port: int, is_host: bool) -> StoreAt
                 multi_tenant=True,
             )
         except RuntimeError as error:
-            said = str(error).split("\n", 1)[0]
+            reason = str(error).split("\n", 1)[0]
             raise UsageError(
-                f"rank 0 cannot host a store at MASTER_ADDR:MASTER_PORT ({host}:{port}): {said}. "
+                f"rank 0 cannot host a store at MASTER_ADDR:MASTER_PORT ({host}:{port}): {reason}. "
                 "Start the job with torchrun, or call init_process_group before the first save"
             ) from error
     return StoreAt(StoreAddress(host, port), server)

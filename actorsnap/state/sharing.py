@@ -1,39 +1,43 @@
-"""Groups leaves that share memory.
+"""Memory regions of tensors and arrays, and groups of leaves that share memory.
 
 Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``. Decides for each
-group whether one leaf or the whole span of memory is the base, or whether its members are stored
+group whether one leaf or the whole span of memory is the base, or whether members are stored
 separately after all. It must not know paths, entries or app states. The caller numbers the members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from actorsnap.state.tensors import c_strides, extent_bytes
+from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes
 
 __all__ = [
-    "Extents",
     "AliasGroup",
+    "Extents",
     "Region",
-    "group",
+    "find_groups",
+    "memory_of",
+    "region_of",
     "share_bytes",
     "touched_without_gaps",
     "touching",
 ]
 
 _MAX_EXACT = 128
-"""Maximum size of a group whose strided members are compared in pairs; else extents decide."""
+"""Maximum number of strided members that are compared in pairs; with more, extents decide."""
 
 _MAX_WORK = 10_000
 """Effort limit of ``numpy.shares_memory``."""
 
 _MAX_SPAN = 2
-"""Maximum ratio of a span's size to the total size of its members, for the span to be stored. A row
-and a column of a large matrix share one element, but the user did not save the matrix."""
+"""Maximum ratio of a span's size to its members' total size, for the span to be stored. A row and a
+column of a large matrix share one element, but the user did not save the matrix."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
@@ -57,11 +61,8 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, counting repeated ones repeatedly."""
-        count = self.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        """Bytes of all elements, repeated ones included."""
+        return prod(self.shape) * self.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -75,12 +76,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def repeats(self) -> bool:
-        """Whether elements certainly share memory with each other (expanded tensors)."""
+        """Whether elements certainly share memory with each other."""
         return self.stop - self.start < self.nbytes
 
     @property
     def has_no_gaps(self) -> bool:
-        """Whether every byte from the first to the last element belongs to an element."""
+        """Whether every byte of the extent belongs to an element."""
         run = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
@@ -91,7 +92,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """A key that is equal for regions with the same memory for each element."""
+        """A key: equal for regions with the same memory for each element."""
         strides: tuple[int, ...] = ()
         if 0 not in self.shape:
             strides = tuple(
@@ -103,12 +104,25 @@ class Region(msgspec.Struct, frozen=True, gc=False):
         """Returns the same layout at another address."""
         return Region(start, self.itemsize, self.shape, self.strides)
 
-    def same_layout(self, other: Region) -> bool:
-        return self.layout == other.layout
+
+def memory_of(tensor: torch.Tensor) -> Region:
+    """Returns the memory of a strided tensor, also of a lazily conjugated one."""
+    return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+
+
+def region_of(value: TensorOrArray) -> Region | None:
+    """Returns the region of a dense tensor or array; None if strides cannot express it."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_neg() or value.is_conj() else memory_of(value)
+    itemsize = value.itemsize
+    if any([stride < 0 or stride % itemsize for stride in value.strides]):
+        return None
+    strides = tuple([stride // itemsize for stride in value.strides])
+    return Region(value.ctypes.data, itemsize, value.shape, strides)
 
 
 class Extents:
-    """Address ranges of members in the memory of one device."""
+    """Address ranges of members, none of them empty, in the memory of one device."""
 
     __slots__ = ("numbers", "starts", "stops")
 
@@ -118,7 +132,6 @@ class Extents:
         self.stops: list[int] = []
 
     def add(self, number: int, start: int, stop: int) -> None:
-        """Adds a member that is not empty; ``stop`` is exclusive."""
         self.numbers.append(number)
         self.starts.append(start)
         self.stops.append(stop)
@@ -128,11 +141,10 @@ class AliasGroup(msgspec.Struct, frozen=True):
     """Members that share memory.
 
     Attributes:
-        members: Numbers of the members, ascending.
+        members: Their numbers, ascending.
         base: Number of the member that is stored for all; None if the span is stored.
         start, stop: The span of memory that the group touches.
-        same: Whether all members have one layout. Their views then have C-order strides, since the
-            base is stored in C order.
+        same: Whether all have one layout. Views then have C-order strides, like the stored base.
     """
 
     members: tuple[int, ...]
@@ -143,7 +155,7 @@ class AliasGroup(msgspec.Struct, frozen=True):
 
 
 def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Returns groups of at least two extents that overlap transitively, as indices."""
+    """Returns groups of two or more extents that overlap transitively, as indices."""
     if len(starts) < 2:
         return []
     low = np.asarray(starts, dtype=np.uint64)
@@ -152,21 +164,14 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     low = low[order]
     reach = np.maximum.accumulate(high[order])
     # A new group begins where no earlier extent reaches.
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = low[1:] >= reach[:-1]
-    if is_first.all():
+    begins = np.flatnonzero(low[1:] >= reach[:-1]) + 1
+    if len(begins) == len(order) - 1:
         return []
-    begins = np.flatnonzero(is_first)
-    ends = np.append(begins[1:], len(order))
-    return [
-        sorted(order[begin:end].tolist())
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-        if end - begin > 1
-    ]
+    return [sorted(piece.tolist()) for piece in np.split(order, begins) if len(piece) > 1]
 
 
-class _Fake:
-    """An array interface over a region; numpy computes with the addresses and never reads."""
+class _ArrayOver:
+    """An array interface over a region. ``numpy.shares_memory`` reads addresses only."""
 
     def __init__(self, region: Region) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -182,10 +187,9 @@ def share_bytes(a: Region, b: Region) -> bool:
     """Whether two regions have a byte in common. True if that is too hard to decide."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
+    arrays: list[Any] = [np.asarray(_ArrayOver(region)) for region in (a, b)]
     try:
-        return bool(
-            np.shares_memory(np.asarray(_Fake(a)), np.asarray(_Fake(b)), max_work=_MAX_WORK)  # type: ignore[arg-type]
-        )
+        return bool(np.shares_memory(arrays[0], arrays[1], _MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -193,7 +197,7 @@ def share_bytes(a: Region, b: Region) -> bool:
 def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]]:
     """Splits members whose extents overlap into groups that share bytes.
 
-    Interleaved columns of a matrix have overlapping extents, but share no byte.
+    Interleaved columns of a matrix overlap, but share no byte.
     """
     if len(members) > _MAX_EXACT or all(regions[m].is_contiguous for m in members):
         return [members]
@@ -252,12 +256,11 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]
         return [AliasGroup(tuple(members), None, start, stop, same=False)]
     # Thin members are stored separately, and so share only with equal ones. The other extents are
     # dense enough for any span that they make, so this terminates.
-    groups = [found for alike in thin for found in _resolve(alike, regions)]
+    groups = [each for alike in thin for each in _resolve(alike, regions)]
     return groups + _groups(sorted(dense), regions)
 
 
 def _groups(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:
-    """Returns the groups among members that are close to each other."""
     starts = [regions[m].start for m in members]
     stops = [regions[m].stop for m in members]
     groups = []
@@ -267,40 +270,31 @@ def _groups(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:
     return groups
 
 
-def group(
+def find_groups(
     extents: Iterable[Extents],
     repeating: Iterable[int],
-    region_of: Callable[[int], Region],
+    region_of_member: Callable[[int], Region],
 ) -> list[AliasGroup]:
-    """Finds the leaves that share memory.
+    """Returns groups of leaves that share memory, also of one leaf that repeats elements.
 
     Args:
         extents: Extents of all members, one per device.
         repeating: Numbers of members whose elements share memory.
-        region_of: Returns the ``Region`` of a member. Called only for overlaps and repeats.
-
-    Returns:
-        Groups that share memory, including single members that repeat elements.
+        region_of_member: Called for overlaps and repeats only.
     """
     groups: list[AliasGroup] = []
-    rest = set(repeating)
     for device in extents:
         for candidate in touching(device.starts, device.stops):
             members = [device.numbers[i] for i in candidate]
-            regions = {member: region_of(member) for member in members}
-            groups += _groups(members, regions)
-    for found in groups:
-        rest.difference_update(found.members)
-    for member in sorted(rest):
-        groups += _resolve([member], {member: region_of(member)})
+            groups += _groups(members, {member: region_of_member(member) for member in members})
+    grouped = {member for group in groups for member in group.members}
+    for member in sorted(set(repeating) - grouped):
+        groups += _resolve([member], {member: region_of_member(member)})
     return groups
 
 
 def touched_without_gaps(regions: Iterable[Region], start: int, stop: int) -> bool:
-    """Whether the regions certainly touch every byte of ``[start, stop)``.
-
-    Ignores regions with gaps, so False may be wrong; True never is.
-    """
+    """Whether regions without gaps certainly touch every byte of ``[start, stop)``."""
     reach = start
     for region in sorted(regions, key=lambda region: region.start):
         if region.start <= reach and region.has_no_gaps:

@@ -1,9 +1,9 @@
-"""Byte sources and sinks: the view that saving and storage have of tensors.
+"""Byte sources and sinks: how saving and storage access the bytes of leaves.
 
 The uploader process imports this module, so it must not import torch.
 
-Staging copies with ``gather``. Each piece in CPU memory takes one call that releases the GIL, and
-no view or tensor: ``docs/decisions/0013-staging-copies.md``.
+Staging copies with ``gather``. Each piece in CPU memory takes one call, which releases the GIL and
+creates no view or tensor: ``docs/decisions/0013-staging-copies.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ __all__ = [
     "ByteSource",
     "Cut",
     "DeviceCopier",
-    "MemorySink",
-    "MemorySource",
+    "HostMemory",
     "PartSource",
     "Pinner",
     "copy_bytes",
@@ -33,8 +32,8 @@ __all__ = [
 ]
 
 
-class ByteSource(Protocol):
-    """The C-order bytes of a leaf to store. Keeps the leaf's memory alive.
+class _Bytes(Protocol):
+    """The C-order bytes of a leaf. Keeps the leaf's memory alive.
 
     Attributes:
         nbytes: Number of bytes.
@@ -49,30 +48,21 @@ class ByteSource(Protocol):
         """Returns bytes ``[start, stop)`` in place, as unsigned bytes. Only if addressable."""
         ...
 
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Copies bytes ``[start, start + len(out))`` into ``out``.
 
-        Blocks; for worker threads. Large copies release the GIL. Unless the source is
-        addressable, both ends are multiples of the item size.
+class ByteSource(_Bytes, Protocol):
+    """Bytes to store."""
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Copies bytes ``[start, start + len(out))`` into ``out``. Blocks; for worker threads.
+
+        Large copies release the GIL. Unless the source is addressable, both ends are multiples of
+        the item size.
         """
         ...
 
 
-class ByteSink(Protocol):
-    """Takes the C-order bytes of a restored leaf. Keeps its memory alive.
-
-    Attributes:
-        nbytes: Number of bytes.
-        is_addressable: Whether the memory is contiguous, writable CPU memory.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def is_addressable(self) -> bool: ...
-    def view(self, start: int, stop: int) -> memoryview:
-        """Returns bytes ``[start, stop)`` in place, writable. Only if addressable."""
-        ...
+class ByteSink(_Bytes, Protocol):
+    """Memory for restored bytes. Its views are writable."""
 
     def copy_from(self, start: int, data: memoryview) -> None:
         """Copies ``data`` to bytes ``[start, start + len(data))``; see ``copy_into``."""
@@ -92,10 +82,7 @@ _WINDOWS: Final[list[Any]] = [
 
 
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
-    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive.
-
-    Takes a fraction of the time of torch's dispatcher.
-    """
+    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive."""
     if nbytes == 0:
         return memoryview(bytearray())
     window = _WINDOWS[nbytes.bit_length()].from_address(address)
@@ -108,6 +95,42 @@ def copy_bytes(out: memoryview, data: memoryview) -> None:
         out[:] = data
     else:  # releases the GIL, unlike the assignment
         np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
+
+
+class HostMemory(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Contiguous CPU memory, to save from or to restore into."""
+
+    address: int
+    nbytes: int
+    owner: object
+    is_addressable: ClassVar[bool] = True
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return memory_at(self.address + start, stop - start, self.owner)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        copy_bytes(out, self.view(start, start + len(out)))
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        copy_bytes(self.view(start, start + len(data)), data)
+
+
+class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Bytes ``[start, start + nbytes)`` of another source."""
+
+    whole: ByteSource
+    start: int
+    nbytes: int
+
+    @property
+    def is_addressable(self) -> bool:
+        return self.whole.is_addressable
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self.whole.view(self.start + start, self.start + stop)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        self.whole.copy_into(self.start + start, out)
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -130,7 +153,7 @@ class Pinner(Protocol):
 
 
 class DeviceCopier(Protocol):
-    """Copies from many sources in one call. The sources refer to it as ``copier``.
+    """Copies from many sources, which refer to it as ``copier``, in one call.
 
     Attributes:
         pinner: Pins the memory that is copied into.
@@ -140,68 +163,17 @@ class DeviceCopier(Protocol):
     def pinner(self) -> Pinner: ...
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Begins copies, without waiting for the device.
+        """Begins copies; returns a function that waits for their end. It must be called once.
 
         Args:
-            out: Must live until the copies have ended, as must the sources.
+            out: Must live until then, as must the sources.
             cuts: In ascending order of ``at``, which is relative to ``out``.
-
-        Returns:
-            A function that waits until the copies have ended. It must be called once.
 
         Raises:
             Exception: An error of the device, here or from the returned function. All copies have
                 ended then.
         """
         ...
-
-
-class MemorySource(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Contiguous CPU memory to save from."""
-
-    address: int
-    nbytes: int
-    owner: object
-    is_addressable: ClassVar[bool] = True
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memory_at(self.address + start, stop - start, self.owner)
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        copy_bytes(out, self.view(start, start + len(out)))
-
-
-class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes ``[start, start + nbytes)`` of another source."""
-
-    whole: ByteSource
-    start: int
-    nbytes: int
-
-    @property
-    def is_addressable(self) -> bool:
-        return self.whole.is_addressable
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return self.whole.view(self.start + start, self.start + stop)
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        self.whole.copy_into(self.start + start, out)
-
-
-class MemorySink(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Contiguous CPU memory to restore into."""
-
-    address: int
-    nbytes: int
-    owner: object
-    is_addressable: ClassVar[bool] = True
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memory_at(self.address + start, stop - start, self.owner)
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        copy_bytes(self.view(start, start + len(data)), data)
 
 
 def gather(
@@ -234,7 +206,7 @@ def gather(
         nbytes = piece.stop - start
         if type(source) is PartSource:
             source, start = source.whole, source.start + start
-        if type(source) is MemorySource:
+        if type(source) is HostMemory:
             here.append((to + at, source.address + start, nbytes))
         else:
             copier = getattr(source, "copier", None)

@@ -1,7 +1,7 @@
 """Statefuls: the objects in an app state.
 
-Decides which random generators are saved, which app states are valid, and how far each kind of
-stateful may differ from a state that it loads. It must not know paths, entries or storage.
+Decides which app states are valid, which random generators are saved, and how far a stateful may
+differ from a state that it loads. It must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Stateful(Protocol):
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
 
-    ``load_state_dict`` keeps keys that it does not get. So under ``strict=False`` a key that is
-    newer than the snapshot keeps its value.
+    ``load_state_dict`` keeps keys that it does not get: under ``strict=False`` a key that is newer
+    than the snapshot keeps its value.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class RNGState:
 
         Raises:
             UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
-                their state.
+                theirs.
         """
         setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,
@@ -142,11 +142,7 @@ def _set_cuda(states: list[torch.Tensor]) -> None:
 
 
 def validate_app_state(app_state: object) -> None:
-    """Checks that ``app_state`` is a non-empty dict of ``Stateful`` objects with str keys.
-
-    Raises:
-        UsageError: It is not. Names all wrong keys and types.
-    """
+    """Raises ``UsageError`` unless ``app_state`` is a non-empty dict of statefuls with str keys."""
     if not isinstance(app_state, Mapping):
         raise UsageError(
             f"app_state must be a dict of objects with state_dict and load_state_dict, "
@@ -194,10 +190,7 @@ class Matching(StrEnum):
 
 
 def matching_of(stateful: Stateful) -> Matching:
-    """Returns how far ``stateful`` must match.
-
-    Optimizers and schedulers rebuild their state on load, so their current state implies nothing.
-    """
+    """Optimizers and schedulers rebuild their state on load, so need not match."""
     if isinstance(stateful, torch.nn.Module):
         return Matching.LEAVES
     if isinstance(stateful, torch.optim.Optimizer):
@@ -211,7 +204,7 @@ def matching_of(stateful: Stateful) -> Matching:
 
 
 def adapts(stateful: Stateful) -> bool:
-    """Whether a module may load a state with other leaves than its own: only torch can decide."""
+    """Whether a module may load a state with other leaves than its own, which only torch knows."""
     if not isinstance(stateful, torch.nn.Module):
         return False
     load = getattr(stateful.load_state_dict, "__func__", None)
@@ -225,7 +218,7 @@ def adapts(stateful: Stateful) -> bool:
 
 
 def _is_fully_shards(hook: Any) -> bool:
-    """Whether a hook belongs to ``fully_shard``, whose hooks do not change the state."""
+    """Whether a hook is one of ``fully_shard``, which do not change the state."""
     module: str = getattr(hook, "__module__", None) or ""
     return module.startswith("torch.distributed.fsdp._fully_shard.")
 
@@ -238,9 +231,9 @@ def can_assign(stateful: Stateful) -> bool:
 
 
 def loader(stateful: Stateful, *, strict: bool) -> Callable[[Any], Any]:
-    """Returns ``load_state_dict``, bound to ``strict`` if it is a module's that takes it.
+    """Returns ``load_state_dict``, bound to ``strict``, and to ``assign`` for tensors on meta.
 
-    A module with tensors on meta gets ``assign=True``, if it takes that.
+    A module's own method may take neither.
     """
     load: Callable[..., Any] = stateful.load_state_dict
     if isinstance(stateful, ModelState):
@@ -267,13 +260,13 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _to_assign(module: torch.nn.Module, state: Any) -> Any:
-    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and their ties.
+    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and ties.
 
-    ``assign=True`` alone would replace every parameter. It would untie a parameter with two names,
-    and let tensors that were saved tied share memory in a module that does not tie them.
+    ``assign=True`` alone would replace every parameter, untie a parameter with two names, and tie
+    tensors that only the snapshot ties.
     """
     made: dict[tuple[int, int], torch.Tensor] = {}
-    holders: dict[int, int] = {}  # restored storage -> the storage on meta that it replaces
+    holders: dict[int, int] = {}  # the storage on meta that a restored storage replaces
     for name, held in _tensors(module).items():
         value = state.get(name)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -300,7 +293,7 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
 def torch_complaints(error: RuntimeError) -> list[str]:
     """Returns the misfits in an error of a module's ``load_state_dict``; [] for another error.
 
-    torch raises it after loading everything that fits.
+    torch raises it after loading all that fits.
     """
     title, *complaints = str(error).split("\n\t")
     return complaints if title.startswith("Error(s) in loading state_dict for ") else []

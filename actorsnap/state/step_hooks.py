@@ -35,43 +35,41 @@ class StepHook:
     """Calls ``before`` before each step of an optimizer, until it returns True.
 
     Hooks must not be removed while torch iterates over them. So a post-step hook removes the
-    pre-step hook. Once a post-step hook of this class is the last of all, it removes itself and the
-    others of this class.
+    pre-step hook; and a post-step hook that is the last of all removes those of this class.
 
     Args:
         optimizer: An optimizer that passes ``check_optimizer``.
-        before: Runs in the thread of the step; returns True when done. If it raises, the step
-            raises, too, before it changes anything.
+        before: Runs in the thread of the step. If it raises, so does the step, before any change.
     """
 
     def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
         self._before: Callable[[], bool] | None = before
-        self._behind: Any = None
+        self._post_handle: Any = None
         # Compiled steps call the hook uncompiled.
         hook = torch.compiler.disable(self._before_step)
         self._handle = optimizer.register_step_pre_hook(hook)
 
     def remove(self) -> None:
-        """Removes the hook. Must not be called while the optimizer steps in another thread."""
+        """Removes the hook. The optimizer must not step meanwhile in another thread."""
         self._before = None
         self._handle.remove()
-        if self._behind is not None:
-            self._behind.remove()
+        if self._post_handle is not None:
+            self._post_handle.remove()
 
     def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
         before = self._before
         if before is not None and before():
             self._before = before = None
-        if before is None and self._behind is None:
-            behind = torch.compiler.disable(self._behind_step)
-            behind.actorsnap_hook = self
-            self._behind = optimizer.register_step_post_hook(behind)
+        if before is None and self._post_handle is None:
+            after = torch.compiler.disable(self._after_step)
+            after.actorsnap_hook = self
+            self._post_handle = optimizer.register_step_post_hook(after)
 
-    def _behind_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
         self._handle.remove()
         hooks = optimizer._optimizer_step_post_hooks
-        if next(reversed(hooks), None) == self._behind.id:
+        if next(reversed(hooks), None) == self._post_handle.id:
             # This is the end of the iteration, so all of them can be removed.
-            for behind in list(hooks.values()):
-                if (hook := getattr(behind, "actorsnap_hook", None)) is not None:
-                    hook._behind.remove()
+            for after in list(hooks.values()):
+                if (hook := getattr(after, "actorsnap_hook", None)) is not None:
+                    hook._post_handle.remove()

@@ -1,8 +1,7 @@
-"""Byte sources and sinks of tensors and arrays; dtype names; layouts.
+"""Byte sources and sinks of tensors and arrays, dtype names, and tensors that cannot be stored.
 
-Decides how the C-order bytes of a tensor or array are accessed: in its own memory, or as copies of
-boxes where layout or device require that. Also decides which tensors can be stored. It must not
-know paths below the leaf, or entries.
+Decides how C-order bytes are accessed: in a tensor's own memory, or by copies of boxes where layout
+or device require that. It must not know paths below the leaf, or entries.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, ClassVar, Final
+from typing import Any, Final, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -21,45 +19,40 @@ from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.sources import (
-    ByteSink,
-    ByteSource,
-    Cut,
-    MemorySink,
-    MemorySource,
-    copy_bytes,
-    memory_at,
-)
+from actorsnap.state.sources import ByteSink, ByteSource, Cut, HostMemory, copy_bytes, memory_at
 
 __all__ = [
     "CARRIERS",
     "DTYPES",
     "DTYPE_NAMES",
+    "PLAIN_TYPES",
     "QUANTIZED",
-    "ArraySink",
-    "ArraySource",
     "BoxSink",
     "ClippedSink",
     "DeviceSource",
+    "ExtentSink",
     "StridedSink",
-    "TensorSink",
-    "TensorSource",
+    "StridedSource",
+    "TensorOrArray",
     "address_of",
     "bytes_of",
     "c_strides",
     "carried",
     "empty_tensor",
     "extent_bytes",
-    "slices_of",
     "is_addressable",
     "memory_format_of",
     "refusal",
-    "sink_of_array",
-    "sink_of_tensor",
-    "source_of_array",
-    "source_of_tensor",
+    "sink_of",
+    "slices_of",
+    "source_of",
+    "storage_bytes",
     "tensor_type",
 ]
+
+TensorOrArray: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+
+PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     str(value).removeprefix("torch."): value
@@ -86,7 +79,6 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
 }
 """By item size in bytes, a dtype that every kernel can copy; not all copy sub-byte dtypes."""
 
-
 _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
     None: torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -94,16 +86,20 @@ _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
 }
 
 
+# Layouts ------------------------------------------------------------------------------------
+
+
 def empty_tensor(
+    path: str,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     memory_format: MemoryFormat | None = None,
 ) -> torch.Tensor:
-    """Returns an uninitialised tensor.
+    """Returns an uninitialised tensor for the leaf at ``path``.
 
     Raises:
-        MemoryError: The memory could not be allocated.
+        MemoryError: The memory could not be allocated; names the leaf.
     """
     # torch.empty warns that complex32 is experimental.
     made = torch.int32 if dtype is torch.complex32 else dtype
@@ -111,12 +107,13 @@ def empty_tensor(
         strided = _MEMORY_FORMATS[memory_format]
         tensor = torch.empty(shape, dtype=made, device=device, memory_format=strided)
     except RuntimeError as error:
-        raise MemoryError(f"no memory for {prod(shape) * dtype.itemsize} bytes") from error
+        nbytes = prod(shape) * dtype.itemsize
+        raise MemoryError(f"{path!r}: no memory for {nbytes} bytes") from error
     return tensor if made is dtype else tensor.view(dtype)
 
 
 def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
-    """Returns the memory format of a dense tensor; None if it is row-major or has no name."""
+    """Returns the named memory format of a dense tensor; None for others and for row-major."""
     if tensor.ndim == 4:
         name: MemoryFormat = "channels_last"
     elif tensor.ndim == 5:
@@ -127,101 +124,84 @@ def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
     return name if is_so and not tensor.is_contiguous() else None
 
 
-def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor, detached and in its carrier dtype, for copies of its bytes."""
-    # Detached, autograd leaves and inference tensors can be written.
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        # copy_ resolves these only in the tensor's own dtype.
-        return tensor
-    return tensor.view(CARRIERS[tensor.itemsize])
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns C-order strides, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return tuple(strides)
 
 
-class ClippedSink(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Takes ``nbytes`` bytes, and passes those from ``skip`` on to ``inner``, as many as it takes.
-
-    Never addressable: the other bytes need memory in which they are verified.
-    """
-
-    inner: ByteSink
-    skip: int
-    nbytes: int
-    is_addressable: ClassVar[bool] = False
-
-    def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("not all of these bytes have memory; use copy_from")
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        low = max(start, self.skip)
-        high = min(start + len(data), self.skip + self.inner.nbytes)
-        if low < high:
-            self.inner.copy_from(low - self.skip, data[low - start : high - start])
-
-
-# Tensors ------------------------------------------------------------------------------------
-
-
-def _elements(buffer: memoryview, itemsize: int) -> tuple[torch.Tensor, bool]:
-    """Returns a buffer as a flat CPU tensor of the carrier dtype, and whether it is a copy.
-
-    An unaligned buffer is copied: kernels may use instructions that fault on it.
-    """
-    if buffer.readonly:
-        # torch.frombuffer warns about read-only memory. Nothing is written through this.
-        raw = np.frombuffer(buffer, np.uint8)
-        buffer = memory_at(raw.ctypes.data, raw.nbytes, raw)
-    flat = torch.frombuffer(buffer, dtype=torch.uint8)
-    copied = flat.data_ptr() % itemsize != 0
-    if copied:
-        flat = flat.clone()
-    return flat.view(CARRIERS[itemsize]), copied
+def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Returns the bytes from a tensor's first to its last element."""
+    if prod(shape) == 0:
+        return 0
+    last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+    return (last + 1) * itemsize
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
     return tuple([slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)])
 
 
-class _Boxes:
-    """A tensor accessed by copies: not contiguous, on a device, or lazily conjugated."""
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether the C-order bytes of ``tensor`` are contiguous in CPU memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
-    __slots__ = ("_dtype", "_shape", "nbytes", "owner")
-    is_addressable = False
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape = tuple(tensor.shape)
-        self.nbytes = tensor.nbytes
-        self.owner = carried(tensor)
-        self._dtype = self.owner.dtype
+def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor | None:
+    """Returns ``nbytes`` bytes at address ``start``; None if the tensor's storage lacks them."""
+    storage = tensor.untyped_storage()
+    offset = start - storage.data_ptr()
+    if offset < 0 or offset + nbytes > storage.nbytes():
+        return None
+    raw = tensor.new_empty(0, dtype=torch.uint8)
+    return raw.set_(storage, offset, (nbytes,), (1,))
 
-    def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
-    def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns views of the tensor, and the parts of ``flat`` that hold their elements."""
-        first = start // self._dtype.itemsize
-        stop = first + flat.numel()
-        flat = flat.view(self._dtype)
-        if self.owner.is_contiguous():
-            return [(self.owner.view(-1)[first:stop], flat)]
-        pairs = []
-        at = 0
-        for box in flat_range_boxes(self._shape, first, stop):
-            end = at + box.volume
-            pairs.append((self.owner[slices_of(box)], flat[at:end].view(box.sizes)))
-            at = end
-        return pairs
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a dense tensor, detached and in its carrier dtype, for copies of its bytes."""
+    tensor = tensor.detach()  # so that autograd leaves and inference tensors can be written
+    if tensor.is_conj() or tensor.is_neg():
+        # copy_ resolves these only in the tensor's own dtype.
+        return tensor
+    return tensor.view(CARRIERS[tensor.itemsize])
+
+
+# Sources and sinks --------------------------------------------------------------------------
+
+
+def _elements(buffer: memoryview, owner: TensorOrArray) -> tuple[Any, bool]:
+    """Returns a buffer as flat elements like ``owner``'s, and whether they are a copy.
+
+    An unaligned buffer is copied: torch's kernels may use instructions that fault on it.
+    """
+    if isinstance(owner, np.ndarray):
+        return np.frombuffer(buffer, owner.dtype), False
+    if buffer.readonly:
+        # torch.frombuffer warns about read-only memory. Nothing is written through this.
+        raw = np.frombuffer(buffer, np.uint8)
+        buffer = memory_at(raw.ctypes.data, raw.nbytes, raw)
+    flat = torch.frombuffer(buffer, dtype=torch.uint8)
+    is_copy = flat.data_ptr() % owner.itemsize != 0
+    if is_copy:
+        flat = flat.clone()
+    return flat.view(owner.dtype), is_copy
 
 
 _TILE = 512
 """Columns of a tile. Copying 4,096 x 4,096 transposed floats took 60 ms instead of 400 ms."""
 
 
-def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Does ``out.copy_(source)``, for a contiguous ``out``.
+def _copy(out: Any, source: Any) -> None:
+    """Copies elements; one side is contiguous.
 
     If rows of ``out`` run across the source's memory, each element is in another page. A tile is
-    narrow enough for these pages to stay cached until the next row needs them.
+    narrow enough for these pages to stay cached for the next row.
     """
+    if isinstance(out, np.ndarray):
+        np.copyto(out, source)
+        return
     columns = source.shape[-1] if source.ndim > 1 else 1
     if columns <= _TILE or source.stride(-1) <= 1 or source.numel() // columns < _TILE // 16:
         out.copy_(source)
@@ -231,21 +211,70 @@ def _copy_in_tiles(out: torch.Tensor, source: torch.Tensor) -> None:
         out[..., tile].copy_(source[..., tile])
 
 
-class TensorSource(_Boxes):
+class _Copied:
+    """Bytes that are accessed by copies only."""
+
+    __slots__ = ()
+    is_addressable = False
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise TypeError("these bytes are not contiguous in CPU memory; copy them")
+
+
+class _Strided(_Copied):
+    """A tensor or array that is not contiguous, on a device, or lazily conjugated.
+
+    Attributes:
+        owner: A tensor in its carrier dtype; or an array, perhaps with negative or uneven strides.
+    """
+
+    __slots__ = ("_shape", "itemsize", "nbytes", "owner")
+
+    def __init__(self, value: TensorOrArray) -> None:
+        self.itemsize = value.itemsize
+        self.nbytes = value.nbytes
+        self.owner: Any = carried(value) if isinstance(value, torch.Tensor) else value
+        self._shape: tuple[int, ...] = tuple(value.shape)
+
+    def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
+        """Returns views of the owner, and the parts of ``flat`` that hold their elements.
+
+        ``flat`` are the bytes from ``start`` on, in any dtype.
+        """
+        owner = self.owner
+        flat = flat.view(owner.dtype)
+        first = start // self.itemsize
+        stop = first + len(flat)
+        if isinstance(owner, torch.Tensor) and owner.is_contiguous():
+            return [(owner.view(-1)[first:stop], flat)]
+        pairs = []
+        at = 0
+        for box in flat_range_boxes(self._shape, first, stop):
+            end = at + box.volume
+            pairs.append((owner[slices_of(box)], flat[at:end].reshape(box.sizes)))
+            at = end
+        return pairs
+
+
+class StridedSource(_Strided):
     __slots__ = ()
 
     def copy_into(self, start: int, out: memoryview) -> None:
         if len(out) == 0:
             return
-        flat, copied = _elements(out, self._dtype.itemsize)
-        for part, elements in self._pairs(start, flat):
-            _copy_in_tiles(elements, part)
-        if copied:
+        flat, is_copy = _elements(out, self.owner)
+        for part, elements in self.pairs(start, flat):
+            _copy(elements, part)
+        if is_copy:
             copy_bytes(out, memory_at(flat.data_ptr(), len(out), flat))
 
 
-class DeviceSource(_Boxes):
-    """A tensor on a device. Its bytes are copied with others of its lane; see ``gather``."""
+class DeviceSource(_Strided):
+    """A tensor on a device. Its bytes are copied with others of its lane; see ``gather``.
+
+    Attributes:
+        flat: Its bytes in C order; None if its memory is in another order.
+    """
 
     __slots__ = ("copier", "flat")
 
@@ -256,56 +285,47 @@ class DeviceSource(_Boxes):
         is_in_order = owner.is_contiguous() and not owner.is_conj() and not owner.is_neg()
         self.flat = owner.view(-1).view(torch.uint8) if is_in_order else None
 
-    @property
-    def itemsize(self) -> int:
-        return self._dtype.itemsize
-
-    def pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See ``devices.EventReached``."""
-        return self._pairs(start, flat.view(self._dtype))
-
     def copy_into(self, start: int, out: memoryview) -> None:
         if len(out):
             self.copier.begin(out, [Cut(self, start, 0, len(out))])()
 
 
-def _in_order(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a factory of contexts for writes to ``tensor``.
-
-    On a device, they order writes in the calling thread's current stream.
-    """
+def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a factory of contexts that order writes in the calling thread's current stream."""
     calls = devices.calls
-    return calls.current(tensor.device) if calls.has(tensor) else nullcontext
+    if isinstance(value, torch.Tensor) and calls.has(value):
+        return calls.current(value.device)
+    return nullcontext
 
 
-class TensorSink(_Boxes):
-    """Copies bytes into a tensor, box by box. Leaves its autograd state alone."""
+class StridedSink(_Strided):
+    """Copies bytes into a tensor or array. Leaves autograd's state alone."""
 
-    __slots__ = ("_in_order",)
+    __slots__ = ("_writing",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self._in_order = _in_order(tensor)
+    def __init__(self, value: TensorOrArray) -> None:
+        super().__init__(value)
+        self._writing = _write_context(value)
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
             return
-        flat, _ = _elements(data, self._dtype.itemsize)
-        with self._in_order():
-            for part, elements in self._pairs(start, flat):
-                part.copy_(elements)
+        flat, _ = _elements(data, self.owner)
+        with self._writing():
+            for part, elements in self.pairs(start, flat):
+                _copy(part, elements)
 
 
-class StridedSink(TensorSink):
+class ExtentSink(StridedSink):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
-    With dims sorted by stride, memory order is C order. So a range of memory holds a flat range of
+    With dims sorted by stride, memory order is C order: a range of memory holds a flat range of
     elements.
 
     Args:
         tensor: Takes the elements. They must not share memory.
-        strides: Strides of the view, in elements; the view has the shape of ``tensor``. Only along
-            strides of 0 may elements share memory.
+        strides: Strides of the view, which has the shape of ``tensor``. Its elements may share
+            memory along strides of 0 only.
     """
 
     __slots__ = ("_strides",)
@@ -316,14 +336,13 @@ class StridedSink(TensorSink):
         steps = [stride if n > 1 else 0 for n, stride in zip(tensor.shape, strides, strict=True)]
         dims = sorted(range(tensor.ndim), key=steps.__getitem__, reverse=True)
         self.owner = self.owner.permute(dims)
-        self._strides = [steps[dim] for dim in dims]
+        self._strides: list[int] = [steps[dim] for dim in dims]
         # The other dims repeat elements.
         self._shape = tuple([tensor.shape[dim] for dim in dims if steps[dim]])
 
-    def _pairs(self, start: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        low = start // self._dtype.itemsize
-        flat = flat.view(self._dtype)
-        first, stop = self._num_before(low), self._num_before(low + flat.numel())
+    def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
+        low = start // self.itemsize
+        first, stop = self._num_before(low), self._num_before(low + len(flat))
         pairs = []
         for box in flat_range_boxes(self._shape, first, stop):
             part = self.owner[slices_of(box)]
@@ -332,31 +351,30 @@ class StridedSink(TensorSink):
         return pairs
 
     def _num_before(self, at: int) -> int:
-        """Returns the number of elements before position ``at`` of the memory."""
-        found = 0
+        """Returns the number of elements before a position in the memory."""
+        before = 0
         count = prod(self._shape)
         for size, stride in zip(self._shape, self._strides, strict=False):
             count //= size
             if at >= size * stride:
-                return found + size * count
-            found += at // stride * count
+                return before + size * count
+            before += at // stride * count
             at %= stride
-        return found + min(at, 1)
+        return before + min(at, 1)
 
 
-class BoxSink:
+class BoxSink(_Copied):
     """Takes a range of the C-order bytes of a box, and copies it to the tensors that overlap it.
 
     Args:
         box: The box, in the index space of a larger tensor.
         start: First byte of the range, relative to the box's first byte.
         nbytes: Length of the range.
-        targets: Boxes of the same space and the tensors that hold them, on any device and with any
-            strides. Elements must not share memory. Bytes outside of all these boxes are dropped.
+        targets: Boxes of the same space and the tensors that hold them, of any strides, on any
+            device. Elements must not share memory. Bytes outside of these boxes are dropped.
     """
 
     __slots__ = ("_box", "_start", "_targets", "nbytes")
-    is_addressable = False
 
     def __init__(
         self, box: Box, start: int, nbytes: int, targets: Sequence[tuple[Box, torch.Tensor]]
@@ -364,136 +382,78 @@ class BoxSink:
         self.nbytes = nbytes
         self._box = box
         self._start = start
-        self._targets = [(held, carried(tensor), _in_order(tensor)) for held, tensor in targets]
-
-    def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes are not contiguous in memory; copy them")
+        self._targets = [
+            (held, carried(tensor), _write_context(tensor)) for held, tensor in targets
+        ]
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
             return
-        itemsize = self._targets[0][1].itemsize
-        flat, _ = _elements(data, itemsize)
-        first = (self._start + start) // itemsize
+        owner = self._targets[0][1]
+        flat, _ = _elements(data, owner)
+        first = (self._start + start) // owner.itemsize
         at = 0
-        for local in flat_range_boxes(self._box.sizes, first, first + flat.numel()):
+        for local in flat_range_boxes(self._box.sizes, first, first + len(flat)):
             elements = flat[at : at + local.volume].view(local.sizes)
             at += local.volume
             offsets = [a + b for a, b in zip(local.offsets, self._box.offsets, strict=True)]
             run = Box(tuple(offsets), local.sizes)
-            for held, tensor, in_order in self._targets:
+            for held, tensor, writing in self._targets:
                 shared = run.intersect(held)
                 if shared is not None:
                     part = tensor[slices_of(shared.relative_to(held))]
-                    with in_order():
+                    with writing():
                         part.copy_(elements[slices_of(shared.relative_to(run))].view(part.dtype))
 
 
-def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether the C-order bytes of ``tensor`` are contiguous in CPU memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+class ClippedSink(_Copied):
+    """Takes ``nbytes`` bytes, and passes those from ``skip`` on to ``inner``, as many as it takes.
 
+    The other bytes need memory in which they are verified.
+    """
 
-def source_of_tensor(tensor: torch.Tensor) -> ByteSource:
-    if is_addressable(tensor):
-        return MemorySource(tensor.data_ptr(), tensor.nbytes, tensor)
-    return TensorSource(tensor)
+    __slots__ = ("_inner", "_skip", "nbytes")
 
-
-def sink_of_tensor(tensor: torch.Tensor) -> ByteSink:
-    """Returns the byte sink of a dense tensor. Its elements must not share memory."""
-    if is_addressable(tensor):
-        return MemorySink(tensor.data_ptr(), tensor.nbytes, tensor)
-    return TensorSink(tensor)
-
-
-# Arrays -------------------------------------------------------------------------------------
-
-
-class _ArrayBoxes:
-    """A numpy array that is not C-contiguous; strides may be negative or uneven."""
-
-    __slots__ = ("nbytes", "owner")
-    is_addressable = False
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.owner = array
-        self.nbytes = array.nbytes
-
-    def view(self, start: int, stop: int) -> memoryview:
-        raise TypeError("these bytes are not contiguous in memory; copy them")
-
-    def _pairs(
-        self, start: int, buffer: memoryview
-    ) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        array = self.owner
-        flat = np.frombuffer(buffer, array.dtype)
-        first = start // array.itemsize
-        pairs = []
-        at = 0
-        for box in flat_range_boxes(array.shape, first, first + flat.size):
-            end = at + box.volume
-            pairs.append((array[slices_of(box)], flat[at:end].reshape(box.sizes)))
-            at = end
-        return pairs
-
-
-class ArraySource(_ArrayBoxes):
-    __slots__ = ()
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        if len(out):
-            for part, elements in self._pairs(start, out):
-                np.copyto(elements, part)
-
-
-class ArraySink(_ArrayBoxes):
-    __slots__ = ()
+    def __init__(self, inner: ByteSink, skip: int, nbytes: int) -> None:
+        self._inner = inner
+        self._skip = skip
+        self.nbytes = nbytes
 
     def copy_from(self, start: int, data: memoryview) -> None:
-        if len(data):
-            for part, elements in self._pairs(start, data):
-                np.copyto(part, elements)
+        low = max(start, self._skip)
+        high = min(start + len(data), self._skip + self._inner.nbytes)
+        if low < high:
+            self._inner.copy_from(low - self._skip, data[low - start : high - start])
 
 
-def source_of_array(array: np.ndarray[Any, Any]) -> ByteSource:
-    if array.flags.c_contiguous:
-        return MemorySource(array.ctypes.data, array.nbytes, array)
-    return ArraySource(array)
+def _memory_of(value: TensorOrArray) -> HostMemory | None:
+
+    if isinstance(value, np.ndarray):
+        if value.flags.c_contiguous:
+            return HostMemory(value.ctypes.data, value.nbytes, value)
+    elif is_addressable(value):
+        return HostMemory(value.data_ptr(), value.nbytes, value)
+    return None
 
 
-def sink_of_array(array: np.ndarray[Any, Any]) -> ByteSink:
-    """Returns the byte sink of a writable array. Its elements must not share memory."""
-    if array.flags.c_contiguous:
-        return MemorySink(array.ctypes.data, array.nbytes, array)
-    return ArraySink(array)
+def source_of(value: TensorOrArray) -> ByteSource:
+    return _memory_of(value) or StridedSource(value)
 
 
-# Layouts ------------------------------------------------------------------------------------
+def sink_of(value: TensorOrArray) -> ByteSink:
+    """Returns the sink of a writable value. Its elements must not share memory."""
+    return _memory_of(value) or StridedSink(value)
 
 
-def bytes_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytearray:
-    """Returns a copy of the C-order bytes of a dense tensor or array."""
-    source = source_of_tensor(value) if isinstance(value, torch.Tensor) else source_of_array(value)
+def bytes_of(value: TensorOrArray) -> bytearray:
+    """Returns a copy of the C-order bytes."""
+    source = source_of(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))
     return out
 
 
-def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a C-contiguous tensor, in elements."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return tuple(strides)
-
-
-def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Returns the size of a tensor's memory in bytes, from first to last element."""
-    if prod(shape) == 0:
-        return 0
-    last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
-    return (last + 1) * itemsize
+# Tensors that can be stored -----------------------------------------------------------------
 
 
 def tensor_type(tensor: torch.Tensor) -> TensorType:
@@ -504,7 +464,6 @@ def tensor_type(tensor: torch.Tensor) -> TensorType:
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
 
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _LAYOUTS = frozenset(
     {
         torch.strided,
@@ -515,31 +474,22 @@ _LAYOUTS = frozenset(
         torch.sparse_bsc,
     }
 )
-_SHARDED = ("DTensor", "ShardedTensor")
 
 
 def address_of(tensor: torch.Tensor) -> int:
     """Returns the address of a plain tensor's memory; 0 if it has none."""
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # torch.func wraps another tensor in it
+    except RuntimeError:  # torch.func wraps another tensor in it, or the storage was emptied
         return 0
-
-
-def _has_quantizer(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.qscheme()
-    except RuntimeError:
-        return False
-    return True
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Returns the reason why a tensor cannot be stored, with a remedy; None if it can."""
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind not in _PLAIN_TYPES:
-        if kind.__name__ in _SHARDED:
+    if kind not in PLAIN_TYPES:
+        if kind.__name__ in ("DTensor", "ShardedTensor"):
             return (
                 f"is a sharded tensor ({name}), which needs the release that saves from many "
                 "ranks; save its local shard, or x.full_tensor()"
@@ -564,12 +514,15 @@ def refusal(tensor: torch.Tensor) -> str | None:
             f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
             f"x.view(torch.{plain})"
         )
-    if tensor.is_quantized and not tensor.is_meta and not _has_quantizer(tensor):
-        dtype = DTYPE_NAMES[tensor.dtype][0]
-        return (
-            f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); save "
-            "x.int_repr()"
-        )
+    if tensor.is_quantized and not tensor.is_meta:
+        try:
+            tensor.qscheme()
+        except RuntimeError:
+            dtype = DTYPE_NAMES[tensor.dtype][0]
+            return (
+                f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); "
+                "save x.int_repr()"
+            )
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:

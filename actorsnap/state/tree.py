@@ -3,10 +3,9 @@
 Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it must
 not know torch, tensors, entries or storage.
 
-Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. All other
-values are leaves, including other subclasses (a namedtuple, a defaultdict), whose type would be
-lost; ``objects.py`` decides about those. A dict with a key that has no token is a leaf, too. So is
-a long list of plain values, whose paths would fill most of the snapshot.
+Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. Subclasses (a
+namedtuple, a defaultdict) are leaves, since their type would be lost. So are dicts with a key that
+has no token, and long lists of plain values, whose paths would fill most of the snapshot.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any, Final, TypeAlias
 
@@ -32,7 +32,6 @@ __all__ = [
     "keys_without_token",
     "parent_of",
     "part_path",
-    "split",
     "unescape",
     "unflatten",
 ]
@@ -48,10 +47,10 @@ CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
 }
 _LISTS = frozenset({"list", "tuple"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
-"""Types of dict keys that have tokens, and of items of long lists that are one leaf."""
+"""Types of dict keys with tokens, and of items of long lists that are one leaf."""
 
 _MAX_PLAIN_ITEMS = 256
-"""Number of items up to which a list or tuple of plain values is flattened."""
+"""Maximum number of items of a list or tuple of plain values that is flattened."""
 
 _ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
 """Matches keys that are their own token, as most are."""
@@ -65,22 +64,18 @@ _FIXED_TOKENS: Final[Mapping[str, Key]] = {
     "%false": False,
 }
 _HUGE = 1 << 12_000
-"""Bound of integer keys; Python refuses to print integers that are not much longer."""
+"""Bound of integer keys; Python refuses to print much longer ones."""
 
 
+@dataclass(slots=True, eq=False)
 class Container:
-    """A container in a flattened state, where paths alone do not imply it.
+    """A container in a flattened state that paths do not imply.
 
-    Attributes:
-        type: One of ``CONTAINER_TYPES``.
-        metadata: torch's ``_metadata`` of a module's state dict, or None.
+    ``metadata`` is torch's ``_metadata`` of a module's state dict.
     """
 
-    __slots__ = ("metadata", "type")
-
-    def __init__(self, type: ContainerType, metadata: object = None) -> None:
-        self.type = type
-        self.metadata = metadata
+    type: ContainerType
+    metadata: object = None
 
 
 # Tokens and paths ---------------------------------------------------------------------------
@@ -102,7 +97,7 @@ def _escape_str(key: str) -> str:
 
 
 def escape(key: Key) -> str:
-    """Returns the token of a dict key or list index. Tokens are unique."""
+    """Returns the token of a dict key or list index, unique among keys."""
     kind = type(key)
     if kind is str:
         return _escape_str(key)  # type: ignore[arg-type]
@@ -122,11 +117,7 @@ def _unescape_char(match: re.Match[str]) -> str:
 
 
 def unescape(token: str) -> Key:
-    """Returns the key of a token.
-
-    Raises:
-        FormatError: No key has this token.
-    """
+    """Returns the key of a token; raises ``FormatError`` if no key has it."""
     if _ORDINARY(token):
         return token
     if token in _FIXED_TOKENS:
@@ -147,22 +138,14 @@ def unescape(token: str) -> Key:
 
 
 def join(*keys: Key) -> str:
-    """Returns the path of a leaf from its keys, the top-level key first."""
     return "/".join([escape(key) for key in keys])
 
 
-def split(path: str) -> tuple[Key, ...]:
-    """Returns the keys of a path. The inverse of ``join``.
-
-    Raises:
-        FormatError: A component is no token, or ``path`` is a part (``<path>@<part>``).
-    """
-    return tuple([unescape(token) for token in path.split("/")])
-
-
-def human(path: str) -> str:
-    """Returns a path as a person would type it: its keys as text, joined by ``/``."""
-    return "/".join([str(key) for key in split(path)]) if "%" in path else path
+def human(path: str, separator: str = "/") -> str:
+    """Returns a path as a person would type it: its keys as text, joined by ``separator``."""
+    if "%" not in path:
+        return path.replace("/", separator)
+    return separator.join([str(unescape(token)) for token in path.split("/")])
 
 
 def part_path(path: str, part: str) -> str:
@@ -195,17 +178,17 @@ def _child_paths(path: str, node: object) -> list[str] | None:
 
 
 def keys_without_token(node: Mapping[Any, object]) -> list[object]:
-    """Returns the keys of a dict that have no token, which make the dict a leaf."""
-    found: list[object] = []
+    """Returns the keys of a dict that have no token; they make the dict a leaf."""
+    without: list[object] = []
     nans: list[object] = []
     for key in node:
         kind = type(key)
         if kind not in _PLAIN_TYPES or (kind is int and abs(key) >= _HUGE):
-            found.append(key)
+            without.append(key)
         elif kind is float and isnan(key):
             nans.append(key)
     # A dict can have several NaN keys, which would share one token.
-    return found + nans if len(nans) > 1 else found
+    return without + nans if len(nans) > 1 else without
 
 
 def _shown(path: str) -> str:
@@ -213,16 +196,9 @@ def _shown(path: str) -> str:
 
 
 def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
-    """Flattens a state.
+    """Returns the paths and leaves of a state, in traversal order; ``root`` is its path.
 
-    Args:
-        root: Path of ``value``: the escaped top-level key.
-        value: Containers and leaves. Not changed.
-
-    Returns:
-        Paths and their leaves, in traversal order. Containers that are empty or no plain dict
-        precede their children, as ``Container``. A list or tuple of more than 256 plain values is a
-        leaf.
+    Containers that are empty or no plain dict precede their children, as ``Container``.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
@@ -274,24 +250,19 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
 # Building -----------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Branch:
-    """A container under construction: its type, and its children in order of appearance."""
+    """A container under construction, with its children in order of appearance."""
 
-    __slots__ = ("keys", "kind", "metadata", "path", "paths")
-
-    def __init__(self, path: str, kind: str) -> None:
-        self.path = path
-        self.kind = kind
-        self.metadata: object = None
-        self.keys: list[Key] = []
-        self.paths: list[str] = []
+    path: str
+    kind: str
+    metadata: object = None
+    keys: list[Key] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
 
 class Skeleton:
-    """Builds containers from paths, and checks them.
-
-    Containers must be added before their children, as in traversal order.
-    """
+    """Builds containers from paths, and checks them. Containers precede their children."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -305,16 +276,16 @@ class Skeleton:
         return path in self._leaves
 
     def num_items(self, path: str) -> int:
-        """Returns the number of children of the container at ``path``; 0 without a container."""
+        """Returns the number of children of ``path``; 0 if it is no container."""
         branch = self._branches.get(path)
         return 0 if branch is None else len(branch.keys)
 
     def further_keys(self, state: object) -> list[tuple[str, object]]:
         """Returns path and value of each dict key that only ``state`` has.
 
-        Compares containers that both have. Additional items of lists are ignored.
+        Compares containers that both have, but not the items of lists.
         """
-        found: list[tuple[str, object]] = []
+        further: list[tuple[str, object]] = []
         shared = [(self._root, state)]
         for path, node in shared:  # grows
             branch = self._branches.get(path)
@@ -331,18 +302,16 @@ class Skeleton:
                 if type(value) in CONTAINER_TYPES and child in self._branches:
                     shared.append((child, value))
                 elif not is_list and child not in self:
-                    found.append((child, value))
-        return found
+                    further.append((child, value))
+        return further
 
     def add_leaf(self, path: str) -> None:
         """Adds a leaf, and missing plain dicts above it.
 
         Raises:
-            FormatError: The path cannot be decoded, exists already, or does not fit the containers
-                above it.
+            FormatError: The path cannot be decoded, exists already, or does not fit its containers.
         """
-        if path in self._leaves or path in self._branches:
-            raise FormatError(key=path, detail="two entries have this path")
+        self._check_new(path)
         if path != self._root:
             self._attach(path)
         elif self._branches:
@@ -350,16 +319,19 @@ class Skeleton:
         self._leaves.add(path)
 
     def add_container(self, path: str, kind: str, metadata: object = None) -> None:
-        """Adds a container of type ``kind``.
+        """Adds a container.
 
         Raises:
             FormatError: See ``add_leaf``; or the type is unknown.
         """
-        if path in self._leaves or path in self._branches:
-            raise FormatError(key=path, detail="two entries have this path")
+        self._check_new(path)
         if kind not in _BUILDERS:
             raise FormatError(key=path, detail=f"unknown container type {kind!r}")
         self._open(path, kind).metadata = metadata
+
+    def _check_new(self, path: str) -> None:
+        if path in self._leaves or path in self._branches:
+            raise FormatError(key=path, detail="two entries have this path")
 
     def _attach(self, path: str) -> None:
         parent, _, token = path.rpartition("/")
@@ -381,7 +353,7 @@ class Skeleton:
                 raise FormatError(key=path, detail=f"{_shown(at)} is a leaf and has children")
             if at == self._root:
                 break
-            # Every prefix becomes a string: without a limit a long path takes quadratic time.
+            # Without a limit, the prefixes of a long path would take quadratic time.
             if len(missing) > MAX_NESTING or "/" not in at:
                 raise FormatError(
                     key=path, detail=f"does not lie below {_shown(self._root)}, or too deep"
@@ -404,9 +376,7 @@ class Skeleton:
     def build(self, values: Mapping[str, object]) -> object:
         """Returns the containers, filled with values.
 
-        Args:
-            values: Leaves by path. Leaves without a value are left out, and so are containers of
-                which all children are left out.
+        Leaves without a value are left out, and so are containers of which all children are.
         """
         built: dict[str, object] = {}
         # Outer containers were added before inner ones, so build in reverse.
@@ -450,7 +420,7 @@ _BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object
 
 
 def unflatten(root: str, items: Iterable[tuple[str, object]]) -> object:
-    """Rebuilds a flattened state. The inverse of ``flatten``.
+    """Rebuilds a flattened state.
 
     Raises:
         FormatError: The paths do not make a tree.

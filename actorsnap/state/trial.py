@@ -1,8 +1,8 @@
 """Finds entries that a restore would refuse, from the manifests of a snapshot.
 
-Runs the first pass of a restore (``state.restore.match``) on several views of the snapshot. Decides
-which views to try, and which leaves must also be built because their bytes may be invalid. It must
-not know storage. Does not find damaged bytes, nor shards that do not cover their tensor
+Runs the first pass of a restore (``state.restore.match``) on several views of the snapshot, and
+decides which leaves must also be built because their bytes may be invalid. It must not know
+storage. Does not find damaged bytes, nor shards that do not cover their tensor
 (``planning.index.holes``).
 """
 
@@ -42,7 +42,7 @@ class Doubtful:
     Attributes:
         index: The view whose objects the entries refer to.
         path: Path of the leaf.
-        entries: The leaf's entry, and entries that it refers to.
+        entries: Its entry, and entries that this refers to.
     """
 
     index: Index
@@ -50,31 +50,23 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        """Prepares the restore of this leaf alone. Allocates its memory."""
+        """Prepares the restore of this leaf alone."""
         return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial.
-
-    Attributes:
-        problems: One error per refused entry, over all ranks.
-        doubtful: Leaves to build.
-    """
+    """Result of a trial: one error per refused entry, and the leaves to build."""
 
     problems: tuple[FormatError, ...]
     doubtful: tuple[Doubtful, ...]
 
 
 def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
-    """Tries every key for every rank, and for a rank that did not save. Allocates no memory.
+    """Tries every key for every rank that saved, and for one that did not. Allocates no memory.
 
-    Merging all manifests for each rank would take quadratic time. So a rank's entries are tried
-    with those that every rank may read, and problems are then confirmed with all manifests.
-
-    Args:
-        manifests: Manifests of all ranks that saved, by rank.
+    To avoid quadratic time, a rank's entries are tried with those that every rank may read;
+    problems are then confirmed with all manifests.
     """
     try:
         index = index_of(manifests, rank=len(manifests))
@@ -136,7 +128,7 @@ class _Findings:
 
 
 def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> None:
-    """Decodes the attributes of a rank's shards; a merged view keeps only those of one rank."""
+    """Decodes the attributes of a rank's shards; a merged view keeps those of one rank."""
     for entry in entries:
         if isinstance(entry, TensorEntry) and entry.offsets is not None and entry.attributes:
             try:
@@ -167,16 +159,17 @@ def _find_doubtful(index: Index, match: Match) -> Iterator[tuple[object, Doubtfu
     for pair in match.pairs:
         entry = pair.entry
         if isinstance(entry, BytesEntry) and entry.type in ("str", "json", "numpy"):
-            yield (entry.type, _place(index, entry.data)), Doubtful(index, entry.path, (entry,))
+            content = entry.type, _location(index, entry.data)
+            yield content, Doubtful(index, entry.path, (entry,))
     for composite in match.composites:
         entry = composite.entry
         assert isinstance(entry, CompositeEntry)
         parts = [match.parts[part_path(entry.path, part)] for part in entry.parts]
-        bases = {part.of: match.bases[part.of] for part in parts if isinstance(part, ViewEntry)}
-        needed = {each.path: each for each in (entry, *parts, *bases.values())}
-        places = [_place(index, e.data) for e in needed.values() if isinstance(e, TensorEntry)]
-        yield (repr(entry), *places), Doubtful(index, entry.path, tuple(needed.values()))
+        bases = [match.bases[part.of] for part in parts if isinstance(part, ViewEntry)]
+        needed = {each.path: each for each in (entry, *parts, *bases)}
+        stored = [_location(index, e.data) for e in needed.values() if isinstance(e, TensorEntry)]
+        yield (repr(entry), *stored), Doubtful(index, entry.path, tuple(needed.values()))
 
 
-def _place(index: Index, data: Stored) -> object:
+def _location(index: Index, data: Stored) -> object:
     return index.objects[data.object].key, data.start, data.stop

@@ -15,7 +15,7 @@ from actorsnap.actors.fetcher import FetcherPool, RangeRequest
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, StoredChunk
 from actorsnap.planning.index import Index
-from actorsnap.state.sources import MemorySink
+from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrapper import Wrapper
@@ -48,7 +48,7 @@ async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
     size = NUM_BLOCKS * MAX_BLOCK_BYTES
     await storage.put("object", [memoryview(bytes(size))])
     target = np.ones(size, np.uint8)
-    sink = MemorySink(target.ctypes.data, size, target)
+    sink = HostMemory(target.ctypes.data, size, target)
     record = ObjectRecord(key="object", size=size, header_bytes=0, header_crc32c=0)
     manifest = RankManifest(attempt="a", rank=0, objects=(record,))
     pool = FetcherPool(
@@ -96,9 +96,9 @@ async def test_what_another_rank_compressed_may_be_a_gap(tmp_path: Path) -> None
     )
     await pool.fetch(
         [
-            RangeRequest(index, Stored(0, 0, 10, ()), MemorySink(target.ctypes.data, 10, target)),
+            RangeRequest(index, Stored(0, 0, 10, ()), HostMemory(target.ctypes.data, 10, target)),
             RangeRequest(
-                index, Stored(2, 20, 30, ()), MemorySink(target.ctypes.data + 10, 10, target)
+                index, Stored(2, 20, 30, ()), HostMemory(target.ctypes.data + 10, 10, target)
             ),
         ]
     )

@@ -38,7 +38,7 @@ from actorsnap.protocol.failure import (
     restore_aborted,
 )
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
-from actorsnap.state.sources import MemorySink
+from actorsnap.state.sources import HostMemory
 from actorsnap.transport.ends import InprocTransport, PeerLost
 
 T = TypeVar("T")
@@ -351,7 +351,7 @@ class SharedWorld(World):
                     Common(
                         stored,
                         [
-                            MemorySink(
+                            HostMemory(
                                 row.ctypes.data + stored.start, stored.stop - stored.start, row
                             )
                             for row in self.targets[rank]

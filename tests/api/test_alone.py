@@ -83,7 +83,7 @@ def test_only_its_blocks_are_read(name: str) -> None:
     take, num_blocks = VIEWS[name]
     memory = store({"a": BASE, "v": take(BASE)})
     for out in (None, contiguous(take(BASE))):
-        reads = read_one(memory.entries, "s/v", out, allow_pickle=False).reads
+        reads = read_one(memory.entries, "s/v", out, allow_pickle=False).memory.reads
         nbytes = sum(want.stored.stop - want.stored.start for want in reads)
         assert nbytes == num_blocks * MIB
 

@@ -44,10 +44,10 @@ from actorsnap.runtime.restore import restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.state.capture import capture
 from actorsnap.state.distributed import (
+    Describer,
     Replica,
     Replication,
     Sharding,
-    describe,
     replication,
 )
 from actorsnap.state.lazy import find_lazy
@@ -88,7 +88,7 @@ def full(tensor: Any) -> torch.Tensor | None:
 def check(name: str, tensor: Any, members: Iterable[int] | None = None) -> Sharding:
     """Boxes cover the whole once, holders are who holds them, values and memory are right."""
     rank = dist.get_rank()
-    found = describe(tensor)
+    found = Describer().describe(tensor)
     assert isinstance(found, Sharding), f"{name}: {found}"
     assert found.global_shape == tuple(tensor.shape), name
     whole = full(tensor)
@@ -143,7 +143,7 @@ def check_all(state: Mapping[str, Any], members: Iterable[int] | None = None) ->
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 walk(f"{prefix}.{number}", item)
-        elif isinstance(value, torch.Tensor) and describe(value) is not None:
+        elif isinstance(value, torch.Tensor) and Describer().describe(value) is not None:
             seen[prefix[1:]] = check(prefix, value, members)
 
     walk("", state)
@@ -206,7 +206,7 @@ def sub_meshes() -> None:
     mesh = DeviceMesh("cpu", torch.tensor([0, 2]))
     found = check("sub", distribute_tensor(torch.randn(5, 2), mesh, [Shard(0)]))
     assert bool(found.pieces) == (rank in (0, 2))
-    empty = describe(distribute_tensor(torch.randn(0, 2), mesh, [Shard(0)]))
+    empty = Describer().describe(distribute_tensor(torch.randn(0, 2), mesh, [Shard(0)]))
     assert isinstance(empty, Sharding)
     assert [p.holders for p in empty.pieces] == ([(0, 2)] if rank in (0, 2) else [])
     # Slices of one mesh: two tensors of the same name, one in each half of the job.
@@ -219,7 +219,7 @@ def sub_meshes() -> None:
     turned = distribute_tensor(
         torch.randn(4), DeviceMesh("cpu", torch.tensor([1, 0, 3, 2])), [Shard(0)]
     )
-    found_turned = describe(turned)
+    found_turned = Describer().describe(turned)
     assert isinstance(found_turned, str)
     assert "rising" in found_turned
     flat = both._flatten("all")
@@ -230,7 +230,7 @@ def sub_meshes() -> None:
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
-    found = describe(partial)
+    found = Describer().describe(partial)
     assert isinstance(found, str)
     assert "Partial" in found
     assert "full_tensor()" in found
@@ -239,23 +239,23 @@ def refusals() -> None:
         uneven = DTensor.from_local(
             torch.ones(4), mesh, [Shard(0)], shape=torch.Size([7]), stride=(1,)
         )
-        found = describe(uneven)
+        found = Describer().describe(uneven)
         assert isinstance(found, str)
         assert "distribute_tensor" in found
     inner = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     nested = DTensor(inner, inner._spec, requires_grad=False)
-    found = describe(nested)
+    found = Describer().describe(nested)
     assert isinstance(found, str)
     assert "subclass" in found or "sharded" in found
     spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(torch.Size([3, 3]), (3, 1), torch.float32))
-    found = describe(DTensor(torch.eye(3).to_sparse(), spec, requires_grad=False))
+    found = Describer().describe(DTensor(torch.eye(3).to_sparse(), spec, requires_grad=False))
     assert isinstance(found, str)
     assert "to_dense" in found
     # A collective that nobody waited for is waited for.
     pending = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).redistribute(
         placements=[Replicate()], async_op=True
     )
-    ready = describe(pending)
+    ready = Describer().describe(pending)
     assert isinstance(ready, Sharding)
     assert ready.pieces[0].tensor.tolist() == [0, 1, 2, 3]
 
@@ -298,7 +298,7 @@ def replicated_by(stateful: object) -> Replication | None:
 
 
 def describe_or_fail(tensor: torch.Tensor) -> Sharding:
-    found = describe(tensor)
+    found = Describer().describe(tensor)
     if found is None:
         return Sharding((), "", "tensor", False, (), ())
     assert isinstance(found, Sharding)
@@ -564,7 +564,7 @@ def saved_by_all(folder: Path, state: Any) -> None:
             own.append(ContainerEntry(path=path, type=value.type))
         elif not isinstance(value, torch.Tensor):
             own.append(ValueEntry(path=path, value=encode_inline(value, path), replicated=True))
-        elif isinstance(found := describe(value), Sharding):
+        elif isinstance(found := Describer().describe(value), Sharding):
             own += [
                 Part(path, piece.tensor.clone(), piece.box, found.global_shape)
                 for piece in found.pieces

@@ -101,12 +101,12 @@ class Memory:
         """Restores a key that must fit its target."""
         restore = prepare(key, self.key(key), target=target, allow_pickle=allow_pickle)
         if check is None:
-            assert not restore.missing
-            assert not restore.unexpected
-            assert not restore.mismatched
+            assert not restore.match.missing
+            assert not restore.match.unexpected
+            assert not restore.match.mismatched
         else:
             check(restore)
-        self.fill(restore.reads)
+        self.fill(restore.memory.reads)
         return restore.build()
 
 

@@ -124,8 +124,8 @@ def test_very_many_small_tensors(num_tensors: int) -> None:
     stored = Memory(captured)
     target = {name: torch.zeros(4) for name in state}
     restore = prepare("m", stored.key("m"), target=target, allow_pickle=False)
-    assert len(restore.reads) == num_tensors
-    assert stored.fill(restore.reads) == memory.nbytes
+    assert len(restore.memory.reads) == num_tensors
+    assert stored.fill(restore.memory.reads) == memory.nbytes
     result = restore.build()
     assert all(result[name] is tensor for name, tensor in target.items())
     assert torch.equal(torch.stack(list(target.values())), memory)

@@ -29,7 +29,6 @@ from actorsnap.state.distributed import (
     Replica,
     Replication,
     Sharding,
-    describe,
     is_distributed,
     replication,
 )
@@ -147,7 +146,7 @@ def test_dtensors_on_every_rank(layout: Any, more: int) -> None:
             tensor = distribute_tensor(
                 whole, DeviceMesh("cpu", ranks), placements, src_data_rank=None
             )
-            found = describe(tensor)
+            found = Describer().describe(tensor)
             assert isinstance(found, Sharding)
             assert found.global_shape == shape
             assert (found.dtype, found.kind, found.requires_grad) == ("float32", "tensor", False)
@@ -185,7 +184,7 @@ def test_the_order_of_the_axes_may_be_told_apart_from_them() -> None:
         ((_StridedShard(0, split_factor=2), Shard(0)), None),
     ):
         spec: Any = DTensorSpec(mesh, placements, meta, shard_order=order)  # type: ignore[arg-type]
-        sharding = describe(DTensor(torch.arange(2), spec, requires_grad=False))
+        sharding = Describer().describe(DTensor(torch.arange(2), spec, requires_grad=False))
         assert isinstance(sharding, Sharding)
         found.append([piece.box for piece in sharding.pieces])
     # Rank 2 is at (1, 0).
@@ -197,28 +196,28 @@ def test_kinds_and_what_is_not_distributed() -> None:
     mesh = DeviceMesh("cpu", torch.arange(4))
     tensor = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src_data_rank=None)
     parameter = torch.nn.Parameter(tensor)
-    found = describe(parameter)
+    found = Describer().describe(parameter)
     assert isinstance(found, Sharding)
     assert (found.kind, found.requires_grad) == ("parameter", True)
     assert not found.pieces[0].tensor.requires_grad
-    frozen = describe(torch.nn.Parameter(tensor, requires_grad=False))
+    frozen = Describer().describe(torch.nn.Parameter(tensor, requires_grad=False))
     assert isinstance(frozen, Sharding)
     assert (frozen.kind, frozen.requires_grad) == ("parameter", False)
-    buffer = describe(torch.nn.Buffer(tensor))
+    buffer = Describer().describe(torch.nn.Buffer(tensor))
     assert isinstance(buffer, Sharding)
     assert buffer.kind == "buffer"
     strided = distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)], src_data_rank=None).t()
-    found = describe(strided)
+    found = Describer().describe(strided)
     assert isinstance(found, Sharding)
     ((box, local),) = [(piece.box, piece.tensor) for piece in found.pieces]
     assert (box.offsets, tuple(local.shape), local.is_contiguous()) == ((4, 0), (2, 4), False)
-    assert describe(torch.ones(2)) is None
-    assert describe(torch.nn.Parameter(torch.ones(2))) is None
+    assert Describer().describe(torch.ones(2)) is None
+    assert Describer().describe(torch.nn.Parameter(torch.ones(2))) is None
     assert not is_distributed(torch.ones(2))
     assert not is_distributed("x")
     assert is_distributed(tensor)
     meta = distribute_tensor(torch.ones(4, device="meta"), mesh, [Shard(0)])
-    assert isinstance(describe(meta), str)
+    assert isinstance(Describer().describe(meta), str)
 
 
 @pytest.mark.usefixtures("rank_2_of_4")
@@ -228,7 +227,7 @@ def test_one_layout_is_computed_once() -> None:
     for _ in range(3):
         tensor = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
         assert isinstance(describer.describe(tensor), Sharding)
-    assert len(describer._placed) == 1
+    assert len(describer._layouts) == 1
 
 
 def test_replication_finds_the_longest_prefix() -> None:
@@ -251,7 +250,7 @@ def test_looking_at_plain_tensors_imports_nothing() -> None:
         "import sys, torch\n"
         "from actorsnap.state import distributed\n"
         "m = torch.nn.Linear(1, 1)\n"
-        "assert distributed.describe(m.weight) is None\n"
+        "assert distributed.Describer().describe(m.weight) is None\n"
         "assert distributed.replication({'m': m, 's': distributed.ModelState(m)}) == {}\n"
         "heavy = ('torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch._dynamo')\n"
         "assert not [n for n in sys.modules if n.startswith(heavy)]\n"

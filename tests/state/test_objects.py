@@ -320,7 +320,7 @@ def test_pickles_that_are_not_wanted_do_not_matter() -> None:
     restore = prepare(
         "s", memory.key("s"), target={"b": 0}, allow_pickle=False, matching=Matching.LEAVES
     )
-    assert restore.unplaced == ["s/a"]
+    assert restore.match.unplaced == ["s/a"]
     assert restore.build() == {"b": 2}
 
 

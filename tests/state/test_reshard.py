@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
-from actorsnap.state.distributed import Sharding, describe
+from actorsnap.state.distributed import Describer, Sharding
 from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
-from actorsnap.state.sources import MemorySink
+from actorsnap.state.sources import HostMemory
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink
 from tests.state.saved import Part, Saved
@@ -58,7 +58,7 @@ def saved_by(whole: torch.Tensor, mesh: tuple[int, ...], placements: list[Any]) 
     ranks: list[list[Part]] = []
     for rank in range(prod(mesh)):
         with fake_rank(rank, prod(mesh)):
-            found = describe(distributed(whole, mesh, placements))
+            found = Describer().describe(distributed(whole, mesh, placements))
             assert isinstance(found, Sharding)
             ranks.append(
                 [
@@ -96,8 +96,8 @@ def restored(
         matching=matching,
         world_size=view.world_size,
     )
-    assert not restore.mismatched
-    saved.fill(view, restore.reads, step)
+    assert not restore.match.mismatched
+    saved.fill(view, restore.memory.reads, step)
     return restore.build(), restore
 
 
@@ -126,14 +126,14 @@ def test_any_mesh_to_any_mesh_equals_indexing(data: st.DataObject) -> None:
         now = found["w"]
         assert (now.dtype, now.shape) == (whole.dtype, whole.shape)
         assert torch.equal(now.contiguous().view(torch.uint8) if shape else now, expected)
-        assert all(want.holders is None for want in restore.reads)
+        assert all(want.holders is None for want in restore.memory.reads)
     mesh, placements = data.draw(meshes(shape))
     for rank in range(prod(mesh)):
         with fake_rank(rank, prod(mesh)):
             into = distributed(torch.zeros_like(whole), mesh, placements)
             found, restore = restored(saved, {"w": into}, rank)
             assert found["w"] is into
-            described = describe(into)
+            described = Describer().describe(into)
             assert isinstance(described, Sharding)
             for piece in described.pieces:
                 assert torch.equal(
@@ -141,7 +141,7 @@ def test_any_mesh_to_any_mesh_equals_indexing(data: st.DataObject) -> None:
                     whole[index(piece.box)].contiguous().view(-1).view(torch.uint8),
                 )
             holders = {piece.holders or () for piece in described.pieces}
-            assert {want.holders for want in restore.reads} <= holders | {()}
+            assert {want.holders for want in restore.memory.reads} <= holders | {()}
 
 
 # Bytes of a shard around those at which the size of its blocks changes.
@@ -166,7 +166,7 @@ def test_any_mesh_to_any_mesh_across_many_blocks(data: st.DataObject) -> None:
     with fake_rank(rank, prod(mesh)):
         into = distributed(torch.zeros_like(whole), mesh, placements)
         restored(saved, {"w": into}, rank, step=999_999)
-        described = describe(into)
+        described = Describer().describe(into)
     assert isinstance(described, Sharding)
     for piece in described.pieces:
         assert torch.equal(piece.tensor, whole[index(piece.box)])
@@ -181,7 +181,7 @@ def test_fewer_ranks_read_hardly_more_than_they_hold() -> None:
         with fake_rank(rank, 3):
             into = distributed(torch.ones_like(whole), (3,), [Shard(0)])
             _, restore = restored(saved, {"w": into}, rank)
-        read += sum(want.stored.stop - want.stored.start for want in restore.reads)
+        read += sum(want.stored.stop - want.stored.start for want in restore.memory.reads)
     assert whole.nbytes < read <= 1.05 * whole.nbytes
 
 
@@ -192,8 +192,8 @@ def test_the_same_mesh_reads_each_shard_straight_into_place() -> None:
         with fake_rank(rank, 3):
             into = distributed(torch.zeros(6, 5), (3,), [Shard(0)])
             _, restore = restored(saved, {"w": into}, rank)
-            (want,) = restore.reads
-            assert isinstance(want.sink, MemorySink)
+            (want,) = restore.memory.reads
+            assert isinstance(want.sink, HostMemory)
             assert want.sink.address == into.to_local().data_ptr()
             assert want.stored.object == 0
             assert want.holders == ()
@@ -204,7 +204,7 @@ def test_a_mesh_tells_who_else_wants_a_box() -> None:
     with fake_rank(3, 4):
         into = distributed(torch.zeros(8), (2, 2), [Replicate(), Shard(0)])
         _, restore = restored(saved, {"w": into}, 3)
-        assert [want.holders for want in restore.reads] == [(1, 3)]
+        assert [want.holders for want in restore.memory.reads] == [(1, 3)]
 
 
 def test_what_one_of_several_ranks_kept_to_itself_others_do_not_want() -> None:
@@ -213,7 +213,7 @@ def test_what_one_of_several_ranks_kept_to_itself_others_do_not_want() -> None:
     for rank in range(2):
         found, restore = restored(saved, {"w": torch.zeros(3)}, rank)
         assert torch.equal(found["w"], x + rank)
-        assert [want.holders for want in restore.reads] == [(), None]
+        assert [want.holders for want in restore.memory.reads] == [(), None]
 
 
 def test_arrays_that_ranks_wrote_together() -> None:
@@ -277,7 +277,7 @@ def test_shared_memory_into_distributed_tensors() -> None:
             assert found["v"] is found["w"] is tied
             assert torch.equal(tied.to_local(), base[:, 3 * rank : 3 * rank + 3])
             assert torch.equal(turned.to_local(), base.T[3 * rank : 3 * rank + 3])
-            by_path = {each.path: (each.base, each.origin) for each in restore.destinations}
+            by_path = {each.path: (each.base, each.origin) for each in restore.memory.destinations}
             assert by_path["k/w"] == by_path["k/v"]
 
 
@@ -291,7 +291,7 @@ def test_what_is_equal_under_two_names_may_share_memory() -> None:
         tied = distributed(torch.zeros(8), (2,), [Shard(0)])
         target = {"a": tied, "b": tied, "c": distributed(torch.zeros(8), (2,), [Shard(0)])}
         _, restore = restored(Saved(ranks), target, 1)
-    a, b, c = [(each.base, each.origin) for each in restore.destinations]
+    a, b, c = [(each.base, each.origin) for each in restore.memory.destinations]
     assert a == b != c
 
 
@@ -304,9 +304,9 @@ def mismatches(saved: Saved, target: Any, matching: Matching) -> list[str]:
         allow_pickle=False,
         matching=matching,
     )
-    assert not restore.reads
+    assert not restore.memory.reads
     assert restore.build() == {"w": target}
-    return list(restore.mismatched)
+    return list(restore.match.mismatched)
 
 
 @pytest.mark.parametrize("matching", [Matching.LEAVES, Matching.KEYS, Matching.NOTHING])

@@ -202,7 +202,7 @@ def test_aliased_targets_are_read_once(name: str) -> None:
     make, stored_bytes, _ = SHARED[name]
     memory = store(make())
     restore = prepare("s", memory.key("s"), target=make(), allow_pickle=False)
-    assert memory.fill(restore.reads) == stored_bytes
+    assert memory.fill(restore.memory.reads) == stored_bytes
 
 
 def test_strided_targets_of_one_memory_are_read_once() -> None:
@@ -210,7 +210,7 @@ def test_strided_targets_of_one_memory_are_read_once() -> None:
     memory = store({"a": x, "b": x})
     tied = torch.zeros(6, 4).t()
     restore = prepare("s", memory.key("s"), target={"a": tied, "b": tied}, allow_pickle=False)
-    assert memory.fill(restore.reads) == x.nbytes
+    assert memory.fill(restore.memory.reads) == x.nbytes
     assert restore.build()["b"] is tied
     assert torch.equal(tied, x)
 
@@ -231,7 +231,7 @@ def test_one_view_of_several_into_a_target_of_its_own() -> None:
     entries = memory.key("s")
     target = {"b": torch.zeros(2, 6, requires_grad=True), "c": torch.zeros(4, 6).t()}
     restore = prepare("s", entries, target=target, allow_pickle=False, matching=Matching.LEAVES)
-    memory.fill(restore.reads)
+    memory.fill(restore.memory.reads)
     result = restore.build()
     assert list(result) == ["b", "c"]
     assert result["b"] is target["b"]

@@ -108,7 +108,7 @@ def test_parts_in_other_manifests() -> None:
     assert found.problems == ()
     (leaf,) = found.doubtful
     part = leaf.restore()
-    saved.fill(leaf.index, part.reads)
+    saved.fill(leaf.index, part.memory.reads)
     assert part.build().to_dense().tolist() == [1.0, 0.0, 0.0]
 
 

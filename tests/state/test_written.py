@@ -12,7 +12,7 @@ import torch
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import TensorEntry
 from actorsnap.state.restore import destination, find_conflicts, mark_written, prepare
-from actorsnap.state.tensors import DTYPES, ClippedSink, StridedSink, sink_of_array
+from actorsnap.state.tensors import DTYPES, ClippedSink, ExtentSink, sink_of
 from tests.state.stored import store
 
 SUB_BYTE = sorted(
@@ -62,8 +62,8 @@ def test_autograd_sees_that_a_saved_tensor_was_overwritten(
     y = (weight * x).sum()
     memory = store({"x": torch.full((2,), 5.0)})
     restore = prepare("s", memory.key("s"), target={"x": x}, allow_pickle=False)
-    mark_written(each.target for each in restore.destinations)
-    memory.fill(restore.reads)
+    mark_written(each.target for each in restore.memory.destinations)
+    memory.fill(restore.memory.reads)
     restore.build()
     assert x.tolist() == [5, 5]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -156,7 +156,7 @@ def test_nothing_is_claimed_of_what_cannot_be_written() -> None:
 @pytest.mark.parametrize("step", [1, 3, 4, 20])
 def test_a_clipped_sink_passes_on_its_part(step: int) -> None:
     out = np.zeros(5, np.uint8)
-    sink = ClippedSink(sink_of_array(out), 4, 12)
+    sink = ClippedSink(sink_of(out), 4, 12)
     data = bytes(range(12))
     for start in range(0, 12, step):
         sink.copy_from(start, memoryview(data)[start : start + step])
@@ -184,7 +184,7 @@ def test_a_strided_sink_keeps_the_elements_of_any_pieces(
     memory = torch.arange(1000, dtype=torch.int16)
     view = memory.as_strided(shape, strides)
     out = torch.full((*shape, 2), -1, dtype=torch.int16)[..., 1]
-    sink = StridedSink(out, strides)
+    sink = ExtentSink(out, strides)
     data = memory.numpy().tobytes()[: sink.nbytes]
     pieces = range(0, sink.nbytes, 2 * step)
     for start in (*pieces[1::2], *pieces[::2]):

@@ -1,21 +1,20 @@
 """Memory of the app state that leaves are restored into, and conflicts in it.
 
-Decides the layout of a target, whether it can be written, and which leaves would write different
-bytes to the same memory. Leaves that share memory in both app state and snapshot do not conflict.
-It must not know entries or storage, nor keys of the app state.
+Decides whether a target can be written, and which leaves would write different bytes to the same
+memory, unless they also share it in the snapshot. It must not know entries, storage or keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
-from actorsnap.state.sharing import Region, share_bytes, touching
-from actorsnap.state.tensors import extent_bytes
+from actorsnap.state.sharing import Region, memory_of, region_of, share_bytes, touching
+from actorsnap.state.tensors import TensorOrArray, extent_bytes
 
 __all__ = [
     "TARGET_TYPES",
@@ -25,37 +24,22 @@ __all__ = [
     "find_conflicts",
     "is_injective",
     "is_writable",
-    "lies_as_stored",
     "mark_written",
-    "region_of",
+    "matching_region",
 ]
 
-Target = torch.Tensor | np.ndarray[Any, Any]
+Target: TypeAlias = TensorOrArray
 """A value that can be restored in place."""
 TARGET_TYPES: Final = (torch.Tensor, np.ndarray)
 
 _MAX_EXACT = 128
-"""Maximum number of overlapping extents compared exactly, in pairs; else extents decide."""
+"""Maximum number of overlapping extents that are compared in pairs; with more, extents decide."""
 
 
 # Layouts --------------------------------------------------------------------------------------
 
 
-def region_of(target: Target) -> Region | None:
-    """Returns the region of a dense target; None if strides cannot express it."""
-    if isinstance(target, torch.Tensor):
-        if target.is_neg() or target.is_conj():
-            return None
-        return Region(target.data_ptr(), target.itemsize, tuple(target.shape), target.stride())
-    itemsize = target.itemsize
-    if any(stride < 0 or stride % itemsize for stride in target.strides):
-        return None
-    strides = tuple([stride // itemsize for stride in target.strides])
-    return Region(target.ctypes.data, itemsize, target.shape, strides)
-
-
 def _has_writable_memory(target: object) -> bool:
-    """Whether ``target`` has writable memory. Its elements may share memory."""
     if isinstance(target, np.ndarray):
         return bool(target.flags.writeable)
     return isinstance(target, torch.Tensor) and not target.is_meta
@@ -83,26 +67,18 @@ def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def lies_as_stored(target: Target, stored: Region) -> Region | None:
+def matching_region(target: Target, stored: Region) -> Region | None:
     """Returns the region of a writable target if it has the layout of ``stored``; else None."""
     region = region_of(target) if _has_writable_memory(target) else None
-    if region is None or not stored.at(region.start).same_layout(region):
+    if region is None or stored.at(region.start).layout != region.layout:
         return None
     return region
 
 
 def mark_written(targets: Iterable[Target]) -> None:
-    """Reports writes to targets to autograd, which does not see them.
-
-    Graphs built on the old values then refuse to run backward.
-    """
-    torch.autograd.graph.increment_version(
-        [
-            target
-            for target in targets
-            if isinstance(target, torch.Tensor) and not target.is_inference()
-        ]
-    )
+    """Reports writes to autograd: graphs built on the old values then refuse to run backward."""
+    tensors = [target for target in targets if isinstance(target, torch.Tensor)]
+    torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
 
 
 # Destinations ---------------------------------------------------------------------------------
@@ -133,23 +109,20 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def region(self) -> Region:
         """The region of the target; its whole extent if strides cannot express it."""
-        target = self.target
-        if isinstance(target, torch.Tensor):
-            return Region(self.start, target.itemsize, tuple(target.shape), target.stride())
-        return region_of(target) or Region(self.start, 1, (self.stop - self.start,), (1,))
+        if isinstance(self.target, torch.Tensor):
+            return memory_of(self.target)
+        return region_of(self.target) or Region(self.start, 1, (self.stop - self.start,), (1,))
 
 
 def destination(
     path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
 ) -> list[Destination]:
-    """Returns the destination of a leaf, in a list; [] if its target has no writable memory.
+    """Returns the destination of a leaf, in a list; [] if ``target`` has no writable memory.
 
     Args:
-        path: Path of the leaf.
-        target: The value to restore into; any object.
-        base: See ``Destination``.
+        path, target, base: See ``Destination``.
         stored: Region of the leaf in the stored bytes, if it is a view of them.
-        origin: See ``Destination``; used without ``stored``.
+        origin: Used without ``stored``.
     """
     if not _has_writable_memory(target) or 0 in target.shape:
         return []
@@ -166,7 +139,7 @@ def destination(
         stop += target.itemsize
     if stored is not None:
         region = region_of(target)
-        if region is not None and stored.at(region.start).same_layout(region):
+        if region is not None and stored.at(region.start).layout == region.layout:
             origin = region.start - stored.start
         else:
             is_lazy = region is None and isinstance(target, torch.Tensor)
@@ -186,31 +159,30 @@ def find_conflicts(
 ) -> list[tuple[Destination, Destination]]:
     """Returns pairs that cannot both be restored in place: the first keeps its memory.
 
-    Finds every conflict. May report a pair without one: if a leaf is restored with other strides
-    than it was saved with, or if very many destinations overlap.
+    May report a pair without a conflict: if a leaf is restored with other strides than it was saved
+    with, or if very many destinations overlap.
 
     Args:
-        destinations: Destinations in order. The first of a pair keeps its memory; the second gets
-            other memory.
-        fixed: Destinations that precede ``destinations``. They are written even if they lose, so
-            all conflicts among them are reported.
+        destinations: In order. The second of a pair gets other memory.
+        fixed: Destinations that precede ``destinations`` and are written even if they lose, so all
+            conflicts among them are reported.
     """
-    found: list[tuple[Destination, Destination]] = []
+    conflicts: list[tuple[Destination, Destination]] = []
     for device in {each.device for each in (*fixed, *destinations)}:
         here = [each for each in fixed if each.device == device]
         num_fixed = len(here)
         here += [each for each in destinations if each.device == device]
         for piece in touching([each.start for each in here], [each.stop for each in here]):
             if len({(here[n].base, here[n].origin) for n in piece}) > 1:
-                found.extend((here[a], here[b]) for a, b in _conflicts(here, num_fixed, piece))
-    return found
+                conflicts.extend((here[a], here[b]) for a, b in _conflicts(here, num_fixed, piece))
+    return conflicts
 
 
 def _conflicts(
     destinations: Sequence[Destination], num_fixed: int, numbers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Finds conflicts among destinations whose extents overlap transitively."""
-    found: list[tuple[int, int]] = []
+    conflicts: list[tuple[int, int]] = []
     open_: list[int] = []
     for number in sorted(numbers, key=lambda number: destinations[number].start):
         begin = destinations[number].start
@@ -221,14 +193,14 @@ def _conflicts(
             is_exact = len(open_) <= _MAX_EXACT
             if stays and not _agree(destinations[number], destinations[other], is_exact):
                 owner, loser = sorted((number, other))
-                found.append((owner, loser))
+                conflicts.append((owner, loser))
                 if loser >= num_fixed:
                     stays = loser != number
                     if stays:
                         continue
             kept.append(other)
         open_ = [*kept, number] if stays else kept
-    return found
+    return conflicts
 
 
 def _agree(a: Destination, b: Destination, is_exact: bool) -> bool:

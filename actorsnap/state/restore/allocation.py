@@ -1,15 +1,15 @@
 """Second pass of a restore: finds memory for the bytes of matched leaves.
 
-Decides which ranges are read and where they go: into the target's memory if it has the stored
-layout, through a sink if it has another one, else into fresh memory. Reads whole checksum blocks.
-Writes nothing to a target. It must not know where or how bytes are stored or fetched.
+Decides which ranges are read, in whole checksum blocks, and where they go: into the target's memory
+if it has the stored layout, through a sink if it has another one, else into fresh memory. Writes
+nothing to a target. It must not know where or how bytes are stored or fetched.
 
 Leaves that are views of the same stored bytes share one read. In this order:
 
 1. Targets that together have the layout of the stored bytes take them directly.
 2. A target that takes all of them in another layout gets its own read.
 3. A view that is read alone takes only its elements.
-4. The others are views of fresh memory, and are copied to their targets after the read.
+4. The others are views of fresh memory, copied to their targets after the read.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
     CompositeEntry,
-    MemoryFormat,
     Stored,
     TensorEntry,
     ViewEntry,
 )
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
-from actorsnap.state.composite import take_apart
+from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import LocalPiece, Ranks, is_distributed
 from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.restore.aliasing import (
@@ -44,34 +43,31 @@ from actorsnap.state.restore.aliasing import (
     destination,
     is_injective,
     is_writable,
-    lies_as_stored,
-    region_of,
+    matching_region,
 )
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
-from actorsnap.state.sharing import Region, touched_without_gaps
-from actorsnap.state.sources import ByteSink, MemorySink
+from actorsnap.state.sharing import Region, region_of, touched_without_gaps
+from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
-    QUANTIZED,
     BoxSink,
     ClippedSink,
+    ExtentSink,
     StridedSink,
-    TensorSink,
     c_strides,
     empty_tensor,
-    extent_bytes,
     is_addressable,
-    sink_of_array,
-    sink_of_tensor,
+    sink_of,
+    storage_bytes,
     tensor_type,
 )
 from actorsnap.state.tree import part_path
 
 __all__ = [
-    "Fresh",
     "Allocation",
+    "Fresh",
     "Wanted",
     "find_memory",
     "lay_over",
@@ -87,8 +83,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
     Attributes:
         stored: Whole checksum blocks of a leaf.
         sink: Takes all of them.
-        holders: Ranks likely to want exactly these bytes, ascending: those of a mesh that hold the
-            same box. None if every rank that restores does; empty if only this rank does.
+        holders: Ranks likely to want exactly these bytes, ascending. None for every rank that
+            restores; empty for this rank alone.
     """
 
     stored: Stored
@@ -101,10 +97,9 @@ class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         entry: The leaf's entry.
-        target: Gets a copy, if it can take one; None without a target.
+        target: Gets a copy, if it can take one.
         value: The leaf; or, with a ``region``, raw bytes.
-        region: Layout of an unaligned leaf in ``value``. Torch has no tensors at addresses that are
-            no multiple of the item size.
+        region: Layout in ``value`` of an unaligned leaf, which torch has no tensors for.
     """
 
     entry: TensorEntry | ViewEntry | ShardedEntry
@@ -118,14 +113,14 @@ class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
-        reads: Stored ranges and their sinks. A range may appear twice.
-        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets. They share
-            checksum blocks with wanted bytes.
-        destinations: Allocation of the target that is written to.
+        reads: All writes to a target before ``KeyRestore.build``. A range may appear twice.
+        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets, in the same
+            checksum blocks.
+        destinations: Memory of the target that is written to.
         values: Targets that the reads complete, by path.
         fresh: Leaves in fresh memory.
-        buffers: Leaves that are decoded from raw bytes.
-        spread: Views that are copied into a distributed target; the whole is among ``fresh``.
+        buffers: Leaves to decode.
+        spread: Views to copy into a distributed target; the whole is among ``fresh``.
     """
 
     reads: list[Wanted] = field(default_factory=list)
@@ -138,7 +133,7 @@ class Allocation:
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A leaf as a view of stored bytes. Its region is relative to the first of them."""
+    """A leaf as a view of stored bytes; its region is relative to the first of them."""
 
     entry: TensorEntry | ViewEntry
     target: Target | None
@@ -173,7 +168,7 @@ def find_memory(match: Match) -> Allocation:
     for pair in match.composites:
         _add_parts(memory, match, views, pair)
     for path, members in views.items():
-        _place(memory, match, match.bases[path], members)
+        _add_members(memory, match, match.bases[path], members)
     return memory
 
 
@@ -184,19 +179,6 @@ def _holders(match: Match, entry: TensorEntry | BytesEntry) -> Ranks | None:
     return None if entry.replicated or match.world_size == 1 else ()
 
 
-def _empty(
-    path: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    memory_format: MemoryFormat | None = None,
-) -> torch.Tensor:
-    try:
-        return empty_tensor(shape, dtype, device, memory_format)
-    except MemoryError as error:
-        raise MemoryError(f"{path!r}: {error}") from error
-
-
 def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry) -> None:
     nbytes = entry.data.stop - entry.data.start
     try:
@@ -205,37 +187,36 @@ def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry)
         raise MemoryError(f"{entry.path!r}: no memory for {nbytes} bytes") from error
     memory.destinations += destination(entry.path, pair.target, entry.path)
     if nbytes:
-        raw = np.frombuffer(data, np.uint8)
-        sink = MemorySink(raw.ctypes.data, nbytes, raw)
+        sink = sink_of(np.frombuffer(data, np.uint8))
         memory.reads.append(Wanted(entry.data, sink, _holders(match, entry)))
     memory.buffers.append((pair, data))
 
 
 def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry) -> None:
-    """Adds a tensor or array that no view refers to."""
+
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
     if pair.is_plain and isinstance(target, torch.Tensor):
         if nbytes:
             start = target.data_ptr()
-            sink = MemorySink(start, nbytes, target)
+            sink = HostMemory(start, nbytes, target)
             memory.destinations.append(
                 Destination(path, target, start, start + nbytes, path, start)
             )
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
-        tensor = _empty(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
-        sink = sink_of_tensor(tensor)
+        tensor = empty_tensor(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
+        sink = sink_of(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:
         member = _member(entry, target)
         memory.destinations += destination(path, target, path, member.region)
         if target is None or not is_writable(target):
-            _place(memory, match, entry, [member])
+            _add_members(memory, match, entry, [member])
             return
         # An array, or a tensor on a device or strided.
-        sink = _sink_of(target)
+        sink = sink_of(target)
         memory.values[path] = target
     if nbytes and sink is not None:
         memory.reads.append(Wanted(data, sink, _holders(match, entry)))
@@ -244,7 +225,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
 def _add_view(
     memory: Allocation, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
-    """Adds a leaf that is a view of stored bytes, perhaps among others."""
+
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
     if pair.sharding is None:
         member = _member(entry, pair.target)
@@ -260,13 +241,11 @@ def _add_view(
 def _add_parts(
     memory: Allocation, match: Match, views: dict[str, list[_Member]], pair: Pair
 ) -> None:
-    """Adds the parts of a composite in fresh memory; the composite is copied to its target."""
+
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
-    held: dict[str, torch.Tensor] = {}
-    if isinstance(target, torch.Tensor):
-        found = take_apart(target)
-        held = {} if isinstance(found, str) else dict(found[2])
+    split = take_apart(target) if isinstance(target, torch.Tensor) else ""
+    held = {} if isinstance(split, str) else dict(split[2])
     for name in composite.parts:
         part = match.parts[part_path(composite.path, name)]
         base = part.of if isinstance(part, ViewEntry) else part.path
@@ -291,7 +270,7 @@ def _add_boxes(
 ) -> None:
     """Adds a tensor that is stored in boxes, or whose target holds boxes.
 
-    ``base`` identifies the content; see ``Destination``.
+    See ``Destination`` for ``base``.
     """
     path, target, sharding = entry.path, pair.target, pair.sharding
     dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
@@ -309,7 +288,7 @@ def _add_boxes(
     if sharding is None:
         tensor = _tensor_over(target) if target is not None and is_writable(target) else None
         if tensor is None:
-            tensor = _empty(path, entry.shape, dtype, memory_format=entry.memory_format)
+            tensor = empty_tensor(path, entry.shape, dtype, memory_format=entry.memory_format)
             value = tensor if pair.dtype is not None else tensor.numpy()
             memory.fresh.append(Fresh(entry, target, value))
         else:
@@ -340,33 +319,29 @@ def _box_reads(
     pieces: Sequence[LocalPiece],
     default: Ranks | None,
 ) -> list[Wanted]:
-    """Returns planned reads with their sinks.
+    """Returns reads for the boxes of pieces, with their sinks.
 
-    Args:
-        planned: Reads for the boxes of ``pieces``.
-        shards: Shards that the plan refers to.
-        pieces: Allocation to fill. Its elements must not share memory.
-        default: Holders of pieces without holders.
+    Pieces without holders get those of ``default``.
     """
     wanted: list[Wanted] = []
     for read in planned:
         shard = shards[read.stored]
-        found = [pieces[number] for number in read.wanted]
+        filled = [pieces[number] for number in read.wanted]
         nbytes = read.stop - read.start
-        tensor = found[0].tensor
+        tensor = filled[0].tensor
         sink: ByteSink
         if read.at is not None and is_addressable(tensor):
-            sink = MemorySink(tensor.data_ptr() + read.at, nbytes, tensor)
+            sink = HostMemory(tensor.data_ptr() + read.at, nbytes, tensor)
         else:
-            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in found])
-        holders = {default if piece.holders is None else piece.holders for piece in found}
+            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in filled])
+        holders = {default if piece.holders is None else piece.holders for piece in filled}
         stored = slice_stored(shard.data, read.start, read.stop)
         wanted.append(Wanted(stored, sink, holders.pop() if len(holders) == 1 else ()))
     return wanted
 
 
 def slice_stored(data: Stored, start: int, stop: int) -> Stored:
-    """Returns the stored bytes from ``start`` to ``stop``, which must be block boundaries."""
+    """Returns the stored bytes from one block boundary to another."""
     if stop - start == data.stop - data.start:
         return data
     block_bytes = data.block_bytes
@@ -384,8 +359,10 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
     return _Member(entry, target, Region(0, itemsize, entry.shape, c_strides(entry.shape)))
 
 
-def _place(memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]) -> None:
-    """Finds memory for the stored bytes of ``base`` that members use."""
+def _add_members(
+    memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]
+) -> None:
+
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
@@ -429,37 +406,37 @@ def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list
 def _take_spans(
     memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets with the layout of the stored bytes; returns the other members."""
+    """Adds sinks for targets with the layout of the stored bytes; returns the other members."""
     left: list[_Member] = []
     spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
     for member in members:
         target = member.target
-        region = None if target is None else lies_as_stored(target, member.region)
+        region = None if target is None else matching_region(target, member.region)
         if region is None:
             left.append(member)
             continue
         device = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
         start = region.start - member.region.start
         spans.setdefault((device, start), []).append((member, region))
-    for (_, start), found in spans.items():
+    for (_, start), span in spans.items():
         sink = None
         # Bytes between the leaves may belong to others and must not be overwritten.
-        if touched_without_gaps([region for _, region in found], start, start + nbytes):
-            sink = _span_sink(start, nbytes, [member.target for member, _ in found])
+        if touched_without_gaps([region for _, region in span], start, start + nbytes):
+            sink = _span_sink(start, nbytes, [member.target for member, _ in span])
         if sink is None:
-            left.extend(member for member, _ in found)
+            left.extend(member for member, _ in span)
             continue
         sinks.append(sink)
-        memory.values.update((member.entry.path, member.target) for member, _ in found)
+        memory.values.update((member.entry.path, member.target) for member, _ in span)
     return left
 
 
 def _take_whole(
     memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Takes targets of another layout that need all bytes in order; returns the other members."""
+    """Adds sinks for targets of another layout that take all bytes; returns the other members."""
     left: list[_Member] = []
-    placed: list[Region] = []
+    layouts: set[object] = set()
     for member in members:
         target, stored = member.target, member.region
         if (
@@ -472,10 +449,10 @@ def _take_whole(
             left.append(member)
             continue
         region = region_of(target)
-        if region is None or not any(region.same_layout(other) for other in placed):
-            sinks.append(_sink_of(target))
-            if region is not None:
-                placed.append(region)
+        if region is None or region.layout not in layouts:
+            sinks.append(sink_of(target))
+        if region is not None:
+            layouts.add(region.layout)
         memory.values[member.entry.path] = target
     return left
 
@@ -491,38 +468,37 @@ def _is_separable(region: Region) -> bool:
 
 
 def _take_elements(memory: Allocation, member: _Member) -> ByteSink:
-    """Takes a view that is read alone; drops bytes between its elements."""
+    """Returns a sink for a view that is read alone; drops bytes between its elements."""
     target, region = member.target, member.region
     if target is not None and is_writable(target):
         tensor = _tensor_over(target)
         if tensor is not None:
             memory.values[member.entry.path] = target
-            return StridedSink(tensor, region.strides)
+            return ExtentSink(tensor, region.strides)
     if region.has_no_gaps:
         return _take_fresh(memory, region.stop, [member])
     # Stores repeated elements once.
     sizes = tuple([n if step else 1 for n, step in zip(region.shape, region.strides, strict=True)])
-    raw = _empty(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
+    raw = empty_tensor(member.entry.path, (prod(sizes) * region.itemsize,), torch.uint8)
     dense = c_strides(sizes)
     strides = tuple([step and own for step, own in zip(region.strides, dense, strict=True)])
     compact = Region(0, region.itemsize, region.shape, strides)
     memory.fresh.append(Fresh(member.entry, target, lay_over(raw, member.entry, compact)))
-    return StridedSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
+    return ExtentSink(raw.view(CARRIERS[region.itemsize]).view(sizes), region.strides)
 
 
 def _take_fresh(memory: Allocation, nbytes: int, members: Sequence[_Member]) -> ByteSink:
-    """Adds members as views of fresh memory; later those with a target are copied to it."""
-    raw = _empty(members[0].entry.path, (nbytes,), torch.uint8)
+    """Adds members as views of fresh memory; returns its sink."""
+    raw = empty_tensor(members[0].entry.path, (nbytes,), torch.uint8)
     for member in members:
         entry, region = member.entry, member.region
         if region.start % region.itemsize:
-            size = extent_bytes(region.shape, region.strides, region.itemsize)
-            part = raw[region.start : region.start + size]
+            part = raw[region.start : region.stop]
             fresh = Fresh(entry, member.target, part, region.at(0))
         else:
             fresh = Fresh(entry, member.target, lay_over(raw, entry, region))
         memory.fresh.append(fresh)
-    return MemorySink(raw.data_ptr(), nbytes, raw)
+    return HostMemory(raw.data_ptr(), nbytes, raw)
 
 
 def lay_over(
@@ -534,15 +510,11 @@ def lay_over(
         dtype = NUMPY_DTYPES[entry.dtype][0]
         return np.ndarray(region.shape, dtype, raw.numpy(), region.start, steps)
     offset = region.start // region.itemsize
-    tensor = empty_tensor((0,), DTYPES[entry.dtype])
+    tensor = empty_tensor(entry.path, (0,), DTYPES[entry.dtype])
     return tensor.set_(raw.untyped_storage(), offset, region.shape, region.strides)
 
 
 # Targets --------------------------------------------------------------------------------------
-
-
-def _sink_of(target: Target) -> ByteSink:
-    return sink_of_tensor(target) if isinstance(target, torch.Tensor) else sink_of_array(target)
 
 
 def _tensor_over(target: Target) -> torch.Tensor | None:
@@ -559,32 +531,28 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
     """Returns a sink for a span of memory; None if the targets' storage does not contain it."""
     first = targets[0]
     if not isinstance(first, torch.Tensor) or first.is_cpu:
-        return MemorySink(start, nbytes, targets)
-    storage = first.untyped_storage()
-    offset = start - storage.data_ptr()
-    if offset < 0 or offset + nbytes > storage.nbytes():
-        return None
-    raw = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return TensorSink(raw.set_(storage, offset, (nbytes,), (1,)))
+        return HostMemory(start, nbytes, targets)
+    raw = storage_bytes(first, start, nbytes)
+    return None if raw is None else StridedSink(raw)
 
 
 def stand_in(path: str, target: Target) -> Target | None:
-    """Returns a target of the same kind with its own uninitialised memory.
+    """Returns a target of the same kind with memory of its own.
 
-    Returns None for sparse and quantized tensors, which are built from their parts.
+    None for sparse and quantized tensors, which are built from their parts.
     """
     if isinstance(target, np.ndarray):
         return np.empty_like(target)
     if is_distributed(target):
         return torch.empty_like(target)
-    if target.layout is not torch.strided or target.dtype in QUANTIZED:
+    if is_composite(target):
         return None
-    fresh = _empty(path, target.shape, target.dtype, target.device)
+    fresh = empty_tensor(path, target.shape, target.dtype, target.device)
     return typed(fresh, tensor_type(target), target.requires_grad)
 
 
 def typed(tensor: torch.Tensor, kind: str, requires_grad: bool) -> torch.Tensor:
-    """Returns a fresh tensor as the Parameter, Buffer or Tensor that was saved."""
+    """Returns a fresh tensor as a Parameter, Buffer or Tensor."""
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     if requires_grad:

@@ -1,8 +1,8 @@
 """Third pass of a restore: builds the state of a key from the bytes that were read.
 
-Decides which leaves are copied into their targets, how bytes become values, and how the state for
-``load_state_dict`` is built. ``prepare`` and ``read_one`` run the first two passes. It must not
-know where or how bytes are stored or fetched, nor call ``load_state_dict``.
+Decides how bytes become values, and which leaves are copied into their targets. ``prepare`` and
+``read_one`` run the first two passes. It must not know where or how bytes are stored or fetched,
+nor call ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from actorsnap.errors import FormatError, IncompatibleState, UsageError, did_you
 from actorsnap.format.manifest import BytesEntry, CompositeEntry
 from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import objects
-from actorsnap.state.composite import assemble
+from actorsnap.state.composite import assemble, is_composite
 from actorsnap.state.distributed import is_distributed
-from actorsnap.state.restore.aliasing import TARGET_TYPES, Destination, Target, is_writable
+from actorsnap.state.restore.aliasing import TARGET_TYPES, Target, is_writable
 from actorsnap.state.restore.allocation import (
     Allocation,
     Fresh,
-    Wanted,
     find_memory,
     lay_over,
     stand_in,
@@ -38,52 +37,23 @@ from actorsnap.state.tree import escape, human, parent_of, part_path
 __all__ = ["KeyRestore", "prepare", "read_one"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KeyRestore:
-    """The restore of a top-level key, or of a part of it.
+    """The restore of a top-level key, or of a part of it, before its reads."""
 
-    Attributes:
-        missing: Paths of leaves or dict keys that only the target has.
-        unexpected: Paths of leaves that only the snapshot has.
-        unplaced: Like ``unexpected``, for leaves that every rank may read: another rank may have
-            them in its target.
-        mismatched: A line per tensor that does not fit its target; distributed ones are never
-            replaced. Or a line per optimizer with other parameter groups.
-        on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
-            ``MODEL`` and ``NOTHING``.
-        destinations: Allocation of the target that is written to.
-        reads: Stored ranges and their sinks. Nothing else is written to a target before
-            ``build``. A range may appear twice.
-        surplus_bytes: Bytes of ``reads`` outside of the boxes of the target. They share checksum
-            blocks with wanted bytes.
-    """
-
-    missing: Sequence[str]
-    unexpected: Sequence[str]
-    unplaced: Sequence[str]
-    mismatched: Sequence[str]
-    on_meta: Sequence[str]
-    destinations: Sequence[Destination]
-    reads: Sequence[Wanted]
-    surplus_bytes: int
-    _match: Match
-    _memory: Allocation
-
-    def has_target(self, path: str) -> bool:
-        """Whether the target has a leaf at ``path``; True if there is no target."""
-        return self._match.rules.target is None or path in self._match.targets
+    match: Match
+    memory: Allocation
 
     def build(self) -> Any:
         """Returns the state for ``load_state_dict``. Call it once, after all reads.
 
-        Containers, their types and their order come from the snapshot. Tensors that were restored
-        in place are the target's own objects. Missing and mismatched leaves keep the target's
-        values.
+        Containers come from the snapshot. Tensors that were restored in place are the target's own
+        objects. Missing and mismatched leaves keep the target's values.
 
         Raises:
             FormatError: Bytes are no value of their entry's type.
         """
-        match, memory = self._match, self._memory
+        match, memory = self.match, self.memory
         values = match.values | memory.values
         for fresh in memory.fresh:
             values[fresh.entry.path] = _settle(fresh)
@@ -118,21 +88,20 @@ def prepare(
 
     Args:
         key: The top-level key.
-        entries: Its entries, in traversal order. Other entries are used only as bases of views.
-        target: The stateful's current ``state_dict()``. Its tensors and writable arrays are
+        entries: Its entries, in traversal order. Others are used only as bases of views.
+        target: The stateful's current ``state_dict()``, of which tensors and writable arrays are
             restored in place. None builds everything fresh, on the CPU.
         allow_pickle: Whether pickled leaves may be read, which runs any code in them.
         matching: How far ``target`` must match. Under ``LEAVES``, leaves that it lacks are not
             read.
         root: Escaped path to restore instead of the whole key.
         unshared: Paths of leaves that get fresh memory instead of the target's.
-        world_size: Number of ranks that saved. With several, only the same rank is likely to want
-            a private leaf.
+        world_size: Number of ranks that saved.
 
     Raises:
         UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other. Entries are checked before memory
-            is allocated for them.
+        FormatError: Entries contradict themselves or each other. Raised before
+            memory is allocated for them.
         MemoryError: The memory could not be allocated; names the leaf.
     """
     root = escape(key) if root is None else root
@@ -147,19 +116,7 @@ def prepare(
         matching=matching,
         world_size=world_size,
     )
-    memory = find_memory(match)
-    return KeyRestore(
-        missing=match.missing,
-        unexpected=match.unexpected,
-        unplaced=match.unplaced,
-        mismatched=match.mismatched,
-        on_meta=match.on_meta,
-        destinations=memory.destinations,
-        reads=memory.reads,
-        surplus_bytes=memory.surplus_bytes,
-        _match=match,
-        _memory=memory,
-    )
+    return KeyRestore(match, find_memory(match))
 
 
 # One leaf -------------------------------------------------------------------------------------
@@ -176,11 +133,10 @@ def read_one(
 
     Args:
         entries: Entries of one rank.
-        path: A path of the manifest, or one as a person types it (``optim/state/0``), if it is
-            unambiguous.
+        path: A path of the manifest, or an unambiguous one as typed (``optim/state/0``).
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
-        held_by_other_ranks: See ``Index.elsewhere``; for the message only.
+        held_by_other_ranks: See ``Index.elsewhere``; for the message.
 
     Raises:
         UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.
@@ -189,57 +145,60 @@ def read_one(
     """
     root = _resolve(entries, path, held_by_other_ranks)
     if out is not None:
-        if not isinstance(out, TARGET_TYPES):
-            raise UsageError(f"out must be a tensor or a numpy array, not {type(out).__name__}")
-        is_plain = not is_distributed(out)
-        why = refusal(out) if isinstance(out, torch.Tensor) and is_plain else None
-        if why is not None:
-            raise UsageError(f"out {why}")
-        if is_plain and (isinstance(out, np.ndarray) or out.layout is torch.strided):
-            if not is_writable(out):
-                raise UsageError("out is read-only, or its elements share memory; pass a copy")
+        _check_out(out)
     restore = prepare(
         "", entries, target=out, allow_pickle=allow_pickle, matching=Matching.LEAVES, root=root
     )
+    match = restore.match
     if out is not None and (
-        restore.missing or restore.unexpected or restore.unplaced or restore.mismatched
+        match.missing or match.unexpected or match.unplaced or match.mismatched
     ):
-        lines = restore.mismatched or [
-            f"{root}: a container in the snapshot, {describe(out)} as out"
-        ]
+        lines = match.mismatched or [f"{root}: a container in the snapshot, {describe(out)} as out"]
         raise IncompatibleState(mismatched=lines)
     return restore
+
+
+def _check_out(out: object) -> None:
+    if not isinstance(out, TARGET_TYPES):
+        raise UsageError(f"out must be a tensor or a numpy array, not {type(out).__name__}")
+    if is_distributed(out):
+        return
+    why = refusal(out) if isinstance(out, torch.Tensor) else None
+    if why is not None:
+        raise UsageError(f"out {why}")
+    if not (isinstance(out, torch.Tensor) and is_composite(out)) and not is_writable(out):
+        raise UsageError("out is read-only, or its elements share memory; pass a copy")
 
 
 def _resolve(
     entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Returns the manifest's form of a path that a person typed."""
+    """Returns the manifest's form of a typed path."""
     below = path + "/"
-    typed: dict[str, None] = {}
+    meant: set[str] = set()
     seen: set[str] = set()
     for entry in entries:
-        found = entry.path
-        if "@" in found:
+        at = entry.path
+        if "@" in at:
             continue
-        if found == path or found.startswith(below):
+        if at == path or at.startswith(below):
             return path
-        while found and found not in seen:
-            seen.add(found)
-            if "%" in found and human(found) == path:
-                typed[found] = None
-            found = found.rpartition("/")[0]
-    if len(typed) == 1:
-        return next(iter(typed))
-    if typed:
+        while at and at not in seen:
+            seen.add(at)
+            if "%" in at and human(at) == path:
+                meant.add(at)
+            at = at.rpartition("/")[0]
+    if len(meant) == 1:
+        return meant.pop()
+    if meant:
         raise UsageError(
             f"{path!r} can mean several paths; pass one of them: "
-            + ", ".join(repr(found) for found in sorted(typed)[:5])
+            + ", ".join(map(repr, sorted(meant)[:5]))
         )
     if any(entry.path == path for entry in entries):
         raise UsageError(f"{path!r} is a part of {parent_of(path)!r}, which can be read")
-    for found, ranks in held_by_other_ranks.items():
-        if f"{found}/".startswith(below):
+    for other, ranks in held_by_other_ranks.items():
+        if f"{other}/".startswith(below):
             raise UsageError(
                 f"only {named_ranks(ranks)} saved {path!r}, each for itself; "
                 f"read '{ranks[0]}/{path}'"
@@ -252,7 +211,7 @@ def _resolve(
 
 
 def _settle(fresh: Fresh) -> object:
-    """Returns the value of a leaf in fresh memory; or its target, if that takes a copy."""
+    """Returns a leaf from fresh memory; or its target, if that takes a copy."""
     entry, target, value = fresh.entry, fresh.target, fresh.value
     if fresh.region is not None:
         value = lay_over(value.clone(), entry, fresh.region)
@@ -271,17 +230,12 @@ def _decode(pair: Pair, data: bytearray) -> object:
     entry = pair.entry
     assert isinstance(entry, BytesEntry)
     try:
-        match entry.type:
-            case "numpy":
-                return _assign_array(pair.target, objects.array_from_npy(data))
-            case "pickle":
-                return objects.unpickled(data)
-            case kind:
-                return objects.value_of(kind, data)
+        value = objects.decode(entry.type, data)
     except Exception as error:
         raise FormatError(
             key=entry.path, detail=f"its bytes are no {entry.type} value: {text_of(error)}"
         ) from error
+    return _assign_array(pair.target, value) if entry.type == "numpy" else value
 
 
 def _spread(pair: Pair, whole: Any) -> Target | None:
@@ -329,10 +283,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies ``value`` into ``target``; returns whether it took the value.
-
-    A target with repeated elements takes only values that repeat in the same way.
-    """
+    """Copies ``value`` into ``target``, unless other elements repeat there."""
     if is_writable(target):
         _copy(target, value)
         return True
@@ -347,10 +298,7 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copies ``value`` into ``target`` if that is a writable array of its dtype and shape.
-
-    Returns the array that has the value.
-    """
+    """Returns ``target`` with a copy of ``value``, if it is a writable array that fits."""
     if (
         type(target) is np.ndarray
         and target.dtype == value.dtype
@@ -365,8 +313,8 @@ def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any
 def _assign_composite(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Copies a sparse or quantized ``value`` into ``target``; returns whether torch can do that."""
     try:
-        # Not detached: a detached sparse tensor would not keep the copy. Inference tensors can only
-        # be written in inference mode; turning that mode off turns gradients on.
+        # A detached sparse tensor would not keep the copy. Inference tensors can only be written
+        # in inference mode; turning that mode off turns gradients on.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):

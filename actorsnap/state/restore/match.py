@@ -1,9 +1,8 @@
 """First pass of a restore: compares the entries of a key with the leaves of its target.
 
 Decides which entries are valid, which leaf of the app state each one fits, and which leaves are
-missing, unexpected or mismatched (``docs/format.md``, "Entries"). Allocates no memory and reads no
-bytes: ``state.trial`` checks a snapshot with this pass alone. It must not know how leaves are
-restored.
+missing, unexpected or mismatched (``docs/format.md``, "Entries"). ``state.trial`` runs this pass
+alone: it allocates no memory and reads no bytes. It must not know how leaves are restored.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
 from actorsnap.state.restore.checks import (
     NUMPY_KINDS,
-    check_bytes,
     check_composite,
     check_part,
     check_sharded,
@@ -41,31 +39,21 @@ from actorsnap.state.restore.checks import (
 )
 from actorsnap.state.restore.rules import Rules
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import DTYPE_NAMES, address_of, is_addressable, refusal
-from actorsnap.state.tree import (
-    Container,
-    Skeleton,
-    flatten,
-    parent_of,
-    part_path,
-    unescape,
-)
+from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, is_addressable, refusal
+from actorsnap.state.tree import Container, Skeleton, flatten, parent_of, part_path, unescape
 
 __all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_key"]
 
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
 _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 # Entries of a key -----------------------------------------------------------------------------
 
 
 def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
-    """Returns the entries of each top-level key, in order.
-
-    Entries of other keys that views of a key refer to come at the end of its list.
+    """Returns the entries of each top-level key, then those of other keys that its views refer to.
 
     Raises:
         FormatError: A path does not begin with a top-level key.
@@ -124,10 +112,7 @@ def _kind_of(entry: _TensorLike) -> str:
 def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | None) -> str | None:
     """Returns how a tensor or array of the app state differs from its entry; None if it fits.
 
-    Args:
-        entry: The stored leaf.
-        target: The tensor or array of the app state.
-        sharding: The description of a distributed target by ``state.distributed``; else None.
+    ``sharding`` describes a distributed target.
     """
     kind = _kind_of(entry)
     have, what = describe(target), "shape"
@@ -154,9 +139,9 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
 def _fits_plainly(
     target: Any, dtype: torch.dtype | None, entry: TensorEntry
 ) -> TypeGuard[torch.Tensor]:
-    """Whether stored bytes can be read straight into a target, as into nearly every tensor."""
+    """Whether stored bytes can be read straight into a target; nearly always."""
     if not (
-        type(target) in _PLAIN_TYPES
+        type(target) in PLAIN_TYPES
         and target.dtype is dtype
         and not target.is_nested
         and target.shape == entry.shape
@@ -176,9 +161,9 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         entry: The leaf's entry.
-        dtype: The torch dtype of a dense tensor; None for others, and for arrays.
+        dtype: The torch dtype of a dense tensor; else None.
         target: A tensor or array of the app state that fits; None makes a fresh value.
-        sharding: The sharding of a distributed target; else None.
+        sharding: That of a distributed target; else None.
         is_plain: Whether the target is in CPU memory in C order, like the stored bytes.
     """
 
@@ -199,13 +184,18 @@ class Match:
         skeleton: Containers of the result.
         bases: Tensors that views refer to, by path.
         world_size: Number of ranks that saved.
-        describer: Describes distributed tensors of the target.
+        describer: Describes distributed targets.
         pairs: Leaves with bytes to read, in order.
         composites: Leaves made of ``parts``, in order.
         parts: Parts of composites, by path.
         values: Leaves that need no bytes, by path: stored inline, or kept from the target.
         attributes: Attributes of fresh tensors, by path.
-        missing, unexpected, unplaced, mismatched, on_meta: See ``KeyRestore``.
+        missing: Paths of leaves or dict keys that only the target has.
+        unexpected: Paths of leaves that only the snapshot has.
+        unplaced: Like ``unexpected``, but another rank may have them in its target.
+        mismatched: A line per tensor that does not fit, or per optimizer with other groups.
+        on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
+            ``MODEL`` and ``NOTHING``.
     """
 
     rules: Rules
@@ -224,6 +214,10 @@ class Match:
     unplaced: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     on_meta: list[str] = field(default_factory=list)
+
+    def has_target(self, path: str) -> bool:
+        """Whether the target has a leaf at ``path``; True without a target."""
+        return self.rules.target is None or path in self.targets
 
     def is_private(self, entry: AnyEntry) -> bool:
         """Whether a leaf is private to one of several ranks."""
@@ -255,8 +249,7 @@ def match_key(
         allow_pickle, matching, world_size: See ``prepare``.
 
     Raises:
-        UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other.
+        UsageError, FormatError: See ``prepare``.
     """
     below, part = root + "/", root + "@"
     entries_of_key = [
@@ -321,7 +314,6 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
             check_composite(entry)
             _add_tensor(found, entry, None)
         case BytesEntry():
-            check_bytes(entry)
             target = _find_target(found, entry)
             stored = "numpy array" if entry.type == "numpy" else str(entry.type)
             if isinstance(target, np.ndarray) and entry.type in ("numpy", "pickle"):
@@ -337,7 +329,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
 
 
 def _find_target(found: Match, entry: AnyEntry) -> object:
-    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` for an entry to skip."""
+    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` to skip the entry."""
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
@@ -360,7 +352,7 @@ def _add_tensor(
     dtype: torch.dtype | None,
     attributes: dict[str, Any] | None = None,
 ) -> None:
-    """Compares a tensor or array with the target's leaf."""
+
     path = entry.path
     if attributes:
         found.attributes[path] = objects.decode_attributes(attributes, path)
@@ -375,7 +367,7 @@ def _add_tensor(
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
         if why is not None:
-            # A distributed tensor is never replaced: other ranks hold the rest of it.
+            # A distributed tensor is never replaced: other ranks hold the rest.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
                 return
@@ -407,7 +399,7 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
 
 
 def _add_missing(found: Match) -> None:
-    """Records leaves that only the target has; keeps additional keys of its dicts."""
+    """Adds leaves that only the target has; keeps additional keys of its dicts."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
         found.missing.extend(
@@ -423,7 +415,7 @@ def _add_missing(found: Match) -> None:
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
-    """Records the first difference between an optimizer's parameter groups and the saved ones."""
+    """Adds the first difference between an optimizer's parameter groups and the saved ones."""
     target: Any = found.rules.target
     root = found.rules.root
     groups = target["param_groups"]
@@ -441,8 +433,8 @@ def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
         if path in stored:
             # Not read yet. But params are numbered consecutively, so equal sizes mean equal counts.
             size = stored[path].stop - stored[path].start
-            encoded = objects.bytes_of(held, path)
-            is_same = encoded is not None and len(encoded[1]) == size
+            kind, encoded = objects.encode(held, path)
+            is_same = kind is not None and len(encoded) == size
             saved = len(held) if is_same else "another number of"
         elif isinstance(inline, list):
             saved = len(inline)

@@ -1,7 +1,6 @@
-"""Rules of a target: which leaves must match, and which may be missing or left out.
+"""Decides which leaves of a target must match, and which may be missing or left out.
 
-They depend on ``Matching`` and on the structure of the target's state dict. This module must not
-know entries.
+That depends on ``Matching`` and the target's state dict. This module must not know entries.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Rules:
         root: Path of the target.
         target: A state dict, or None.
         matching: See ``Matching``.
-        strict_root: Path below which snapshot and target must have the same leaves; None for no
-            such path.
+        strict_root: Path below which snapshot and target must have the same leaves; or None.
         opaque: Paths of extra states below ``strict_root``, which may have any leaves.
     """
 
@@ -54,7 +52,7 @@ class Rules:
         return cls(root, target, matching, strict_root, opaque)
 
     def is_strict(self, path: str) -> bool:
-        """Whether a leaf must match the target's leaf at its path exactly."""
+        """Whether a leaf must match the target's."""
         strict_root = self.strict_root
         if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
             return False
@@ -69,17 +67,14 @@ class Rules:
         return self.matching in (Matching.KEYS, Matching.MODEL)
 
     def is_kept(self, path: str, target: Target, kind: str) -> bool:
-        """Whether a tensor or array that does not fit is kept, not replaced.
-
-        ``kind`` is the saved kind of leaf.
-        """
+        """Whether a target that does not fit is kept, not replaced by a leaf of ``kind``."""
         is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
         return self.is_strict(path) or (self.keeps_keys and is_same_kind)
 
     def passes_over(self, path: str) -> bool:
         """Whether a ``ModelState`` ignores a saved leaf of its optimizers.
 
-        It does so if it has no optimizers now, or if the parameter is frozen or in another stage.
+        It may have no optimizers now, or the parameter is frozen or in another stage.
         """
         if self.matching is not Matching.MODEL:
             return False
@@ -97,8 +92,8 @@ class Rules:
     def may_lack(self, path: str, skeleton: Skeleton) -> bool:
         """Whether the snapshot of a ``ModelState`` may lack a dict key.
 
-        The model's leaves are compared one by one. The optimizers' state may be absent, or may have
-        the hyperparameters in the other form (``flatten``), which torch can read.
+        The model's leaves are compared one by one. The optimizers' state may be absent, or have
+        hyperparameters in the other form (``flatten``), which torch can read.
         """
         if self.matching is not Matching.MODEL:
             return False
@@ -113,5 +108,4 @@ class Rules:
 
 
 def _is_extra_state(name: object) -> bool:
-    """Whether ``name`` is the key of an extra state in a module's state dict."""
     return isinstance(name, str) and f".{name}".endswith("._extra_state")
