@@ -1,7 +1,7 @@
 """Checks entries before memory is allocated for them.
 
 Checks one entry at a time: dtype, shape and byte range must agree, a view must stay within its
-base, and a part must fit its composite (``docs/format.md``, "Entries"). ``format/validate.py`` has
+base, and a part must fit its composite (``docs/format.md``, "Entries"). ``format/manifest.py`` has
 checked the whole manifest before. This module prevents crashes of a restore, and allocations for
 invalid entries. It must not know targets or how entries are restored.
 """
@@ -17,8 +17,14 @@ import torch
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import is_block_count
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import BytesEntry, CompositeEntry, Stored, TensorEntry, ViewEntry
-from actorsnap.format.validate import COMPOSITE_PARTS
+from actorsnap.format.manifest import (
+    COMPOSITE_PARTS,
+    BytesEntry,
+    CompositeEntry,
+    Stored,
+    TensorEntry,
+    ViewEntry,
+)
 from actorsnap.planning.index import AnyEntry, ShardedEntry
 from actorsnap.state.composite import part_shape
 from actorsnap.state.objects import NUMPY_DTYPES
