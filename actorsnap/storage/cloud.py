@@ -1,4 +1,4 @@
-"""What the storages of S3 and of Google Cloud Storage share.
+"""The common parts of the storages of S3 and of Google Cloud Storage.
 
 Decides how URLs and ``storage_options`` are read, how two headers are written, and which policies
 go around a bucket. Must not know requests or either protocol.
@@ -27,6 +27,7 @@ __all__ = [
     "decode_crc32c",
     "encode_crc32c",
     "parse_retry_after",
+    "remedy",
     "split_url",
 ]
 
@@ -72,7 +73,7 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be 1 or more")
         for name in ("connect", "stall", "request", "transfer"):
             if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
-                raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+                raise ValueError(f"{name}_timeout_s must be in (0, {_MAX_TIMEOUT_S}]")
 
 
 def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
@@ -88,7 +89,7 @@ def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
     if not re.fullmatch(bucket_pattern, bucket):
         # Without the text itself: it may be key:secret@bucket.
         raise UsageError(
-            f"what stands between {scheme}:// and the next slash cannot be a bucket's name; "
+            f"the text between {scheme}:// and the next slash cannot be a bucket's name; "
             "credentials go into storage_options or the environment"
         )
     return bucket, check_key(prefix) if prefix else ""
@@ -118,6 +119,13 @@ def parse_retry_after(text: str | None) -> float | None:
     except ValueError:
         return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def remedy(is_timeout: bool, places: str) -> str:
+    """Returns advice for a request that had no answer; ``places`` are likely causes."""
+    if is_timeout:
+        return "raise the timeouts in storage_options if the service is that slow"
+    return f"look at {places}"
 
 
 def check_secret(name: str, value: str | None) -> None:

@@ -28,12 +28,7 @@ _REMEDY = (
 
 
 class CredentialsError(Exception):
-    """There is no token.
-
-    Attributes:
-        detail: The reason and a remedy, without secrets.
-        is_retryable: Whether there may be one later.
-    """
+    """There is no token; ``detail`` has the reason and a remedy, without secrets."""
 
     def __init__(self, detail: str, *, is_retryable: bool) -> None:
         super().__init__(detail)
@@ -62,8 +57,6 @@ class Credentials:
 
     Args:
         file: Of credentials; None for the application's default.
-        session: Fetches tokens.
-        run_blocking: Reads files.
         limit_s: Bound of a fetch.
     """
 
@@ -79,16 +72,12 @@ class Credentials:
         self._run = run_blocking
         self._limit_s = limit_s
         self._source: Any = None  # of ``Token``, once it is needed
-        # All waiters share gcloud-aio's task that fetches a token, so that the cancellation of one
-        # would reach the others: one at a time.
+        # All waiters share gcloud-aio's task that fetches a token: one at a time, or the
+        # cancellation of one would reach the others.
         self._turn = anyio.Lock()
 
     async def get(self) -> str:
-        """Returns a token that is valid for some minutes.
-
-        Raises:
-            CredentialsError: there is none.
-        """
+        """Returns a token that is valid for some minutes."""
         async with self._turn:
             try:
                 with anyio.fail_after(self._limit_s):

@@ -52,7 +52,7 @@ class LimitedStorage(Wrapper):
     Each ``write_at`` and each step of ``list`` is an operation; an idle writer is none. Blocking
     I/O is off: a worker thread cannot wait on the loop. For use on one event loop.
 
-    Cancellation: a waiting call ends without effect; a running one as the inner says.
+    Cancellation: a waiting call ends without effect.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int) -> None:
@@ -65,7 +65,7 @@ class LimitedStorage(Wrapper):
         self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
 
     def statistics(self) -> anyio.SemaphoreStatistics:
-        """Returns how many calls wait."""
+        """Returns the number of waiting calls."""
         return self._turns.statistics()
 
     async def around(
@@ -84,8 +84,8 @@ class AdaptiveStatistics:
     Attributes:
         level: Operations allowed at a time now.
         num_running, num_waiting: Operations.
-        num_throttled: Operations that the storage has refused so far.
-        num_decreases: How often the level fell for that.
+        num_throttled: Operations that the storage has refused.
+        num_decreases: Falls of the level.
     """
 
     level: int
@@ -99,9 +99,9 @@ class AdaptiveStorage(Wrapper):
     """A ``LimitedStorage`` that learns the limit from the storage's answers.
 
     Additive increase, multiplicative decrease, as in TCP. An operation that succeeds while all
-    turns are taken adds a fraction to the level, about one turn per round of operations. One that
+    turns are in use adds a fraction to the level, about one turn per round of operations. One that
     is throttled halves it, but only if it began after the level last fell: earlier ones answer the
-    old level. So the level falls once per round trip at most, never below one, and recovers.
+    old level. So the level falls once per round trip at most, never below one.
 
     Args:
         inner: The storage.
@@ -124,7 +124,6 @@ class AdaptiveStorage(Wrapper):
         self._num_decreases = 0
 
     def statistics(self) -> AdaptiveStatistics:
-        """Returns the current level and counts."""
         limiter = self._limiter.statistics()
         return AdaptiveStatistics(
             level=int(self._level),
@@ -204,8 +203,7 @@ class RetryPolicy:
 
         Args:
             num_failures: Failures in a row.
-            fraction: The jitter, in [0, 1): a position in the upper half of the backoff. Ranks
-                that failed together must spread, but not hurry.
+            fraction: The jitter, in [0, 1): a position in the upper half of the backoff.
             elapsed_s: Since the first failure.
             retry_after_s: The least wait that the storage asked for.
         """
@@ -232,11 +230,6 @@ class RetryStorage(Wrapper):
 
     Blocking I/O is off: waits belong to the loop.
 
-    Args:
-        inner: The storage.
-        policy: When to try again.
-        on_retry: See ``StorageContext``.
-        uniform, sleep, clock: Chance and time.
     Cancellation: ends a wait at once.
     """
 
@@ -322,7 +315,7 @@ class RetryStorage(Wrapper):
             if failures.count > 1:
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
-        # A call that fails twice may take minutes, and its caller should know why.
+        # A call that fails twice may take minutes, and its caller should learn the reason.
         level = logging.WARNING if failures.count == 2 else logging.INFO
         where = {"stage": error.op, "key": error.key}
         logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)

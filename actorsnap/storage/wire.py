@@ -1,13 +1,12 @@
 """An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
 
 Each exchange (one request, one response) runs on a worker thread and blocks there, in calls that
-release the GIL; the event loop only waits. ``docs/decisions/0009`` says why, with measurements.
-Signing, retries, limits and the meaning of a status are the callers': this module knows no object
-store.
+release the GIL; ``docs/decisions/0009`` has the reasons, with measurements. Signing, retries,
+limits and the meaning of a status are the callers': this module must not know object stores.
 
 A thread in a system call cannot be cancelled. Instead its socket is shut down: the call returns at
-once. Cancellation and deadlines work like this. A name lookup that hangs is out of reach; it ends
-when the resolver gives up.
+once. Cancellation and deadlines work like this. A name lookup that hangs ends when the resolver
+gives up.
 """
 
 from __future__ import annotations
@@ -94,14 +93,12 @@ class WrongLength(WireError):
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Returns whether a request failed because the host does not exist: a retry is of no use.
-
-    Clients keep the resolver's error as ``os_error`` or as the cause.
-    """
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, socket.gaierror):
-        seen = getattr(seen, "os_error", None) or seen.__cause__
-    return seen is not None and seen.errno != socket.EAI_AGAIN
+    """Returns whether a request failed because the host does not exist: a retry is of no use."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, socket.gaierror):
+        # Clients keep the resolver's error as ``os_error`` or as the cause.
+        cause = getattr(cause, "os_error", None) or cause.__cause__
+    return cause is not None and cause.errno != socket.EAI_AGAIN
 
 
 class Wire:
@@ -149,12 +146,12 @@ class Wire:
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
         """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
 
-        Of any other status ``kept_bytes`` of the body are kept, as by ``send``.
+        Of any other status ``kept_bytes`` of the body are kept.
 
         Raises:
             WrongLength: the body has another length. The views are untouched.
             WireError: no complete response came. The views' content is then unspecified.
-        Cancellation: at once; nothing writes to the views after this returns.
+        Cancellation: at once; nothing writes to the views after that.
         """
         return await self._exchange(request, (), views)
 
@@ -291,11 +288,7 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        """Sends a request and receives the response.
-
-        Raises:
-            WireError: see there.
-        """
+        """Sends a request and receives the response; raises ``WireError``."""
         self.is_reusable = False
         try:
             self._ensure_connected()
@@ -356,8 +349,8 @@ class _Connection(http.client.HTTPConnection):
         with self._send(request, outgoing) as response:
             headers: dict[str, str] = {}
             for name, value in response.getheaders():
-                known = headers.get(name.lower())
-                headers[name.lower()] = value if known is None else f"{known}, {value}"
+                other = headers.get(name.lower())
+                headers[name.lower()] = value if other is None else f"{other}, {value}"
             body = b""
             if incoming is not None and response.status in (200, 206):
                 _fill(response, incoming)
@@ -433,7 +426,7 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
     wanted = sum(view.nbytes for view in views)
     if response.length != wanted:
         raise WrongLength(
-            f"{wanted} bytes were asked for, and {response.length} are to come",
+            f"{wanted} bytes were requested, and {response.length} are to come",
             num_bytes=response.length,
         )
     for view in views:
@@ -482,7 +475,7 @@ def _shut_down(sock: socket.socket | None) -> None:
         # Not SSLSocket.shutdown, which would drop TLS and let a thread continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        pass  # not connected yet, or no more
+        pass  # not connected yet, or no longer
 
 
 def _describe(error: BaseException | None) -> str:

@@ -1,7 +1,6 @@
 """The base of all wrappers around a storage: every verb, declared once, through one hook.
 
-A wrapper decides one thing and passes everything else on. It must not know backends or snapshots.
-It owns its inner storage: ``aclose`` closes both.
+It must not know backends or snapshots. It owns its inner storage: ``aclose`` closes both.
 
 A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``. A wrapper
 that acts on the async verbs only switches blocking I/O off (``without_blocking_io``); otherwise
@@ -38,13 +37,12 @@ class ListEnd(enum.Enum):
 
 
 def without_blocking_io(capabilities: Capabilities) -> Capabilities:
-    """Returns ``capabilities`` with blocking I/O switched off."""
     return dataclasses.replace(capabilities, has_blocking_io=False)
 
 
 @asynccontextmanager
 async def close_after(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIterator[ObjectInfo]]:
-    """Closes the iterator of a ``list``, if it can be closed, at the end of the context."""
+    """Closes the iterator of a ``list`` at the end, if it can be closed."""
     try:
         yield infos
     finally:
@@ -79,7 +77,7 @@ class Wrapper(Storage):
         return call(*args, **kwargs)
 
     def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        """Wraps a writer that was opened or joined. Override it to change a writer's verb."""
+        """Wraps a writer that was opened or joined."""
         return WriterWrapper(self, inner)
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:

@@ -30,8 +30,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.errors import StorageError, UsageError
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
-from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 
 __all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]

@@ -33,9 +33,8 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
 from actorsnap.protocol.save import Question, decode
 from actorsnap.state.stateful import StateDict
-from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext, num_bytes
 from actorsnap.storage.memory import MemoryStorage, open_memory
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb
