@@ -167,10 +167,9 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
         world_size: Number of ranks that took part.
         attempt: Folder of all other objects of this snapshot.
         created: UTC, ISO 8601 with microseconds and ``Z``.
-        manifests: One record per rank, in rank order.
+        manifests: In rank order.
         fsync: False if the writer did not wait for the disk.
-        step: The caller's step, or None.
-        metadata: The caller's metadata, any JSON object.
+        step, metadata: The caller's; metadata is any JSON object.
     """
 
     format: ClassVar[str] = FORMAT_NAME
@@ -230,7 +229,6 @@ class StoredChunk(
 
     @property
     def size(self) -> int:
-        """Number of stored bytes."""
         return sum(self.frames) if self.frames else self.stop - self.start
 
 
@@ -255,7 +253,6 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 
     @property
     def part(self) -> tuple[str, int]:
-        """Identifies the rank's part of the object."""
         return self.key, self.chunks[0].start if self.chunks else 0
 
     def is_like(self, other: ObjectRecord) -> bool:
@@ -430,7 +427,7 @@ def encode_commit(commit: Commit) -> bytes:
     """Encodes a commit object, with its own checksum as the first member.
 
     Raises:
-        UsageError: ``metadata`` is not JSON. The message names the place in it.
+        UsageError: ``metadata`` is not JSON.
     """
     check_json(commit.metadata, "metadata")
     try:
@@ -483,7 +480,6 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
 
 
 def _is_intact(data: bytes) -> bool:
-    """Whether a document matches its own checksum."""
     if data[_CRC_AT.stop : _CRC_END] != b'",':
         return False
     crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
@@ -501,7 +497,6 @@ def _check_version(version: object, key: str) -> None:
 
 
 def _check_features(head: _Head, key: str) -> None:
-    """Raises UnsupportedFormat for unknown features, FormatError for an invalid version."""
     if type(head.version) is not int or head.version < 1:
         raise FormatError(key=key, detail=f"no format version: {_shown(head.version)}")
     features = head.features
@@ -529,21 +524,19 @@ def features_of(*, is_compressed: bool) -> tuple[str, ...]:
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
     """Returns the features that readers need, for manifests without ``save``."""
-    found = set()
+    features = set()
     for manifest in manifests:
         if any([record.chunks for record in manifest.objects]):
-            found.add("compression")
+            features.add("compression")
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and len(entry.data.crc32c) > 1:
                 if entry.data.block_bytes < MAX_BLOCK_BYTES:
-                    found.add("block_sizes")
-    return tuple(sorted(found))
+                    features.add("block_sizes")
+    return tuple(sorted(features))
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
-    """Encodes a rank manifest. Its size and checksum go into the commit object.
-
-    With ``save`` its first member is its own checksum.
+    """Encodes a rank manifest. With ``save`` its first member is its own checksum.
 
     Raises:
         UsageError: A value in it is not JSON. The message names the path.
@@ -591,12 +584,9 @@ def decode_rank_manifest(
 
 
 def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
-    """Decodes and checks a rank manifest whose commit object is lost.
+    """Decodes and checks a rank manifest whose commit object is lost; returns its record, too.
 
     A manifest of an older release has no checksum of its own: well-formed damage is not detected.
-
-    Returns:
-        The manifest, and its record for a commit object.
 
     Raises:
         ChecksumMismatch: Its own checksum does not match.
@@ -642,7 +632,6 @@ def is_same_content(a: Stored, b: Stored) -> bool:
 
 
 def is_same_tensor(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two shards belong to one tensor, according to their entries."""
     return (a.dtype, a.global_shape, a.type, a.requires_grad) == (
         b.dtype,
         b.global_shape,
@@ -771,10 +760,10 @@ def _check_stored(
         start = data.start
         stop = data.stop
         if data.object >= num_objects:
-            _fail(key, f"{entry.path!r} lies in object {data.object} of {num_objects}")
+            _fail(key, f"{entry.path!r} is in object {data.object} of {num_objects}")
         first, last = extents[data.object]
         if not first <= start <= stop <= last:
-            _fail(key, f"{entry.path!r} lies at [{start}, {stop}), not in [{first}, {last})")
+            _fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
         if not is_block_count(stop - start, len(data.crc32c)):
             _fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
 
@@ -844,7 +833,7 @@ def _fail(key: str, detail: str) -> NoReturn:
 
 
 def check_json(value: object, where: str) -> None:
-    """Raises UsageError if a value is not JSON, and would be read back as another value.
+    """Raises ``UsageError`` if a value is not JSON, and would be read back as another value.
 
     ``where`` names the value; the error names the position inside it.
     """

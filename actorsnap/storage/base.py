@@ -51,7 +51,7 @@ CLEANUP_S = 30.0
 
 
 class RunBlocking(Protocol):
-    """Runs a blocking function on a worker thread and awaits its result.
+    """Runs a blocking function on a worker thread.
 
     Cancellation: after the function has returned, because it may hold memory of the caller.
     """
@@ -163,9 +163,9 @@ def check_range(start: int, stop: int | None) -> None:
 
 def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
     """Returns the error for an object of ``size`` bytes that should have ``wanted`` or more."""
-    found = "fewer" if size is None else size
+    actual = "fewer" if size is None else size
     return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {actual}"
     )
 
 
@@ -196,12 +196,10 @@ def flat(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def num_bytes(views: Sequence[memoryview]) -> int:
-    """Returns the bytes of all views together."""
     return sum(view.nbytes for view in views)
 
 
 def slice_views(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Returns the bytes ``[start, stop)`` of all views together."""
     parts = []
     for view in flat(views):
         if start < view.nbytes and stop > 0:
@@ -229,7 +227,7 @@ class ObjectWriter(ABC):
         key: The object key.
         size: Bytes of the finished object.
         token: Opaque bytes with which ``Storage.join_writer``, in any process or rank, joins the
-            same object. Only the opener completes or aborts it.
+            same object.
     """
 
     key: str
@@ -249,13 +247,13 @@ class ObjectWriter(ABC):
 
         Args:
             offset: In bytes, from the object's start.
-            views: C-contiguous; together at least ``Capabilities.least_write_bytes(size)`` bytes,
-                unless they end the object.
+            views: C-contiguous; at least ``Capabilities.least_write_bytes(size)`` bytes, unless
+                they end the object.
             crc32c: Of all bytes, if known.
 
         Raises:
-            StorageError: it failed. Retryable if ``checks_crc32c`` and other bytes arrived: the
-                range must be written again.
+            StorageError: retryable if ``checks_crc32c`` and other bytes arrived: the range must be
+                written again.
         """
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -265,9 +263,8 @@ class ObjectWriter(ABC):
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
         """Takes ``views`` from an older object instead of ``write_at``, if that has the same bytes.
 
-        For objects that were opened with ``older`` ones, on storages that can copy. True promises
-        as much as ``write_at``: the storage has compared a checksum. After False the bytes must be
-        written.
+        For objects opened with ``older`` ones. True promises as much as ``write_at``: the storage
+        has compared a checksum. After False the bytes must be written.
 
         Args:
             offset, views: See ``write_at``.
@@ -282,18 +279,14 @@ class ObjectWriter(ABC):
     async def complete(self) -> None:
         """Makes the object durable and readable under its key.
 
-        The object then survives a crash of this process and, if the storage was opened ``durable``,
-        of the machine. Atomicity: on object stores the key appears here, whole; on file systems a
-        partial file may be seen before, which is why nothing refers to an object before it is
-        complete.
+        It then survives a crash of this process and, if the storage is ``durable``, of the machine.
+        Atomicity: on object stores the key appears here, whole; on file systems a partial file may
+        be seen before, which is why nothing refers to an object before it is complete.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Ends a joined writer; the opener does not call this.
-
-        The bytes written here are then as durable as the opener's, once ``complete`` returns.
-        """
+        """Ends a joined writer. Its bytes are as durable as the opener's, after ``complete``."""
 
     @abstractmethod
     async def abort(self) -> None:
@@ -317,7 +310,7 @@ class BackendWriter(ObjectWriter):
         self._has_ended = False
 
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Returns the end of a ``write_at``, which must lie inside the object of an open writer."""
+        """Returns the end of a ``write_at``, which must be inside the object of an open writer."""
         stop = offset + num_bytes(views)
         if offset < 0 or stop > self.size:
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
@@ -389,7 +382,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object that another party opened. It must not complete the object.
+        """Returns a writer to an object that another party opened.
 
         After the opener has aborted, this or a write raises ``StorageError``; or the written bytes
         stay invisible and are deleted with the folder of the key.
@@ -432,8 +425,8 @@ class Storage(ABC):
         """Yields all objects whose key starts with ``prefix`` (a string; ``""`` for all), in key
         order.
 
-        Objects that are not complete may or may not appear. A place that does not exist is empty.
-        Read-after-write: completed objects appear.
+        Objects that are not complete may appear; completed ones do. A place that does not exist is
+        empty.
         """
 
     @abstractmethod

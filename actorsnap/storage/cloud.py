@@ -37,12 +37,12 @@ _MAX_TIMEOUT_S = 24 * 3600
 
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that all services have. Times are in seconds.
+    """Options that all services have. Times are in seconds.
 
     Attributes:
         endpoint_url: URL of a server other than the provider's.
         anonymous: Send no credentials, for public buckets and emulators.
-        ca_bundle: A file of trusted certificate authorities.
+        ca_bundle: File of trusted certificate authorities.
         max_concurrency: Requests at a time.
         max_attempts: Tries per request, the first included.
         connect_timeout_s: For one address, and for the TLS handshake.
@@ -77,11 +77,7 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
-    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty.
-
-    Raises:
-        UsageError: there is no bucket, it does not match, or the prefix is malformed.
-    """
+    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty."""
     scheme, _, place = url.partition("://")
     bucket, _, prefix = place.rstrip("/").partition("/")
     if not bucket:
@@ -96,19 +92,17 @@ def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
 
 
 def add_policies(storage: Storage, options: NetworkOptions, context: StorageContext) -> Storage:
-    """Returns ``storage`` with retries and as many requests at a time as the service bears."""
     adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
     policy = RetryPolicy(max_attempts=options.max_attempts)
     return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
 
 
 def encode_crc32c(value: int) -> str:
-    """Returns a CRC32C as both services write it: base64 of its bytes, the highest first."""
+    """Returns a CRC32C as both services write it."""
     return b64encode(value.to_bytes(4, "big")).decode()
 
 
 def decode_crc32c(text: str) -> int:
-    """The inverse of ``encode_crc32c``."""
     return int.from_bytes(b64decode(text), "big")
 
 
@@ -135,11 +129,7 @@ def check_secret(name: str, value: str | None) -> None:
 
 
 def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:
-    """Returns ``options`` as a ``to``, whose ``__post_init__`` may raise ``ValueError``.
-
-    Raises:
-        UsageError: an unknown name or a wrong value. The value, maybe a secret, is not shown.
-    """
+    """Returns ``options`` as a ``to``. Errors do not show a value, which may be a secret."""
     names = to.__struct_fields__
     for name in options:
         if name not in names:

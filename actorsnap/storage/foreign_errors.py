@@ -63,8 +63,6 @@ other processes and ranks cannot decode it."""
 
 
 class TranslatedStorage(Wrapper):
-    """Raises ``ActorSnapError`` and cancellations only."""
-
     async def around(
         self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
@@ -149,7 +147,6 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
     """Opens a storage; ``url`` is for messages.
 
     Raises:
-        ActorSnapError: the factory's, or a ``StorageError`` in place of another exception.
         KeyboardInterrupt: in the main thread, where it may be the user's.
     """
     try:

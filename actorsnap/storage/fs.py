@@ -79,11 +79,7 @@ _MAX_READ = 0x7FFFF000
 
 
 def open_fs(url: str, context: StorageContext) -> FsStorage:
-    """Opens a folder. It need not exist; the first write creates it and its parents.
-
-    Raises:
-        UsageError: the URL has no path or a remote host, or options were given.
-    """
+    """Opens a folder. The first write creates it and its parents."""
     check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
@@ -329,7 +325,6 @@ class FsStorage(Storage):
             return ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
 
     async def aclose(self) -> None:
-        """Closes the descriptors of writers that were neither completed nor aborted."""
         descriptors = [*self._open]
         self._open.clear()
         if descriptors:
@@ -355,7 +350,6 @@ class FsStorage(Storage):
             ) from error
 
     def _create(self, path: str) -> int:
-        """Creates ``path`` and missing folders."""
         folder = os.path.dirname(path)
         self._folders.note(folder)
         for _ in range(CREATE_TRIES):
@@ -408,11 +402,7 @@ class _FsWriter(BackendWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``.
-
-        Raises:
-            StorageFull, StorageError: the write failed, or the writer was ended.
-        """
+        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``."""
         await self._storage._run(self.write_at_blocking, offset, views)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -427,7 +417,7 @@ class _FsWriter(BackendWriter):
 
         Raises:
             ObjectNotFound: the file was deleted meanwhile.
-            StorageError: something is not durable, or the writer was ended. Abort it.
+            StorageError: something is not durable. Abort it.
         """
         self._require_opener()
         await self._storage._run(self._complete_blocking)
@@ -447,9 +437,6 @@ class _FsWriter(BackendWriter):
     async def release(self) -> None:
         """Fsyncs and closes the file here: the opener's fsync does not reach the cache of another
         machine.
-
-        Raises:
-            StorageError: something is not durable, or the writer was ended.
         """
         self._require_joined()
         await self._storage._run(self._release_blocking)

@@ -95,11 +95,7 @@ def has_implementation(scheme: str) -> bool:
 
 
 def open_fsspec(url: str, context: StorageContext) -> Storage:
-    """Opens a folder of a file system. Connects when it is first used.
-
-    Raises:
-        UsageError: the implementation is not installed.
-    """
+    """Opens a folder of a file system. Connects when it is first used."""
     place = url.removeprefix(_FORCED)
     scheme = place.partition("://")[0]
     try:
@@ -116,8 +112,8 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 class FsspecStorage(Storage):
     """Objects as files below a folder. The module's docstring has the rules.
 
-    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: calls of
-    asynchronous implementations end at once, others when their thread returns.
+    Cancellation: calls of asynchronous implementations end at once, others when their thread
+    returns.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class FsspecStorage(Storage):
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` by requests of up to 16 MiB."""
         check_offset(offset)
         path = self._path(key)
         with self._translate_errors("read_into", key):
@@ -230,10 +225,10 @@ class FsspecStorage(Storage):
         except UsageError:
             return  # no key starts with it
         with self._translate_errors("list", prefix):
-            found = await self._find(path)
+            files = await self._find(path)
         infos = [
             ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
-            for name, info in found.items()
+            for name, info in files.items()
             if (key := self._key(name)).startswith(prefix) and info["type"] == "file"
         ]
         for info in sorted(infos, key=lambda info: info.key):
@@ -242,10 +237,10 @@ class FsspecStorage(Storage):
     async def _find(self, path: str) -> Mapping[str, Any]:
         await self._drop_listings()
         try:
-            found: Mapping[str, Any] = await self._call("find", path, detail=True)
+            files: Mapping[str, Any] = await self._call("find", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return found
+        return files
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then folders that became empty. All are tried. Cancellation: some are
@@ -264,7 +259,7 @@ class FsspecStorage(Storage):
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 
     async def _prune(self, folders: set[str]) -> None:
-        """Removes empty folders, never the root."""
+        """Removes empty folders."""
         root = self._root
         for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # not empty, or no folder
@@ -287,7 +282,6 @@ class FsspecStorage(Storage):
             )
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then the empty folders."""
         keys = await super().delete_folder(folder)
         if not self._is_async:
             await self._prune({self._path(folder)})
@@ -331,7 +325,6 @@ class FsspecStorage(Storage):
         return fs
 
     async def _drop_listings(self) -> None:
-        """Drops listings that the implementation has cached."""
         if self._is_async:
             (await self._async()).invalidate_cache()
         else:
@@ -556,7 +549,6 @@ def _drop(stream: Any) -> None:
 
 
 def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yields the same bytes in batches of up to ``_PIECE_BYTES``."""
     batch: list[memoryview] = []
     room = _PIECE_BYTES
     for view in views:
@@ -572,7 +564,6 @@ def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Returns the modification time, for which implementations have many names and types."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(name)
         if isinstance(value, str):

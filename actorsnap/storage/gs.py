@@ -86,9 +86,7 @@ def open_gs(url: str, context: StorageContext) -> Storage:
 class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The state shared by the writers of one object; encoded, it is the token.
 
-    Attributes:
-        nonce: In the name of the folder of components.
-        older: Keys of older objects.
+    ``nonce`` is in the name of the folder of components; ``older`` has the keys of older objects.
     """
 
     key: str
@@ -162,7 +160,6 @@ class GsStorage(Storage):
         return data
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` straight from the socket."""
         check_offset(offset)
         name = self._name(key)
         targets = flat(views)
@@ -206,9 +203,8 @@ class GsStorage(Storage):
 
 
 async def _find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sources:
-    """Returns the leftovers of dead writers of the objects ``names``, the newest first.
-
-    A request per object. The service has computed the checksums of all that it stores.
+    """Returns the leftovers of dead writers of the objects ``names``, the newest first; a request
+    per object.
     """
     sources: dict[tuple[int, int, int], str] = {}
     for name in names:
@@ -249,7 +245,6 @@ class GsWriter(BackendWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Uploads ``views``. Cancellation: an object may be left, which ``abort`` deletes."""
         num = self._check(offset, views)
         if not num:
             return
@@ -258,7 +253,6 @@ class GsWriter(BackendWriter):
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies an older object of exactly these bytes. Cancellation: see ``write_at``."""
         num = self._check(offset, views)
         source = self._sources.get((offset, num, crc32c))
         if source is None:
@@ -278,7 +272,6 @@ class GsWriter(BackendWriter):
         return True
 
     def _check(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Returns the number of bytes of a write."""
         num = self._check_write(offset, views) - offset
         if self._has_components:
             return num
@@ -303,11 +296,7 @@ class GsWriter(BackendWriter):
         return await make(name=name, storage_class=_COMPONENT_CLASS)
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
-        """Creates the object. Replaces only an object of an earlier try.
-
-        Raises:
-            ObjectExists: there is one.
-        """
+        """Creates the object. Replaces only an object of an earlier try."""
         is_again, self._has_begun = self._has_begun, True
         try:
             return await make(
@@ -401,7 +390,6 @@ class GsWriter(BackendWriter):
         return list(groups)
 
     async def release(self) -> None:
-        """Ends a joined writer, whose writes are durable already."""
         self._require_joined()
         await anyio.lowlevel.checkpoint()
         self._has_ended = True

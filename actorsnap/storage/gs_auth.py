@@ -28,8 +28,6 @@ _REMEDY = (
 
 
 class CredentialsError(Exception):
-    """There is no token; ``detail`` has the reason and a remedy, without secrets."""
-
     def __init__(self, detail: str, *, is_retryable: bool) -> None:
         super().__init__(detail)
         self.detail = detail
@@ -116,7 +114,6 @@ class Credentials:
         return True
 
     def close(self) -> None:
-        """Ends a running renewal."""
         if self._source is not None and self._source.acquiring is not None:
             self._source.acquiring.cancel()
 

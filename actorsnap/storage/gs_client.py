@@ -105,8 +105,6 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Some objects of a listing, and the folders among them."""
-
     resources: Sequence[Resource]
     folders: Sequence[str]
 
@@ -140,7 +138,6 @@ class GsClient:
         self._connected: _Connections | None = None
 
     async def crc32c(self, views: Sequence[memoryview]) -> int:
-        """Returns the CRC32C of the views' bytes; no request."""
         return await self._run(crc32c_of, flat(views))
 
     async def upload(
@@ -199,7 +196,7 @@ class GsClient:
         storage_class: str | None,
         if_absent: bool = False,
     ) -> Resource:
-        """Creates an object of the bytes of up to 32 others, in this order; see ``upload``."""
+        """Creates an object of the bytes of up to 32 others, in this order."""
         content = {
             "sourceObjects": [{"name": source} for source in sources],
             "destination": _composite_metadata(storage_class),
@@ -220,7 +217,7 @@ class GsClient:
         storage_class: str | None,
         if_absent: bool = False,
     ) -> Resource:
-        """Creates an object of the bytes of another one; see ``upload``.
+        """Creates an object of the bytes of another one.
 
         A change of place, class or key is a real copy and takes more than one request.
         """
@@ -260,7 +257,6 @@ class GsClient:
     async def read_into(
         self, op: str, key: str, name: str, offset: int, views: Sequence[memoryview]
     ) -> None:
-        """Fills ``views``, one byte at least, from byte ``offset`` on."""
         stop = offset + num_bytes(views)
         url = f"{self._object_url(op, key, name)}?{urlencode({'alt': 'media', **self._params()})}"
         bounds = {"range": f"bytes={offset}-{stop - 1}"}
@@ -372,8 +368,6 @@ class GsClient:
     async def _post(
         self, op: str, key: str, url: str, params: Mapping[str, str], content: object
     ) -> Mapping[str, Any]:
-        """Returns the service's answer to JSON."""
-
         async def call(calls: Calls, headers: dict[str, str]) -> bytes:
             response = await calls.session.post(
                 url,
@@ -390,7 +384,6 @@ class GsClient:
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Returns body and headers of a small response."""
         url = self._object_url(op, key, name)
 
         async def call(calls: Calls, headers: dict[str, str]) -> tuple[bytes, Mapping[str, str]]:
@@ -434,7 +427,6 @@ class GsClient:
         *,
         method: str = "GET",
     ) -> Response:
-        """``_control`` for bulk transfers."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -605,7 +597,6 @@ def _authorization(token: str) -> dict[str, str]:
 
 
 def _composite_metadata(storage_class: str | None) -> dict[str, str]:
-    """Returns the metadata of an object that is made of others."""
     metadata = {"contentType": "application/octet-stream"}
     return metadata if storage_class is None else {**metadata, "storageClass": storage_class}
 

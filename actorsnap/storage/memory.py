@@ -172,12 +172,6 @@ class MemoryStorage(Storage):
                 self._space.objects.setdefault(full, _Object(data, time.time()))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object opened in this process.
-
-        Raises:
-            ObjectNotFound: the token's object was completed or aborted, or never opened.
-            UsageError: not ``has_joined_writers``.
-        """
         if not self.capabilities.has_joined_writers:
             raise UsageError(f"{self.url} has one writer per object")
         await checkpoint()
@@ -203,7 +197,6 @@ class MemoryStorage(Storage):
         copy_into(memoryview(data)[offset : offset + wanted], views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, as they were when the iteration began."""
         await checkpoint()
         skip = len(self._prefix)
         with self._space.lock:
@@ -223,7 +216,6 @@ class MemoryStorage(Storage):
                 self._space.objects.pop(key, None)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders of objects and of those that are not complete."""
         await checkpoint()
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         with self._space.lock:
@@ -232,7 +224,6 @@ class MemoryStorage(Storage):
         return sorted({key.partition("/")[0] for key in below if "/" in key})
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder`` and ends their writers; returns their keys."""
         start = f"{self._prefix}{check_key(folder)}/"
         await checkpoint()
         with self._space.lock:
@@ -323,7 +314,6 @@ class _MemoryWriter(BackendWriter):
             del self._space.uploads[self.token]
 
     def _fault(self) -> str:
-        """Describes the first error in the writes of the object; empty if there is none."""
         least_bytes = self._capabilities.least_write_bytes(self.size)
         position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):

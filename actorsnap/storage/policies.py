@@ -65,7 +65,6 @@ class LimitedStorage(Wrapper):
         self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
 
     def statistics(self) -> anyio.SemaphoreStatistics:
-        """Returns the number of waiting calls."""
         return self._turns.statistics()
 
     async def around(
@@ -82,7 +81,7 @@ class AdaptiveStatistics:
     """The state of an ``AdaptiveStorage``.
 
     Attributes:
-        level: Operations allowed at a time now.
+        level: Operations allowed at a time.
         num_running, num_waiting: Operations.
         num_throttled: Operations that the storage has refused.
         num_decreases: Falls of the level.
@@ -102,11 +101,6 @@ class AdaptiveStorage(Wrapper):
     turns are in use adds a fraction to the level, about one turn per round of operations. One that
     is throttled halves it, but only if it began after the level last fell: earlier ones answer the
     old level. So the level falls once per round trip at most, never below one.
-
-    Args:
-        inner: The storage.
-        max_operations: The highest level.
-        first_operations: The level at first, if that is not above the highest.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
@@ -166,8 +160,6 @@ class AdaptiveStorage(Wrapper):
 class RetryPolicy:
     """When to try again: exponential backoff with a cap, and jitter.
 
-    The defaults outlast a service that is away for a minute.
-
     Attributes:
         max_attempts: Tries, the first included.
         first_delay_s: Upper bound of the first wait; it doubles with each failure.
@@ -199,13 +191,13 @@ class RetryPolicy:
         elapsed_s: float = 0.0,
         retry_after_s: float | None = None,
     ) -> float | None:
-        """Returns the wait after ``num_failures`` failures, 1 or more; None to give up.
+        """Returns the wait after ``num_failures`` failures in a row; None to give up.
 
         Args:
-            num_failures: Failures in a row.
+            num_failures: 1 or more.
             fraction: The jitter, in [0, 1): a position in the upper half of the backoff.
             elapsed_s: Since the first failure.
-            retry_after_s: The least wait that the storage asked for.
+            retry_after_s: Least wait that the storage asked for.
         """
         # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
         backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
@@ -221,16 +213,13 @@ class RetryStorage(Wrapper):
     All verbs can be repeated as they are, except for four:
 
     - ``put_if_absent``: a failed try may have created the object. If a later try finds it, equal
-      content counts as success. Writers of equal data cannot tell who won; a commit object has
-      the attempt in it.
+      content counts as success.
     - ``list``: continues after the last key that it yielded.
     - ``delete_folder``: returns the keys that the last try deleted.
     - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
       the object is garbage of this attempt.
 
-    Blocking I/O is off: waits belong to the loop.
-
-    Cancellation: ends a wait at once.
+    Blocking I/O is off. Cancellation: ends a wait at once.
     """
 
     def __init__(
@@ -335,8 +324,7 @@ class _Failures:
 class PrefixStorage(Wrapper):
     """The objects of ``inner`` below ``prefix/``, under keys relative to it.
 
-    Errors name the relative key and this storage's URL. Tokens are the inner's: they join
-    through any wrapper with the same prefix.
+    Errors name the relative key and this storage's URL.
     """
 
     def __init__(self, inner: Storage, prefix: str) -> None:

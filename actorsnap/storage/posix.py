@@ -211,7 +211,6 @@ class Folders:
             folder = parent
 
     def sync_entries(self, folder: str) -> None:
-        """Makes removals from ``folder`` durable."""
         if self._durable:
             fsync_folder(folder)
 
@@ -287,11 +286,6 @@ def unlink_object(path: str) -> None:
 
 
 def working_folder(path: str) -> str:
-    """Returns the working folder; ``path`` is for the error.
-
-    Raises:
-        UsageError: it was deleted.
-    """
     # getcwd only reads the kernel's memory; abspath counts as blocking for any path.
     try:
         return os.getcwd()
@@ -316,11 +310,7 @@ def temporary_path(path: str) -> str:
 
 
 def publish_exclusively(temporary: str, path: str) -> None:
-    """Gives the finished ``temporary`` the name ``path``.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-    """
+    """Gives the finished ``temporary`` the name ``path``, or raises ``FileExistsError``."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -343,7 +333,6 @@ def publish_exclusively(temporary: str, path: str) -> None:
 
 
 def rename_exclusively(source: str, target: str) -> None:
-    """``renameat2`` with ``RENAME_NOREPLACE``, which Python does not offer."""
     function: Callable[..., int] | None = getattr(
         ctypes.CDLL(None, use_errno=True), "renameat2", None
     )
@@ -375,7 +364,6 @@ def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
 
 
 def pwrite_from(fd: int, offset: int, views: Sequence[memoryview]) -> None:
-    """Writes all bytes of ``views``, back to back, at byte ``offset``."""
     wanted = num_bytes(views)
     written = _transfer(os.pwritev, fd, offset, views)
     if written != wanted:
@@ -459,7 +447,7 @@ def _describe_parent(key: str, root: str) -> str:
     for end in range(1, len(parts) + 1):
         parent = "/".join(parts[:end])
         if os.path.isfile(os.path.join(root, parent)):
-            return f"a parent is a file: {parent!r} is an object, so no key can lie below it"
+            return f"a parent is a file: {parent!r} is an object, so no key can be below it"
     return f"a parent of {key!r} is no folder"
 
 
@@ -482,7 +470,6 @@ def _is_too_long(path: str) -> bool:
 
 
 def _describe_free_space(root: str) -> str:
-    """Describes the free space of the file system of ``root``, which may not exist yet."""
     folder = root
     while folder != os.path.dirname(folder) and not os.path.isdir(folder):
         folder = os.path.dirname(folder)

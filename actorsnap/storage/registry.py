@@ -64,11 +64,7 @@ _lock = threading.Lock()
 
 
 def register(scheme: str, factory: StorageFactory) -> None:
-    """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent.
-
-    Raises:
-        UsageError: the scheme is malformed, built in, or taken by another factory.
-    """
+    """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent."""
     if not _SCHEME.fullmatch(f"{scheme}://"):
         raise UsageError(f"not a URL scheme: {scheme!r}")
     scheme = scheme.lower()
@@ -79,7 +75,7 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Returns all schemes that ``open_storage`` can find, sorted. Loads no backend."""
+    """Returns all schemes that ``open_storage`` can find, sorted."""
     names = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
         return tuple(sorted({*_BUILT_IN, *_registered, *names}))
@@ -92,7 +88,7 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
     URLs are taken verbatim: ``%20`` is not a space.
 
     Raises:
-        UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
+        UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded or
             refuses the options.
     """
     return find_opener(url)(context)

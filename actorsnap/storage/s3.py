@@ -91,8 +91,7 @@ class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class S3Storage(Storage):
     """One bucket, below a prefix. The module's docstring has the rules.
 
-    Atomicity and durability of all verbs are the server's: an object appears, whole and durable,
-    when the request that makes it is answered.
+    An object appears, whole and durable, when the request that makes it is answered.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -184,7 +183,6 @@ class S3Storage(Storage):
             await self.bucket.complete_upload("writer", key, upload_id, parts)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object that another party opened. No request."""
         upload = msgspec.msgpack.decode(token, type=S3Upload)
         await anyio.lowlevel.checkpoint()
         writer = PartWriter if upload.id else SmallWriter
@@ -206,10 +204,6 @@ class S3Storage(Storage):
         return bytes(data)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` straight from the socket.
-
-        Cancellation: at once; nothing writes to the views after that.
-        """
         check_key(key)
         check_offset(offset)
         if num_bytes(views):
@@ -218,7 +212,6 @@ class S3Storage(Storage):
             await self.bucket.stat("read_into", key)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, a page of 1000 per request."""
         async for page in self.bucket.pages("list", prefix):
             for each in page.get("Contents", ()):
                 yield info_of(self.bucket.relative(each["Key"]), each)
@@ -236,9 +229,8 @@ class S3Storage(Storage):
     async def _abort_uploads(
         self, prefix: str, only: Collection[str] | None = None
     ) -> Sequence[str]:
-        """Aborts unfinished uploads below ``prefix``, or of them ``only`` those to these keys.
-
-        Returns their keys.
+        """Aborts unfinished uploads below ``prefix``, or ``only`` those to these keys; returns the
+        keys.
         """
         aborted = []
         async for key, upload_id in self.bucket.uploads(prefix):
@@ -272,7 +264,6 @@ class S3Storage(Storage):
         return await self.bucket.stat("stat", check_key(key))
 
     async def aclose(self) -> None:
-        """Releases the shared client. Idempotent."""
         await self.bucket.aclose()
 
 
@@ -284,7 +275,6 @@ class _Writer(BackendWriter):
         self._upload = upload
 
     async def release(self) -> None:
-        """Ends a joined writer: its parts are durable already."""
         self._require_joined()
         self._has_ended = True
         await anyio.lowlevel.checkpoint()
@@ -345,7 +335,6 @@ class PartWriter(_Writer):
             self._sent[part.number] = await self._bucket.send_part(self.key, self._upload.id, part)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Copies the parts. Cancellation: at once; they may be stored or not."""
         stop = offset + num_bytes(views)
         sources = [source.key for source in self._sources if stop <= source.size]
         if not sources:
@@ -381,7 +370,6 @@ class PartWriter(_Writer):
         self._has_ended = True
 
     async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-        """Returns the object's parts, and the server's answer to the completion."""
         parts = self._own_parts()
         if parts:
             self._may_be_complete = True
@@ -408,11 +396,7 @@ class PartWriter(_Writer):
     async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
     ) -> Sequence[Part]:
-        """Returns the parts of a write, of about equal length.
-
-        Raises:
-            StorageError: its bytes have another CRC32C; retryable.
-        """
+        """Returns the parts of a write, of about equal length."""
         stop = self._check_write(offset, views)
         if stop == offset:
             return ()
@@ -433,7 +417,7 @@ class PartWriter(_Writer):
             for body, checksum in zip(bodies, checksums, strict=True):
                 whole = combine(whole, checksum, num_bytes(body))
             if crc32c not in (None, whole):
-                raise self._bucket.changed("write_at", self.key, "what is to be sent")
+                raise self._bucket.changed("write_at", self.key, "the body to send")
         parts = []
         for number, (body, checksum) in enumerate(
             zip(bodies, checksums, strict=True), offset // unit + 1
@@ -458,11 +442,7 @@ class PartWriter(_Writer):
         return parts if is_whole else ()
 
     async def _list_parts(self) -> Sequence[dict[str, Any]]:
-        """Returns the server's parts, of all writers.
-
-        Raises:
-            StorageError: they are not the whole object, or not what was sent.
-        """
+        """Returns the server's parts, of all writers; they must be the whole object, as sent."""
         parts = await self._bucket.parts("complete", self.key, self._upload.id)
         whole = leading_parts(parts)
         num_stored = sum(part["Size"] for part in whole)

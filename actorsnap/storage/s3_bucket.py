@@ -69,13 +69,7 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which is not part of the keys given here.
-
-    All requests raise the errors of ``s3_client.translate_error``.
-
-    Raises:
-        UsageError: the URL has no valid bucket.
-    """
+    """One bucket, below a prefix, which is not part of the keys given here."""
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
         name, prefix = split_url(url, _BUCKET_PATTERN)
@@ -92,7 +86,6 @@ class S3Bucket:
 
     @property
     def client(self) -> S3Client:
-        """The client of this event loop."""
         if self._shared is None:
             context = self._context
             run_io = context.run_io or context.run_blocking
@@ -168,7 +161,6 @@ class S3Bucket:
         return ObjectInfo(key=key, size=answer["ContentLength"], modified_s=_modified_s(answer))
 
     async def receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views``, which are not empty, from byte ``offset`` on."""
         stop = offset + num_bytes(views)
         headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
         try:
@@ -200,7 +192,6 @@ class S3Bucket:
         await self._send(op, key, {}, self._written, views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        """Puts a new object; only if ``has_conditional_put``."""
         headers = {**self._written, "If-None-Match": "*"}
         # With all checks at once: a retry would find the object that the first try created.
         await self._send(op, key, {}, headers, views, is_signed=True)
@@ -216,7 +207,6 @@ class S3Bucket:
         *,
         is_signed: bool = False,
     ) -> Sent:
-        """Sends an object or a part, with its CRC32C."""
         if crc32c is None:
             (crc32c,) = await self.checksums([views])
         expected = encode_crc32c(crc32c)
@@ -234,13 +224,13 @@ class S3Bucket:
             names = ["sha256", "md5"] if has_md5 else ["sha256"]
             actual, digests = await self._context.run_blocking(_hash, views, names)
             if actual != crc32c:
-                raise self.changed(op, key, "what is to be sent")
+                raise self.changed(op, key, "the body to send")
             if has_md5:
                 headers["Content-MD5"] = base64.b64encode(digests[1]).decode()
             sent = await self._send_as(digests[0].hex(), op, key, query, headers, views)
             client.checks_crc32c = bool(sent.crc32c)
         if sent.crc32c not in ("", expected):
-            raise self.changed(op, key, "what arrived")
+            raise self.changed(op, key, "the body that arrived")
         return sent._replace(crc32c=expected)
 
     async def _send_as(
@@ -252,7 +242,6 @@ class S3Bucket:
         headers: Mapping[str, str],
         views: Sequence[memoryview],
     ) -> Sent:
-        """Sends one request; returns the server's answer, maybe without a CRC32C."""
         with self._translate_errors(op, key):
             response = await self.client.send(
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
@@ -261,7 +250,6 @@ class S3Bucket:
         return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
-        """Returns the retryable error for bytes with another CRC32C."""
         detail = f"bucket {self._name!r}: {what} has another CRC32C"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
@@ -320,11 +308,9 @@ class S3Bucket:
                 await self.delete([key])
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
-        """Returns the CRC32C of each body."""
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, a batch per request."""
         full = [self.full(key) for key in dict.fromkeys(keys)]
         for start in range(0, len(full), _MAX_DELETED):
             batch = full[start : start + _MAX_DELETED]
@@ -384,7 +370,6 @@ class S3Bucket:
     async def complete_upload(
         self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Makes an object of these parts, named by their ETags."""
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
@@ -454,7 +439,6 @@ class S3Bucket:
         start: int,
         stop: int,
     ) -> Mapping[str, Any]:
-        """Copies a part; returns the server's result, empty if it did not copy."""
         answer = await self.call(
             op,
             key,
@@ -469,7 +453,6 @@ class S3Bucket:
 
 
 def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[bytes]]:
-    """Returns the CRC32C, and the digests of these names."""
     digests = [hashlib.new(name, usedforsecurity=False) for name in names]
     for view in views:
         for digest in digests:
@@ -497,7 +480,6 @@ def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_properties(options: S3Options) -> dict[str, str]:
-    """Returns the properties of new objects, as parameters of control calls."""
     params = {
         "ServerSideEncryption": options.sse,
         "SSEKMSKeyId": options.kms_key_id,

@@ -142,7 +142,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         for name in ("access_key_id", "secret_access_key", "session_token"):
             check_secret(name, getattr(self, name))
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
-            raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
+            raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
 
     def __repr__(self) -> str:
         # Without proxies, which may have a password, and KMS keys, which have an account.
@@ -174,8 +174,8 @@ class S3Client:
 
     Attributes:
         num_users: Storages that use it; after the last release its connections are closed.
-        checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
-            answered. If not, payloads are signed.
+        checks_crc32c: Whether the server compares the CRC32C of bodies; None until it has answered.
+            If not, payloads are signed.
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         copies_parts: Whether it copies from objects into uploads; None until it was tried.
@@ -216,10 +216,7 @@ class S3Client:
         self._client = None
 
     async def call(self, operation: str, **params: Any) -> dict[str, Any]:
-        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``.
-
-        Raises, as all requests, the errors that ``translate_error`` takes.
-        """
+        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``."""
         await self._open()
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
@@ -311,7 +308,6 @@ class S3Client:
         return bucket
 
     async def _open(self) -> None:
-        """Opens missing parts, on a worker thread: botocore reads files."""
         if self._client is not None and self._wire is not None:
             return
         async with self._opening:

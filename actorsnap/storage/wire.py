@@ -109,7 +109,7 @@ class Wire:
         connect_s: Bound for connecting to one address, and for the TLS handshake.
         stall_s: Longest time without a byte in either direction.
         max_idle: Connections kept per server.
-        ssl_context: For ``https``; the system's trusted authorities if None.
+        ssl_context: For ``https``; None: the system's trusted authorities.
         proxy: URL of an HTTP proxy, with user and password if needed.
     """
 
@@ -133,9 +133,7 @@ class Wire:
         self._is_closed = False
 
     async def send(self, request: Request, views: Sequence[memoryview] = ()) -> Response:
-        """Sends ``views``, back to back, as the body. Keeps ``kept_bytes`` of the response's.
-
-        The views are read before this returns and not kept.
+        """Sends ``views``, back to back, as the body; they are not kept.
 
         Raises:
             WireError: no complete response came; the server may have acted on the request.
@@ -228,7 +226,6 @@ class _Connection(http.client.HTTPConnection):
     All methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
-        place: Scheme, host and port.
         is_reusable: The last exchange was complete, and another may follow.
         has_ended: No exchange is running: nothing to cut.
     """
@@ -288,7 +285,6 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        """Sends a request and receives the response; raises ``WireError``."""
         self.is_reusable = False
         try:
             self._ensure_connected()
@@ -308,7 +304,6 @@ class _Connection(http.client.HTTPConnection):
         self.sock.settimeout(self._stall_s)
 
     def _ensure_connected(self) -> None:
-        """Connects, also if the server has hung up meanwhile."""
         self._check_cut()
         if self.sock is not None and _is_stale(self.sock):
             self.close()
@@ -440,7 +435,6 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
 
 
 def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
-    """Yields the same bytes, with small neighbours copied together."""
     small = bytearray()
     for view in views:
         if len(small) + view.nbytes <= _SMALL_BYTES:
@@ -462,7 +456,6 @@ def _host_header(url: SplitResult) -> str:
 
 
 def _is_stale(sock: socket.socket) -> bool:
-    """Returns whether the server has hung up, or sent something unexpected."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

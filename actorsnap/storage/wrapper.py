@@ -42,7 +42,6 @@ def without_blocking_io(capabilities: Capabilities) -> Capabilities:
 
 @asynccontextmanager
 async def close_after(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIterator[ObjectInfo]]:
-    """Closes the iterator of a ``list`` at the end, if it can be closed."""
     try:
         yield infos
     finally:
@@ -77,7 +76,6 @@ class Wrapper(Storage):
         return call(*args, **kwargs)
 
     def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        """Wraps a writer that was opened or joined."""
         return WriterWrapper(self, inner)
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:

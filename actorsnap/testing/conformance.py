@@ -127,13 +127,11 @@ def _bound_tests(suite: type[StorageConformance]) -> type[StorageConformance]:
 
 
 async def _put(storage: Storage, *keys: str, data: bytes = b"x") -> None:
-    """Puts the same small object under each key."""
     for key in keys:
         await storage.put(key, [memoryview(data)])
 
 
 async def _write(storage: Storage, key: str, data: bytes) -> None:
-    """Writes a whole object through a writer, in one piece."""
     writer = await storage.writer(key, len(data))
     if data:
         await writer.write_at(0, [memoryview(data)])
@@ -141,7 +139,6 @@ async def _write(storage: Storage, key: str, data: bytes) -> None:
 
 
 async def _create(storage: Storage, key: str, data: bytes, how: int) -> None:
-    """Creates an object with one of three verbs."""
     match how % 3:
         case 0:
             await _put(storage, key, data=data)
@@ -164,7 +161,6 @@ def _skip_unless(storage: Storage, capability: str) -> None:
 
 
 def _write_bytes(storage: Storage, at_least: int) -> int:
-    """Returns the size of one of several writes."""
     return max(at_least, storage.capabilities.min_write_bytes)
 
 
@@ -181,12 +177,10 @@ class StorageConformance:
 
     @pytest.fixture
     def make_storage(self) -> MakeStorage:
-        """Returns a function that opens the place of this test. Subclasses override it."""
         raise NotImplementedError("the subclass must give the fixture make_storage")
 
     @pytest.fixture
     async def storage(self, make_storage: MakeStorage) -> AsyncIterator[Storage]:
-        """Yields one open storage and closes it."""
         storage = make_storage()
         yield storage
         await storage.aclose()
@@ -884,8 +878,6 @@ class StorageConformance:
         anyio_backend_name: str,
         anyio_backend_options: dict[str, Any],
     ) -> None:
-        """Runs random sequences of verbs and compares with a dict."""
-
         @settings(
             max_examples=self.num_examples,
             deadline=None,
