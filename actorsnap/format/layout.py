@@ -116,7 +116,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """Creator and start time of an attempt folder. Its ``str`` is the folder's name.
 
     Attributes:
-        created_s: Start of the attempt, in seconds since 1970, UTC.
+        created_s: In seconds since 1970, UTC.
         host: 8 hex digits for the host and its process namespace.
         pid: The process.
         nonce: 8 random hex digits.
@@ -210,9 +210,8 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``.
-
-    ``key`` None is the object that all small keys share.
+    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``; None for the
+    object of all small keys.
     """
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"

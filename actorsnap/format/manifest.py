@@ -185,7 +185,7 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
 
 
 class SaveRecord(_Data, frozen=True, kw_only=True):
-    """Fields of the commit object that a rank manifest repeats, so that it can be written again.
+    """Fields of the commit object that a rank manifest repeats, to write it again.
 
     ``metadata`` is empty except in rank 0's manifest.
     """
@@ -266,8 +266,8 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The range of a leaf's bytes: ``[object, start, stop, crc32c]``.
 
-    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are absolute
-    byte offsets in it; ``crc32c`` has one value per block, from ``start`` on.
+    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are byte
+    offsets in it; ``crc32c`` has one value per block, from ``start`` on.
     """
 
     object: _Size
@@ -368,7 +368,7 @@ class BytesEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", t
     """A large leaf stored as raw bytes.
 
     A ``str`` is UTF-8 with surrogates passed; ``json`` is a long value in the inline encoding;
-    ``numpy`` is an array of a dtype that torch lacks, in ``numpy.lib.format`` v1.
+    ``numpy`` is in ``numpy.lib.format`` v1.
     """
 
     path: _Text

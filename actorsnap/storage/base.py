@@ -71,8 +71,7 @@ class StorageContext:
         durable: False lets a backend skip fsync (scratch tiers).
         on_retry: Called on the loop with the error and the wait in seconds before each new try;
             must not block.
-        scratch: Folder for temporaries of objects at the root, collected as garbage after a crash.
-            Empty for none.
+        scratch: Folder for temporaries of objects at the root; empty for none.
     """
 
     run_blocking: RunBlocking
@@ -371,8 +370,8 @@ class Storage(ABC):
         Args:
             key: Its name.
             size: In bytes.
-            older: Keys of objects of dead writers that may have the same bytes, the newest first.
-                Sources of ``ObjectWriter.reuse``, complete or not; a writer of one that is alive
+            older: Keys of objects of dead writers that may have the same bytes, the newest first:
+                sources of ``ObjectWriter.reuse``, complete or not. A writer of one that is alive
                 after all may fail.
 
         Raises:

@@ -1,7 +1,7 @@
 """The outermost wrapper of a storage: it raises errors of actorsnap only.
 
-A backend or a library below it may raise anything. Raised as it is, a ``CancelledError`` would pass
-for a cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
+A backend or a library below it may raise anything. A raw ``CancelledError`` would pass for a
+cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
 ``KeyboardInterrupt`` would look like Ctrl-C. Each becomes a ``StorageError`` with the original as
 its cause, and so does an answer of the wrong type. This module must not know backends.
 """
@@ -162,8 +162,7 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
 def ends_this_task(error: BaseException) -> bool:
     """Returns whether an exception ends its coroutine: the task was cancelled or is being closed.
 
-    Any other ``CancelledError`` is a failure: aiohttp raises one in a request whose session is
-    closed, and so does a future that its owner cancels.
+    Any other ``CancelledError`` is a failure: aiohttp raises one when its session is closed.
     """
     if isinstance(error, Exception):
         return False

@@ -112,11 +112,9 @@ class FsStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole small object, replacing an older one.
 
-        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one;
-        no temporary is left.
+        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one.
 
         Raises:
-            StorageFull, AccessDenied: the older object is unchanged.
             StorageError: it failed. After a failed fsync the new object may be visible.
         """
         await self._run(self._put_blocking, "put", check_key(key), views, os.rename)
@@ -129,7 +127,6 @@ class FsStorage(Storage):
 
         Raises:
             ObjectExists: the key exists; it is unchanged.
-            StorageFull, AccessDenied: nothing was created.
             StorageError: it failed, or the file system has neither hard links nor an exclusive
                 rename. After a failed fsync the object may be visible.
         """
@@ -156,7 +153,6 @@ class FsStorage(Storage):
 
         Raises:
             ObjectExists: the key exists, complete or not.
-            StorageFull, AccessDenied, StorageError: it cannot be created.
         """
         check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)

@@ -1,9 +1,7 @@
 """Access tokens for Google Cloud Storage.
 
-Decides where a token comes from and when it is renewed: from gcloud-aio-auth (a service account's
-key, an authorized user, a workload identity pool, impersonation, the metadata server of a machine
-or pod, in the order of Google's application default credentials), or from the caller. Must not know
-buckets or requests.
+Decides where a token comes from and when it is renewed: from gcloud-aio-auth, in the order of
+Google's application default credentials, or from the caller. Must not know buckets or requests.
 """
 
 from __future__ import annotations

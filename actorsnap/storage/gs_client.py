@@ -73,7 +73,7 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         credentials_file: A service account's key, an authorized user, or the configuration of a
             workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
-        user_project: The project that pays for the requests.
+        user_project: Project that pays for the requests.
         storage_class: Of new objects. Default: the bucket's.
         kms_key: Cloud KMS key that encrypts new objects, by its full resource name.
     """

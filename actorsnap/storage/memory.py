@@ -113,13 +113,8 @@ class MemoryStorage(Storage):
     """Objects in a dict, under a prefix of a named space.
 
     All effects are atomic under a lock and come after the only checkpoint of a call: a cancelled
-    call has done nothing.
-
-    Args:
-        name: Of the space.
-        prefix: Of keys in the space.
-        capabilities: To claim and to enforce, so that tests can try the rules of other backends.
-            Without blocking I/O.
+    call has done nothing. ``capabilities`` are claimed and enforced, so that tests can try the
+    rules of other backends.
     """
 
     def __init__(

@@ -49,10 +49,8 @@ _CLEANUP = frozenset({"abort", "aclose"})
 class LimitedStorage(Wrapper):
     """At most ``max_operations`` verbs at a time; more wait, first come first served.
 
-    Each ``write_at`` and each step of ``list`` is an operation; an idle writer is none. Blocking
-    I/O is off: a worker thread cannot wait on the loop. For use on one event loop.
-
-    Cancellation: a waiting call ends without effect.
+    Each ``write_at`` and each step of ``list`` is an operation. Blocking I/O is off: a worker
+    thread cannot wait on the loop. For use on one event loop.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int) -> None:

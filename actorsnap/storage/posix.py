@@ -1,8 +1,6 @@
 """System calls of a durable folder of files, which survive crashes and races.
 
-Decides how folders are made, fsynced and pruned, how a file appears exclusively, when a descriptor
-may be closed, how views are read and written, and which error of the package a system error
-becomes. All functions block; ``fs.py`` runs them on worker threads.
+All functions block; ``fs.py`` runs them on worker threads.
 """
 
 from __future__ import annotations

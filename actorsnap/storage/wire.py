@@ -81,11 +81,7 @@ class WireError(Exception):
 
 
 class WrongLength(WireError):
-    """The announced body is shorter or longer than the views.
-
-    Attributes:
-        num_bytes: Its length; None if the server did not send it.
-    """
+    """The announced body, of ``num_bytes`` bytes if known, is shorter or longer than the views."""
 
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
@@ -143,8 +139,6 @@ class Wire:
 
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
         """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
-
-        Of any other status ``kept_bytes`` of the body are kept.
 
         Raises:
             WrongLength: the body has another length. The views are untouched.

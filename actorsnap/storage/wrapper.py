@@ -1,10 +1,8 @@
 """The base of all wrappers around a storage: every verb, declared once, through one hook.
 
-It must not know backends or snapshots. It owns its inner storage: ``aclose`` closes both.
-
-A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``. A wrapper
-that acts on the async verbs only switches blocking I/O off (``without_blocking_io``); otherwise
-blocking calls bypass its policy.
+A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``; one that
+acts on the async verbs only switches blocking I/O off (``without_blocking_io``). A wrapper owns its
+inner storage: ``aclose`` closes both. It must not know backends or snapshots.
 """
 
 from __future__ import annotations
