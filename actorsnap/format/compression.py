@@ -85,25 +85,23 @@ def _zstd() -> Any:
 
 def check_available() -> None:
     """Raises ``UsageError`` if no Zstandard library is installed."""
-    try:
-        _zstd()
-    except ImportError as error:
-        raise UsageError(
-            f"Options.compression needs the package {_MODULE}, which cannot be imported "
-            f"({error}): {_INSTALL}"
-        ) from error
+    if missing := _missing_library():
+        raise UsageError(f"Options.compression needs {missing}")
 
 
 def check_readable(key: str) -> None:
     """Raises ``UnsupportedFormat`` if no Zstandard library is installed."""
+    if missing := _missing_library():
+        raise UnsupportedFormat(key=key, detail=f"it is compressed, and to read it takes {missing}")
+
+
+def _missing_library() -> str:
+    """Describes the missing Zstandard library; empty if it can be imported."""
     try:
         _zstd()
     except ImportError as error:
-        raise UnsupportedFormat(
-            key=key,
-            detail=f"it is compressed, and to read it takes the package {_MODULE}, which "
-            f"cannot be imported ({error}): {_INSTALL}",
-        ) from error
+        return f"the package {_MODULE}, which cannot be imported ({error}): {_INSTALL}"
+    return ""
 
 
 def count_frames(nbytes: int) -> int:

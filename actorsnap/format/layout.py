@@ -321,16 +321,14 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
     offsets: list[int] = []
     position = 0
     for slot in slots:
-        name = slot.name
+        name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
+        if name in members:
+            raise ValueError(f"{name!r} is twice in one data object")
         dtype, shape = _stored_type(slot)
         stop = position + slot.nbytes
-        members[_ESCAPED_METADATA if name == _METADATA else name] = _Tensor(
-            dtype, shape, (position, stop)
-        )
+        members[name] = _Tensor(dtype, shape, (position, stop))
         offsets.append(position)
         position = stop
-    if len(members) != len(slots):
-        raise ValueError(f"{_first_duplicate(slots)!r} is twice in one data object")
     if position > MAX_BYTES:
         raise ValueError(f"{position} bytes do not fit in one data object")
     json = _HEADER_PREFIX + (b"," if members else b"") + _encoder.encode(members)[1:]
@@ -363,16 +361,6 @@ def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
         # A torch element packs two values; safetensors counts values.
         return (dtype, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", (1,))
     return dtype, shape
-
-
-def _first_duplicate(slots: Sequence[Slot]) -> str:
-    seen: set[str] = set()
-    for slot in slots:
-        name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("no duplicate")
 
 
 def bounded_volume(shape: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from actorsnap.errors import ChecksumMismatch, StorageError, UsageError
+from actorsnap.format.layout import is_well_formed_key
 from actorsnap.planning.packing import least_write_bytes
 
 __all__ = [
@@ -133,7 +134,7 @@ def check_key(key: str) -> str:
         UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL or a
             backslash.
     """
-    if not key or "\0" in key or "\\" in key or any(c in ("", ".", "..") for c in key.split("/")):
+    if not is_well_formed_key(key):
         raise UsageError(f"not a storage key: {key[:200]!r}")
     return key
 

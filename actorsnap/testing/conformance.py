@@ -157,7 +157,7 @@ async def _write_parts(writers: Sequence[ObjectWriter], data: bytes, part: int) 
 
 def _skip_unless(storage: Storage, capability: str) -> None:
     if not getattr(storage.capabilities, capability):
-        pytest.skip(f"the backend has not: {capability}")
+        pytest.skip(f"Capabilities.{capability} is False")
 
 
 def _write_bytes(storage: Storage, at_least: int) -> int:
