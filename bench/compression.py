@@ -18,9 +18,8 @@ import anyio
 import torch
 
 from actorsnap import Options, StateDict
-from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import ObjectWriter, Storage, StorageContext, num_bytes
 from actorsnap.storage.registry import open_storage, register
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from bench.local import Contest, Need, Setting, emit, folder, note, ratio

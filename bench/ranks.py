@@ -42,10 +42,9 @@ from actorsnap.planning.inventory import build_inventory
 from actorsnap.planning.packing import PackingRules
 from actorsnap.planning.save import plan_save
 from actorsnap.state.capture import capture
-from actorsnap.storage.base import Storage, StorageContext
+from actorsnap.storage.base import Storage, StorageContext, num_bytes
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from actorsnap.testing import ThrottledStorage

@@ -4,15 +4,15 @@ Decides how a leaf's bytes are cut into checksum blocks (``docs/format.md``, "Bl
 know the meaning or place of the bytes.
 
 A writer chooses the block size from the leaf's size; a reader derives it from the number of
-checksums. With ``n > 1`` blocks the block size is in ``[nbytes / n, nbytes / (n - 1))``, because
-``n`` blocks are enough and ``n - 1`` are not. That interval has at most one power of two. The same
-holds for every run of the leaf's blocks.
+checksums. With ``n > 1`` blocks it is in ``[nbytes / n, nbytes / (n - 1))``, because ``n`` blocks
+are enough and ``n - 1`` are not. That interval has at most one power of two. The same holds for
+every run of the leaf's blocks.
 
 Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). Appending
 ``n`` bytes multiplies the message by ``x**(8n)``, so the CRC of a concatenation is ``first *
-x**(8n) mod P``, xor ``second``. The initial and final inversions of CRC32C cancel in that sum.
-``x**(8n) mod P`` takes one multiplication per set bit of ``n``. A product with a constant is linear
-in the other factor, so frequent lengths use a table lookup per byte: 0.3 us instead of 6.
+x**(8n) mod P``, xor ``second``; the inversions of CRC32C cancel. ``x**(8n) mod P`` takes one
+multiplication per set bit of ``n``. A product with a constant is linear in the other factor, so
+frequent lengths use a table lookup per byte: 0.3 us instead of 6.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def crc32c(data: Buffer, value: int = 0) -> int:
 
 
 def crc32c_of(views: Iterable[Buffer]) -> int:
-    """Returns the CRC32C of the concatenated ``views``. C-contiguous buffers only."""
     value = 0
     for view in views:
         value = _crc32c.crc32c(view, value)
@@ -80,10 +79,9 @@ def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
 
 
 def block_bytes_of(nbytes: int, num_blocks: int) -> int:
-    """Returns the block size of stored bytes, from the number of their checksums.
+    """Returns the block size, a power of two, of a leaf or a run of its blocks.
 
-    The bytes are a leaf, or a run of its blocks; ``is_block_count`` must hold. The result is a
-    power of two. For a single block it is at least ``nbytes``.
+    ``is_block_count`` must hold. For a single block the result is at least ``nbytes``.
     """
     share = -(-nbytes // max(num_blocks, 1))
     return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
@@ -102,11 +100,7 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
 
     Args:
         view: C-contiguous, any format; its raw bytes count.
-        block_bytes: Size of a block. The last one may be shorter.
-
-    Raises:
-        ValueError: ``block_bytes`` is not positive.
-        TypeError: ``view`` is not C-contiguous.
+        block_bytes: The last block may be shorter.
     """
     if block_bytes <= 0:
         raise ValueError(f"block_bytes must be positive, got {block_bytes}")
@@ -129,9 +123,6 @@ def combine(first: int, second: int, second_len: int) -> int:
     """Returns the CRC32C of two concatenated byte strings, from their checksums.
 
     ``second_len`` is the number of bytes of the second one.
-
-    Raises:
-        ValueError: ``second_len`` is negative.
     """
     if second_len < 0:
         raise ValueError(f"second_len must not be negative, got {second_len}")
@@ -148,7 +139,6 @@ def combine(first: int, second: int, second_len: int) -> int:
 
 
 def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
-    """Returns the CRC32C of ``nbytes`` stored bytes, from their blocks' checksums."""
     block_bytes = block_bytes_of(nbytes, len(checksums))
     whole, left = 0, nbytes
     for checksum in checksums:

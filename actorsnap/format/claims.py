@@ -1,9 +1,8 @@
 """Names and encodes claims, which keep copies and garbage collectors apart.
 
-A copy writes under the name of the attempt that it copies. By that name alone the attempt would be
-garbage, because its process has ended or runs elsewhere. So the copy makes its own attempt at the
-destination, and claims the copied one in that attempt's folder. Implements "Claims" of
-``docs/format.md``.
+A copy writes under the name of the attempt that it copies, which alone would be garbage. So the
+copy makes its own attempt at the destination, and claims the copied one in that attempt's folder.
+Implements "Claims" of ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ class _CopyClaim(msgspec.Struct):
 
 
 def claim_prefix(owner: str) -> str:
-    """Returns the prefix of the keys of an attempt's claims."""
     return f"{owner}/claim/"
 
 
 def copy_claim_key(owner: str, attempt: str) -> str:
-    """Returns the key with which a copy, the attempt ``owner``, claims the attempt that it
-    copies."""
+    """Returns the key with which the copy ``owner`` claims the attempt that it copies."""
     return f"{claim_prefix(owner)}{_COPY}{attempt}"
 
 
@@ -56,11 +53,7 @@ def parse_claim(owner: str, key: str) -> str | None:
 
 
 def encode_copy_claim(stored: Iterable[str]) -> bytes:
-    """Encodes the claim of a copy.
-
-    Args:
-        stored: Keys of the objects that are complete.
-    """
+    """Encodes the claim of a copy; ``stored`` has the keys of complete objects."""
     return msgspec.json.encode(_CopyClaim(sorted(stored)))
 
 

@@ -7,8 +7,8 @@ Shuffling gathers the first bytes of all items, then the second ones, and so on:
 neighbouring weights are similar, their mantissas are noise. Shifts of whole items are two to eight
 times as fast as a transposed copy and, like zstd, run without the GIL.
 
-Zstandard is Python's own (``compression.zstd``), or its backport before 3.14. It is imported at the
-first use: the package works without it.
+Zstandard is Python's own (``compression.zstd``), or its backport before 3.14, imported at the first
+use.
 """
 
 from __future__ import annotations
@@ -61,22 +61,14 @@ _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Compression of a save's chunks. Readers do not need it: format 1 has one codec.
-
-    Attributes:
-        level: zstd's level, 1 to 19; higher ones are slower.
-    """
+    """Compression of a save's chunks; ``level`` is zstd's, 1 to 19. Readers do not need it."""
 
     name: Literal["zstd"]
     level: int
 
     @classmethod
     def parse(cls, compression: str) -> Codec:
-        """Returns the codec that ``Options.compression`` names.
-
-        Raises:
-            UsageError: The name is not a codec.
-        """
+        """Returns the codec that ``Options.compression`` names."""
         match = _NAMED.fullmatch(compression) if isinstance(compression, str) else None
         if match is None:
             raise UsageError(
@@ -92,34 +84,24 @@ def _zstd() -> Any:
 
 
 def check_available() -> None:
-    """Checks that a Zstandard library is installed.
-
-    Raises:
-        UsageError: No library is installed.
-    """
-    try:
-        _zstd()
-    except ImportError as error:
-        raise UsageError(
-            f"Options.compression needs the package {_MODULE}, which cannot be imported "
-            f"({error}): {_INSTALL}"
-        ) from error
+    """Raises ``UsageError`` if no Zstandard library is installed."""
+    if missing := _missing_library():
+        raise UsageError(f"Options.compression needs {missing}")
 
 
 def check_readable(key: str) -> None:
-    """Checks that compressed data can be read; the error names ``key``.
+    """Raises ``UnsupportedFormat`` if no Zstandard library is installed."""
+    if missing := _missing_library():
+        raise UnsupportedFormat(key=key, detail=f"it is compressed, and to read it takes {missing}")
 
-    Raises:
-        UnsupportedFormat: No Zstandard library is installed.
-    """
+
+def _missing_library() -> str:
+    """Describes the missing Zstandard library; empty if it can be imported."""
     try:
         _zstd()
     except ImportError as error:
-        raise UnsupportedFormat(
-            key=key,
-            detail=f"it is compressed, and to read it takes the package {_MODULE}, which "
-            f"cannot be imported ({error}): {_INSTALL}",
-        ) from error
+        return f"the package {_MODULE}, which cannot be imported ({error}): {_INSTALL}"
+    return ""
 
 
 def count_frames(nbytes: int) -> int:
@@ -183,13 +165,7 @@ def unshuffle(source: memoryview, width: int, out: memoryview) -> None:
 
 
 def pack_frame(source: memoryview, *, width: int, codec: Codec) -> tuple[bytes, bytes | memoryview]:
-    """Returns the frame of ``source``: its head and its body.
-
-    Args:
-        source: At most ``FRAME_BYTES``, not empty.
-        width: Shuffle width in bytes.
-        codec: The codec.
-    """
+    """Returns the head and the body of the frame of ``source``, 1 to ``FRAME_BYTES`` bytes."""
     shuffled = source
     if width > 1:
         shuffled = memoryview(bytearray(len(source)))
@@ -202,14 +178,7 @@ def pack_frame(source: memoryview, *, width: int, codec: Codec) -> tuple[bytes, 
 
 
 class Unpacker:
-    """Decodes frames.
-
-    Args:
-        key: The chunk's key, for errors.
-
-    Raises:
-        UnsupportedFormat: No Zstandard library is installed.
-    """
+    """Decodes frames of the chunk ``key``. Raises ``UnsupportedFormat`` without Zstandard."""
 
     def __init__(self, key: str) -> None:
         check_readable(key)
@@ -226,8 +195,8 @@ class Unpacker:
         """
         width = frame[0]
         body = frame[FRAME_HEAD_BYTES:]
-        found = crc32c(body, crc32c(frame[:1]))
-        if found != int.from_bytes(frame[1:FRAME_HEAD_BYTES], "little"):
+        checksum = crc32c(body, crc32c(frame[:1]))
+        if checksum != int.from_bytes(frame[1:FRAME_HEAD_BYTES], "little"):
             raise self._damaged("its checksum does not fit")
         if width == 0:
             if len(body) != len(out):
@@ -248,12 +217,12 @@ class Unpacker:
             options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}
         )
         try:
-            found: bytes = decompressor.decompress(body, max_length=nbytes + 1)
+            decoded: bytes = decompressor.decompress(body, max_length=nbytes + 1)
         except zstd.ZstdError as error:
             raise self._damaged(str(error)) from error
-        if len(found) != nbytes or not decompressor.eof or decompressor.unused_data:
+        if len(decoded) != nbytes or not decompressor.eof or decompressor.unused_data:
             raise self._damaged(f"it does not have {nbytes} bytes")
-        return found
+        return decoded
 
     def _damaged(self, what: str) -> ChecksumMismatch:
         return ChecksumMismatch(key=self._key, detail=f"a compressed frame is damaged: {what}")

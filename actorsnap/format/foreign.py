@@ -62,15 +62,12 @@ def attempts_in(keys: Iterable[str]) -> dict[str, int]:
 
 
 def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) -> tuple[str, str]:
-    """Returns the kind of data, and advice.
+    """Returns ``NotASnapshot.found``, and a sentence for people with the next step.
 
     Args:
         keys: Some or all object keys under the URL.
-        url: Named in the advice.
+        url: Named in the sentence.
         complete: The attempts among the keys that lack only a commit object.
-
-    Returns:
-        ``NotASnapshot.found``, and a sentence for people with the next step.
     """
     inside = _snapshot_around(url)
     if inside:
@@ -114,9 +111,9 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
 
 
 def recognize_file(head: bytes, url: str) -> tuple[str, str]:
-    """Recognizes a file that was given instead of a snapshot's folder.
+    """``recognize`` for a file instead of a snapshot's folder.
 
-    ``head`` is its first ``HEAD_BYTES``, or all of it. Returns the same as ``recognize``.
+    ``head`` is its first ``HEAD_BYTES``, or all of it.
     """
     inside = _snapshot_around(url)
     if inside:
@@ -136,7 +133,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
 
 
 def _snapshot_around(path: str) -> str:
-    """Returns the part of ``path`` before the first attempt's name; empty if it has no attempt."""
+    """Returns the part of ``path`` before the first attempt's name, or an empty string."""
     parts = path.split("/")
     for index, part in enumerate(parts):
         if Attempt.parse(part) is not None:

@@ -1,9 +1,8 @@
 """Boxes in index space, and their flat ranges. The only index arithmetic of the package.
 
-A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space. Computes
-intersections, checks whether boxes tile a whole, and converts boxes to flat, C-order element
-ranges. Must not know dtypes, bytes, ranks or storage. Implements ``docs/format.md`` ("Entries":
-``shape``, ``global_shape``, ``offsets``).
+A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space. Must not
+know dtypes, bytes, ranks or storage. Implements ``docs/format.md`` ("Entries": ``shape``,
+``global_shape``, ``offsets``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Returns the box of all elements of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -43,7 +41,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return prod(self.sizes)
 
     @property
@@ -78,22 +75,14 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         )
 
     def relative_to(self, outer: Box) -> Box:
-        """Returns the same box with offsets counted from the start of ``outer``.
-
-        Raises:
-            ValueError: ``outer`` does not contain this box.
-        """
+        """Returns the same box with offsets counted from the start of ``outer``, around it."""
         if not outer.contains(self):
-            raise ValueError(f"{self} does not lie within {outer}")
+            raise ValueError(f"{self} is not within {outer}")
         offsets = tuple([a - b for a, b in zip(self.offsets, outer.offsets, strict=True)])
         return Box(offsets, self.sizes)
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
-        """Cuts in two along ``dim``: the first ``at`` indices of this box, and the rest.
-
-        Raises:
-            ValueError: The box has no such dim, or fewer than ``at`` indices along it.
-        """
+        """Cuts in two along ``dim``: the first ``at`` indices of this box, and the rest."""
         if not 0 <= dim < len(self.sizes) or not 0 <= at <= self.sizes[dim]:
             raise ValueError(f"{self} cannot be split along dim {dim} after {at} indices")
         o, s = self.offsets, self.sizes
@@ -115,9 +104,6 @@ def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
     of that dim; groups are swept along the next dim. Meshes and flat ranges, the practical cases,
     separate fully: O(n log n). Parts that no dim separates (a pinwheel) are compared in pairs where
     the sweep line touches both.
-
-    Raises:
-        ValueError: A part has another number of dims.
     """
     parts = [part for part in parts if not part.is_empty]
     if not all(whole.contains(part) for part in parts):
@@ -166,7 +152,6 @@ def _any_overlap(boxes: Sequence[Box]) -> bool:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Returns C-order strides in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -174,18 +159,14 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes.
+    """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes, in C order.
 
-    The boxes are in C order, and each is itself a contiguous flat range. There are at most ``2 *
-    ndim - 1`` of them (one for zero dims): rows that complete the slab cut by ``start``, whole
-    slabs, and rows again down to ``stop``.
-
-    Raises:
-        ValueError: The range is not within ``shape``.
+    Each is itself a contiguous flat range. There are at most ``2 * ndim - 1`` of them: rows that
+    complete the slab cut by ``start``, whole slabs, and rows again down to ``stop``.
     """
     total = prod(shape)
     if not 0 <= start <= stop <= total:
-        raise ValueError(f"flat range [{start}, {stop}) does not lie within shape {tuple(shape)}")
+        raise ValueError(f"flat range [{start}, {stop}) is not within shape {tuple(shape)}")
     if start == stop:
         return []
     if not shape:
@@ -214,15 +195,12 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array.
+    """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
 
     Ascending and fully merged: no range begins where another one ends.
-
-    Raises:
-        ValueError: The box is not within ``shape``. Raised on the call.
     """
     if not Box.whole(shape).contains(box):
-        raise ValueError(f"{box} does not lie within shape {tuple(shape)}")
+        raise ValueError(f"{box} is not within shape {tuple(shape)}")
     if box.is_empty:
         return iter(())
     strides = _strides(shape)

@@ -94,9 +94,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?([?biufcSVUmM])([0-9]{1,9})(?:\[[^\]]*\])?")
 
 @lru_cache(maxsize=256)
 def dtype_itemsize(name: str) -> int | None:
-    """Returns the bytes per element of a torch or numpy dtype, or None if unknown.
-
-    A torch dtype is given by name (``float32``), a numpy dtype by type string (``<f8``).
+    """Returns the bytes per element of a torch dtype (``float32``) or numpy type string (``<f8``);
+    None if unknown.
     """
     itemsize = _TORCH_ITEMSIZES.get(name)
     if itemsize is None and (match := _NUMPY_DTYPE.fullmatch(name)):
@@ -117,7 +116,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """Creator and start time of an attempt folder. Its ``str`` is the folder's name.
 
     Attributes:
-        created_s: Start of the attempt, in seconds since 1970, UTC.
+        created_s: In seconds since 1970, UTC.
         host: 8 hex digits for the host and its process namespace.
         pid: The process.
         nonce: 8 random hex digits.
@@ -139,7 +138,6 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Attempt | None:
-        """Returns the attempt that ``text`` names, or None if it is not an attempt's name."""
         match = _ATTEMPT.fullmatch(text)
         if match is None:
             return None
@@ -212,9 +210,8 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``.
-
-    ``key`` None is the object that all small keys share.
+    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``; None for the
+    object of all small keys.
     """
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"
@@ -226,7 +223,6 @@ def is_compressed_key(key: str) -> bool:
 
 
 def chunk_key(key: str, start: int) -> str:
-    """Returns the key of the chunk at byte ``start`` of the compressed data object ``key``."""
     return f"{key}/{start}"
 
 
@@ -258,8 +254,7 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: Its name in the header, unique in the object.
-        dtype: Name of its torch dtype (``float32``). Dtypes that safetensors lacks are stored as
-            bytes.
+        dtype: Name of its torch dtype; dtypes that safetensors lacks are stored as bytes.
         shape: In elements.
         nbytes: Size in bytes.
     """
@@ -306,10 +301,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def header_cost(slot: Slot) -> int:
-    """Returns a cheap upper bound of the bytes of ``slot`` in a header.
-
-    Slots whose costs add up to at most ``MAX_HEADER_BYTES`` fit in one header.
-    """
+    """Returns a cheap upper bound of the bytes of ``slot`` in a header."""
     name = slot.name
     if name.isascii() and name.isprintable():
         cost = len(name) + name.count('"') + name.count("\\")
@@ -329,16 +321,14 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
     offsets: list[int] = []
     position = 0
     for slot in slots:
-        name = slot.name
+        name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
+        if name in members:
+            raise ValueError(f"{name!r} is twice in one data object")
         dtype, shape = _stored_type(slot)
         stop = position + slot.nbytes
-        members[_ESCAPED_METADATA if name == _METADATA else name] = _Tensor(
-            dtype, shape, (position, stop)
-        )
+        members[name] = _Tensor(dtype, shape, (position, stop))
         offsets.append(position)
         position = stop
-    if len(members) != len(slots):
-        raise ValueError(f"{_first_duplicate(slots)!r} stands twice in one data object")
     if position > MAX_BYTES:
         raise ValueError(f"{position} bytes do not fit in one data object")
     json = _HEADER_PREFIX + (b"," if members else b"") + _encoder.encode(members)[1:]
@@ -357,11 +347,6 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
 
 
 def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape for the header.
-
-    Raises:
-        ValueError: The size does not fit.
-    """
     dtype = SAFETENSORS_DTYPES.get(slot.dtype)
     shape = slot.shape
     if dtype is None:
@@ -376,16 +361,6 @@ def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
         # A torch element packs two values; safetensors counts values.
         return (dtype, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", (1,))
     return dtype, shape
-
-
-def _first_duplicate(slots: Sequence[Slot]) -> str:
-    seen: set[str] = set()
-    for slot in slots:
-        name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("no duplicate")
 
 
 def bounded_volume(shape: Sequence[int]) -> int:

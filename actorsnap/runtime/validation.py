@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import UsageError
-from actorsnap.format.validate import check_json
+from actorsnap.format.manifest import check_json
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.location import Location
 from actorsnap.storage.registry import absolute, check_url, without_secrets

@@ -14,8 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from actorsnap.format.manifest import CompositeLayout
-from actorsnap.format.validate import COMPOSITE_PARTS
+from actorsnap.format.manifest import COMPOSITE_PARTS, CompositeLayout
 from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, c_strides
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]

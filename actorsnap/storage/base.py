@@ -2,14 +2,13 @@
 
 A storage is a flat space of objects under one URL (the snapshot's). Keys are relative,
 ``/``-separated, without empty, ``.`` and ``..`` components (``check_key``). Verbs are stateless,
-except for ``writer``, and safe to call concurrently from tasks of one event loop. This module
-knows no snapshots, tensors, retries or budgets.
+except for ``writer``, and safe to call concurrently from tasks of one event loop. This module must
+not know snapshots, tensors, retries or budgets.
 
 Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
 runtime turns any other exception, and an answer of another type, into one (``foreign_errors.py``),
 but with less detail. A backend never returns partial data as success.
-``actorsnap.testing.StorageConformance`` is this docstring as a test suite; every backend, including
-third parties', must pass it.
+``actorsnap.testing.StorageConformance`` tests these rules; every backend must pass it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from actorsnap.errors import ChecksumMismatch, StorageError, UsageError
+from actorsnap.format.layout import is_well_formed_key
 from actorsnap.planning.packing import least_write_bytes
-from actorsnap.storage.vectored import num_bytes
 
 __all__ = [
     "CLEANUP_S",
+    "BackendWriter",
     "Capabilities",
     "ObjectInfo",
     "ObjectWriter",
@@ -37,8 +37,11 @@ __all__ = [
     "check_offset",
     "check_range",
     "check_size",
-    "check_write",
+    "copy_into",
+    "flat",
+    "num_bytes",
     "range_end",
+    "slice_views",
     "truncated",
 ]
 
@@ -49,10 +52,9 @@ CLEANUP_S = 30.0
 
 
 class RunBlocking(Protocol):
-    """Runs a blocking function on a worker thread and awaits its result.
+    """Runs a blocking function on a worker thread.
 
-    Cancellation: the await is cancelled only after the function has returned, because the
-    function may hold memory of the caller.
+    Cancellation: after the function has returned, because it may hold memory of the caller.
     """
 
     async def __call__(self, fn: Callable[..., T], /, *args: Any) -> T: ...
@@ -64,14 +66,13 @@ class StorageContext:
 
     Attributes:
         options: The caller's ``storage_options``; the backend refuses unknown names.
-        run_blocking: Runs blocking calls; the loop is never blocked.
+        run_blocking: Runs blocking calls.
         run_io: Runs calls that wait for a network and can be interrupted: more of them at a
             time than there are cores. None: ``run_blocking``.
         durable: False lets a backend skip fsync (scratch tiers).
         on_retry: Called on the loop with the error and the wait in seconds before each new try;
             must not block.
-        scratch: Folder for temporaries of objects at the root. A crash may leave some; they are
-            collected as garbage with the folder. Empty for none.
+        scratch: Folder for temporaries of objects at the root; empty for none.
     """
 
     run_blocking: RunBlocking
@@ -88,8 +89,7 @@ class Capabilities:
 
     Attributes:
         has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking`` may
-            be called from any thread. Saves a thread hop per chunk; the async verbs work all the
-            same.
+            be called from any thread, which saves a thread hop per chunk.
         min_write_bytes: Least size of a ``write_at``, except of the one that ends the object.
         max_writes: Most ranges that one object is written in, including those of joined writers;
             None for any number. See ``least_write_bytes``.
@@ -111,10 +111,7 @@ class Capabilities:
 
     def least_write_bytes(self, size: int) -> int:
         """Returns the least size of a ``write_at`` to an object of ``size`` bytes, its end
-        excepted.
-
-        The planner's chunks are no smaller, so there are at most ``max_writes`` of them, and
-        ``offset // least_write_bytes(size)`` is a different number for each write.
+        excepted: ``offset // least_write_bytes(size)`` is a different number for each write.
         """
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
@@ -137,57 +134,38 @@ def check_key(key: str) -> str:
         UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL or a
             backslash.
     """
-    if not key or "\0" in key or "\\" in key or any(c in ("", ".", "..") for c in key.split("/")):
+    if not is_well_formed_key(key):
         raise UsageError(f"not a storage key: {key[:200]!r}")
     return key
 
 
 def check_no_options(context: StorageContext, storage: str) -> None:
-    """Refuses ``storage_options``, for a backend that has none; ``storage`` is for the message.
-
-    Raises:
-        UsageError: some were given.
-    """
+    """Raises ``UsageError`` for ``storage_options`` to a backend that has none."""
     if context.options:
         names = ", ".join(sorted(map(str, context.options)))
         raise UsageError(f"{storage} storage takes no storage_options, but got: {names}")
 
 
 def check_size(size: int) -> None:
-    """Raises ``UsageError`` for a negative size of an object."""
     if size < 0:
         raise UsageError(f"an object cannot have {size} bytes")
 
 
 def check_offset(offset: int) -> None:
-    """Raises ``UsageError`` for a negative offset."""
     if offset < 0:
         raise UsageError(f"not an offset: {offset}")
 
 
 def check_range(start: int, stop: int | None) -> None:
-    """Raises ``UsageError`` for a range that begins below 0 or ends before it begins."""
     if start < 0 or (stop is not None and stop < start):
         raise UsageError(f"not a range of bytes: [{start}, {stop})")
 
 
-def check_write(writer: ObjectWriter, offset: int, views: Sequence[memoryview]) -> int:
-    """Returns the end of a ``write_at``.
-
-    Raises:
-        UsageError: it lies outside of the object.
-    """
-    stop = offset + num_bytes(views)
-    if offset < 0 or stop > writer.size:
-        raise UsageError(f"[{offset}, {stop}) is outside of {writer.key!r}, {writer.size} bytes")
-    return stop
-
-
 def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
     """Returns the error for an object of ``size`` bytes that should have ``wanted`` or more."""
-    found = "fewer" if size is None else size
+    actual = "fewer" if size is None else size
     return ChecksumMismatch(
-        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {found}"
+        key=key, detail=f"truncated: {wanted} bytes are needed, the object has {actual}"
     )
 
 
@@ -203,6 +181,41 @@ def range_end(key: str, start: int, stop: int | None, size: int) -> int:
     return end
 
 
+def flat(views: Sequence[memoryview]) -> list[memoryview]:
+    """Returns the same bytes as one-dimensional views of unsigned bytes, without empty ones.
+
+    Raises:
+        TypeError: a view is not C-contiguous.
+    """
+    # Empty views cannot be cast, and a system call of empty views looks like the end of the file.
+    return [
+        view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+        for view in views
+        if view.nbytes
+    ]
+
+
+def num_bytes(views: Sequence[memoryview]) -> int:
+    return sum(view.nbytes for view in views)
+
+
+def slice_views(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    parts = []
+    for view in flat(views):
+        if start < view.nbytes and stop > 0:
+            parts.append(view[max(start, 0) : stop])
+        start, stop = start - view.nbytes, stop - view.nbytes
+    return parts
+
+
+def copy_into(data: memoryview, views: Sequence[memoryview]) -> None:
+    """Fills ``views`` from ``data``, back to back."""
+    position = 0
+    for view in flat(views):
+        view[:] = data[position : position + view.nbytes]
+        position += view.nbytes
+
+
 class ObjectWriter(ABC):
     """Positional writes to one new object of known size.
 
@@ -214,7 +227,7 @@ class ObjectWriter(ABC):
         key: The object key.
         size: Bytes of the finished object.
         token: Opaque bytes with which ``Storage.join_writer``, in any process or rank, joins the
-            same object. Only the opener completes or aborts it.
+            same object.
     """
 
     key: str
@@ -234,13 +247,13 @@ class ObjectWriter(ABC):
 
         Args:
             offset: In bytes, from the object's start.
-            views: C-contiguous; together at least ``Capabilities.least_write_bytes(size)`` bytes,
-                unless they end the object.
+            views: C-contiguous; at least ``Capabilities.least_write_bytes(size)`` bytes, unless
+                they end the object.
             crc32c: Of all bytes, if known.
 
         Raises:
-            StorageError: it failed. Retryable if ``checks_crc32c`` and other bytes arrived: the
-                range must be written again.
+            StorageError: retryable if ``checks_crc32c`` and other bytes arrived: the range must be
+                written again.
         """
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -250,9 +263,8 @@ class ObjectWriter(ABC):
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
         """Takes ``views`` from an older object instead of ``write_at``, if that has the same bytes.
 
-        Works only for an object that was opened with ``older`` ones; a storage that can copy
-        overrides it. True promises as much as ``write_at``: the storage has compared a checksum.
-        After False the bytes must be written.
+        For objects opened with ``older`` ones. True promises as much as ``write_at``: the storage
+        has compared a checksum. After False the bytes must be written.
 
         Args:
             offset, views: See ``write_at``.
@@ -267,22 +279,60 @@ class ObjectWriter(ABC):
     async def complete(self) -> None:
         """Makes the object durable and readable under its key.
 
-        The object then survives a crash of this process and, if the storage was opened ``durable``,
-        of the machine. Atomicity: on object stores the key appears here, whole; on file systems a
-        partial file may be seen before, which is why nothing refers to an object before it is
-        complete.
+        It then survives a crash of this process and, if the storage is ``durable``, of the machine.
+        Atomicity: on object stores the key appears here, whole; on file systems a partial file may
+        be seen before, which is why nothing refers to an object before it is complete.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Ends a joined writer; the opener does not call this.
-
-        The bytes written here are then as durable as the opener's, once ``complete`` returns.
-        """
+        """Ends a joined writer. Its bytes are as durable as the opener's, after ``complete``."""
 
     @abstractmethod
     async def abort(self) -> None:
         """Frees the written bytes, as far as the storage allows. Never raises StorageError."""
+
+
+class BackendWriter(ObjectWriter):
+    """What the built-in writers share: their state and their errors.
+
+    Args:
+        url: Of the storage.
+        is_opener: False for a joined writer.
+    """
+
+    def __init__(self, key: str, size: int, token: bytes, *, url: str, is_opener: bool) -> None:
+        self.key = key
+        self.size = size
+        self.token = token
+        self._url = url
+        self._is_opener = is_opener
+        self._has_ended = False
+
+    def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Returns the end of a ``write_at``, which must be inside the object of an open writer."""
+        stop = offset + num_bytes(views)
+        if offset < 0 or stop > self.size:
+            raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
+        if self._has_ended:
+            raise self._ended("write_at")
+        return stop
+
+    def _require_opener(self) -> None:
+        if not self._is_opener:
+            raise UsageError(f"{self.key!r}: only the opener of an object completes it")
+
+    def _require_joined(self) -> None:
+        if self._is_opener:
+            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+
+    def _ended(self, op: str) -> StorageError:
+        return self._error(op, "the writer was completed, released or aborted")
+
+    def _error(self, op: str, detail: str, *, retryable: bool = False) -> StorageError:
+        return StorageError(
+            op=op, key=self.key, backend=self._url, detail=detail, retryable=retryable
+        )
 
 
 class Storage(ABC):
@@ -321,9 +371,9 @@ class Storage(ABC):
         Args:
             key: Its name.
             size: In bytes.
-            older: Keys of objects of dead writers that may have the same bytes, the newest first. A
-                storage that can makes them sources of ``ObjectWriter.reuse``, complete or not; a
-                writer of one that is alive after all may fail then.
+            older: Keys of objects of dead writers that may have the same bytes, the newest first:
+                sources of ``ObjectWriter.reuse``, complete or not. A writer of one that is alive
+                after all may fail.
 
         Raises:
             ObjectExists: the key exists, and the backend can see that cheaply. Others raise it in
@@ -332,7 +382,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object that another party opened. It must not complete the object.
+        """Returns a writer to an object that another party opened.
 
         After the opener has aborted, this or a write raises ``StorageError``; or the written bytes
         stay invisible and are deleted with the folder of the key.
@@ -365,8 +415,8 @@ class Storage(ABC):
     ) -> None:
         """``read_into`` for worker threads; only if ``has_blocking_io``.
 
-        Batches are filled one after the other. The next is requested when the previous one is full,
-        so that a generator can look at bytes while they are in the CPU's cache.
+        A batch is requested when the previous one is full, so that a generator can look at bytes
+        while they are in the CPU's cache.
         """
         raise NotImplementedError
 
@@ -375,8 +425,8 @@ class Storage(ABC):
         """Yields all objects whose key starts with ``prefix`` (a string; ``""`` for all), in key
         order.
 
-        Objects that are not complete may or may not appear. A place that does not exist is empty.
-        Read-after-write: completed objects appear.
+        Objects that are not complete may appear; completed ones do. A place that does not exist is
+        empty.
         """
 
     @abstractmethod
@@ -390,8 +440,7 @@ class Storage(ABC):
         """Returns the sorted names of the folders directly in ``folder``; of the root for ``""``.
 
         A folder is the part of a key before a slash: ``a/b/c`` is in ``a/b``, which is in ``a``.
-        Empty folders are named where the storage has them. Override it where a storage need not
-        list all objects.
+        Empty folders are named where the storage has them.
         """
         start = f"{folder}/" if folder else ""
         keys = [info.key.removeprefix(start) async for info in self.list(start)]
@@ -423,8 +472,7 @@ class Storage(ABC):
 class StorageFactory(Protocol):
     """An entry of the entry-point group ``actorsnap.storage``, per scheme.
 
-    It does no I/O. A storage that was never used need not be closed: a save opens one to check the
-    URL and the options.
+    Does no I/O. A storage that was never used need not be closed.
     """
 
     def __call__(self, url: str, context: StorageContext) -> Storage: ...

@@ -1,4 +1,4 @@
-"""What the storages of S3 and of Google Cloud Storage share.
+"""The common parts of the storages of S3 and of Google Cloud Storage.
 
 Decides how URLs and ``storage_options`` are read, how two headers are written, and which policies
 go around a bucket. Must not know requests or either protocol.
@@ -27,6 +27,7 @@ __all__ = [
     "decode_crc32c",
     "encode_crc32c",
     "parse_retry_after",
+    "remedy",
     "split_url",
 ]
 
@@ -36,12 +37,12 @@ _MAX_TIMEOUT_S = 24 * 3600
 
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that all services have. Times are in seconds.
+    """Options that all services have. Times are in seconds.
 
     Attributes:
         endpoint_url: URL of a server other than the provider's.
         anonymous: Send no credentials, for public buckets and emulators.
-        ca_bundle: A file of trusted certificate authorities.
+        ca_bundle: File of trusted certificate authorities.
         max_concurrency: Requests at a time.
         max_attempts: Tries per request, the first included.
         connect_timeout_s: For one address, and for the TLS handshake.
@@ -72,15 +73,11 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be 1 or more")
         for name in ("connect", "stall", "request", "transfer"):
             if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
-                raise ValueError(f"{name}_timeout_s must lie in (0, {_MAX_TIMEOUT_S}]")
+                raise ValueError(f"{name}_timeout_s must be in (0, {_MAX_TIMEOUT_S}]")
 
 
 def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
-    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty.
-
-    Raises:
-        UsageError: there is no bucket, it does not match, or the prefix is malformed.
-    """
+    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty."""
     scheme, _, place = url.partition("://")
     bucket, _, prefix = place.rstrip("/").partition("/")
     if not bucket:
@@ -88,26 +85,24 @@ def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
     if not re.fullmatch(bucket_pattern, bucket):
         # Without the text itself: it may be key:secret@bucket.
         raise UsageError(
-            f"what stands between {scheme}:// and the next slash cannot be a bucket's name; "
+            f"the text between {scheme}:// and the next slash cannot be a bucket's name; "
             "credentials go into storage_options or the environment"
         )
     return bucket, check_key(prefix) if prefix else ""
 
 
 def add_policies(storage: Storage, options: NetworkOptions, context: StorageContext) -> Storage:
-    """Returns ``storage`` with retries and as many requests at a time as the service bears."""
     adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
     policy = RetryPolicy(max_attempts=options.max_attempts)
     return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
 
 
 def encode_crc32c(value: int) -> str:
-    """Returns a CRC32C as both services write it: base64 of its bytes, the highest first."""
+    """Returns a CRC32C as both services write it."""
     return b64encode(value.to_bytes(4, "big")).decode()
 
 
 def decode_crc32c(text: str) -> int:
-    """The inverse of ``encode_crc32c``."""
     return int.from_bytes(b64decode(text), "big")
 
 
@@ -120,6 +115,13 @@ def parse_retry_after(text: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
+def remedy(is_timeout: bool, places: str) -> str:
+    """Returns advice for a request that had no answer; ``places`` are likely causes."""
+    if is_timeout:
+        return "raise the timeouts in storage_options if the service is that slow"
+    return f"look at {places}"
+
+
 def check_secret(name: str, value: str | None) -> None:
     """Raises ``ValueError`` for a value that no header can hold, without showing it."""
     if value is not None and not re.fullmatch("[!-~]+", value):
@@ -127,11 +129,7 @@ def check_secret(name: str, value: str | None) -> None:
 
 
 def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:
-    """Returns ``options`` as a ``to``, whose ``__post_init__`` may raise ``ValueError``.
-
-    Raises:
-        UsageError: an unknown name or a wrong value. The value, maybe a secret, is not shown.
-    """
+    """Returns ``options`` as a ``to``. Errors do not show a value, which may be a secret."""
     names = to.__struct_fields__
     for name in options:
         if name not in names:

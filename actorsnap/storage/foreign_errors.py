@@ -1,7 +1,7 @@
 """The outermost wrapper of a storage: it raises errors of actorsnap only.
 
-A backend or a library below it may raise anything. Raised as it is, a ``CancelledError`` would pass
-for a cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
+A backend or a library below it may raise anything. A raw ``CancelledError`` would pass for a
+cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
 ``KeyboardInterrupt`` would look like Ctrl-C. Each becomes a ``StorageError`` with the original as
 its cause, and so does an answer of the wrong type. This module must not know backends.
 """
@@ -45,9 +45,8 @@ _KINDS: dict[int | None, type[StorageError]] = {
     errno.EPERM: AccessDenied,
     errno.EROFS: AccessDenied,
 }
-"""Errors by ``OSError.errno``. Without ENOENT and EEXIST: saves act on the existence of objects, so
-only a backend's own ``ObjectNotFound`` or ``ObjectExists`` counts.
-"""
+"""Errors by ``OSError.errno``. Not ENOENT and EEXIST: saves act on the existence of objects, so
+only a backend's own ``ObjectNotFound`` or ``ObjectExists`` counts."""
 
 _OWN: tuple[type[ActorSnapError], ...] = (
     AccessDenied,
@@ -59,17 +58,11 @@ _OWN: tuple[type[ActorSnapError], ...] = (
     ChecksumMismatch,
     UsageError,
 )
-"""What a storage may raise, the narrower first. Others say what no storage can know; a class that
-is derived from these may lack their fields, and other processes and ranks do not know it."""
-
-
-_TEXTS = ("op", "key", "backend", "detail")
-"""The fields of a ``StorageError`` that are strings."""
+"""Errors that a storage may raise, the narrower first. A derived class may lack their fields, and
+other processes and ranks cannot decode it."""
 
 
 class TranslatedStorage(Wrapper):
-    """Raises ``ActorSnapError`` and cancellations only."""
-
     async def around(
         self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
@@ -84,8 +77,10 @@ class TranslatedStorage(Wrapper):
                     await anyio.lowlevel.checkpoint_if_cancelled()
                 raise
             fault = _translate(error, op=op, key=key, backend=self.url)
-            raise fault from fault.__cause__ or _shown(error)
-        self._check(answer, op, key)
+            raise fault from fault.__cause__
+        is_right, expected = _ANSWERS.get(op, (None, ""))
+        if is_right is not None and not is_right(answer, key):
+            raise self._refusal(op, key, f"{type(answer).__name__}, which is not {expected}")
         return answer
 
     def around_blocking(
@@ -97,18 +92,13 @@ class TranslatedStorage(Wrapper):
             if _is_own(error):
                 raise
             fault = _translate(error, op=op, key=key, backend=self.url)
-            raise fault from fault.__cause__ or _shown(error)
+            raise fault from fault.__cause__
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         data = bytes(await super().get(key, start, stop))
         if stop is not None and len(data) != stop - start:
             raise self._refusal("get", key, f"{len(data)} bytes, not {stop - start}")
         return data
-
-    def _check(self, answer: object, op: str, key: str) -> None:
-        is_right, expected = _ANSWERS.get(op, (None, ""))
-        if is_right is not None and not is_right(answer, key):
-            raise self._refusal(op, key, f"{type(answer).__name__}, which is not {expected}")
 
     def _refusal(self, op: str, key: str, what: str) -> StorageError:
         detail = f"the storage answered with {what}"
@@ -125,7 +115,7 @@ def _is_info(answer: object, key: str) -> bool:
 
 
 def _is_step(answer: object, prefix: str) -> bool:
-    # What is listed may be deleted by the key that it has here.
+    # A listed object may be deleted by the key that it has here.
     return isinstance(answer, ListEnd) or (
         isinstance(answer, ObjectInfo) and _is_info(answer, "") and answer.key.startswith(prefix)
     )
@@ -150,33 +140,29 @@ _ANSWERS: Mapping[str, tuple[Callable[[object, str], bool], str]] = {
     "stat": (_is_info, _INFO),
     "writer": (lambda answer, _: isinstance(answer, ObjectWriter), "an ObjectWriter"),
 }
-"""By verb: whether it may answer so for that key, and how it should."""
+"""By verb: a test of its answer for a key, and the expected answer."""
 
 
 def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStorage:
     """Opens a storage; ``url`` is for messages.
 
     Raises:
-        ActorSnapError: the factory's, or a ``StorageError`` in place of another exception.
         KeyboardInterrupt: in the main thread, where it may be the user's.
     """
     try:
         return TranslatedStorage(opener())
     except BaseException as error:
-        if _is_own(error):
-            raise
         is_main = threading.current_thread() is threading.main_thread()
-        if isinstance(error, KeyboardInterrupt) and is_main:
+        if _is_own(error) or (isinstance(error, KeyboardInterrupt) and is_main):
             raise
         fault = _translate(error, op="open", key="", backend=url)
-        raise fault from fault.__cause__ or _shown(error)
+        raise fault from fault.__cause__
 
 
 def ends_this_task(error: BaseException) -> bool:
     """Returns whether an exception ends its coroutine: the task was cancelled or is being closed.
 
-    Any other ``CancelledError`` is a failure: aiohttp raises one in a request whose session is
-    closed, and so does a future that its owner cancels.
+    Any other ``CancelledError`` is a failure: aiohttp raises one when its session is closed.
     """
     if isinstance(error, Exception):
         return False
@@ -184,10 +170,10 @@ def ends_this_task(error: BaseException) -> bool:
         return True  # the garbage collector closes a coroutine that never ended
     cancelled = anyio.get_cancelled_exc_class()
     if isinstance(error, BaseExceptionGroup):
-        found = error.subgroup(cancelled) is not None
+        is_cancelled = error.subgroup(cancelled) is not None
     else:
-        found = isinstance(error, cancelled)
-    return found and anyio.current_effective_deadline() == -math.inf
+        is_cancelled = isinstance(error, cancelled)
+    return is_cancelled and anyio.current_effective_deadline() == -math.inf
 
 
 def _runs_in_a_task() -> bool:
@@ -198,13 +184,17 @@ def _runs_in_a_task() -> bool:
     return True
 
 
-def _shown(error: BaseException) -> BaseException:
-    """The exception, or one in its place if tracebacks of it cannot be formatted."""
-    try:
-        getattr(error, "__notes__", None)
-    except BaseException:
-        return RuntimeError(describe(error)).with_traceback(error.__traceback__)
-    return error
+def _translate(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
+    """Returns the error of actorsnap for another exception, which becomes its cause."""
+    own = _own_error(error, op=op, key=key, backend=backend)
+    if own.__cause__ is None:
+        own.__cause__ = error
+        try:
+            getattr(error, "__notes__", None)
+        except BaseException:  # tracebacks of it cannot be formatted
+            stand_in = RuntimeError(describe(error))
+            own.__cause__ = stand_in.with_traceback(error.__traceback__)
+    return own
 
 
 def _is_own(error: BaseException) -> bool:
@@ -214,14 +204,14 @@ def _is_own(error: BaseException) -> bool:
     wait_s = attribute_of(error, "retry_after_s")
     return (
         type(error) in _OWN
-        and all(isinstance(attribute_of(error, name), str) for name in _TEXTS)
+        and all(isinstance(attribute_of(error, name), str) for name in ("op", "key", "backend"))
+        and isinstance(attribute_of(error, "detail"), str)
         and isinstance(attribute_of(error, "retryable"), bool)
         and (wait_s is None or (isinstance(wait_s, int | float) and 0 <= wait_s < math.inf))
     )
 
 
-def _translate(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
-    """What a backend's exception is raised as."""
+def _own_error(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
     leaf = error
     while isinstance(leaf, BaseExceptionGroup):
         ours = leaf.subgroup(_is_own)

@@ -4,25 +4,20 @@ Turns each verb into system calls that survive a crash; implements the write ord
 ``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``. Must
 not know: snapshots, attempts, retries.
 
-Rules:
-
 - A key is a path below the root. So ``a`` and ``a/b`` cannot both exist, unlike on object stores,
   and a component has at most 255 bytes.
 - Writers create objects under their final key; nothing refers to them before they are complete.
-  ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled:
-  ``.name`` has ``.name.<nonce>.tmp``), next to the key or, for keys at the root, in the context's
-  ``scratch`` folder. A crash may leave such a temporary. ``list`` shows and ``delete`` removes it
-  like any other object, so that garbage collection needs no verb of its own.
+  ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled),
+  next to the key or, for keys at the root, in the context's ``scratch`` folder. A crash may leave
+  such a temporary; ``list`` shows and ``delete`` removes it like any other object.
 - Durable means: the file is fsynced, then its folder, then each folder above it, up to the parent
-  of the root, whose entries this instance has not yet seen on disk.
-- A deletion is fsynced if the folder of the object stays.
-- ``list`` ignores symbolic links and never leaves the root; other verbs follow links that someone
-  else placed there.
+  of the root, whose entries this instance has not yet seen on disk. A deletion is fsynced if the
+  folder of the object stays.
+- ``list`` ignores symbolic links and never leaves the root; other verbs follow links.
 - Folders vanish with their last object, including the root. Writers that lose a race against this
   create the folder again.
 
-All system calls run in ``context.run_blocking``. Functions for worker threads end in ``_blocking``
-or are plain functions below the classes.
+Functions that end in ``_blocking`` run on worker threads.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ import itertools
 import os
 import stat
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import anyio
@@ -41,6 +36,7 @@ from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
 from actorsnap.log import Log
 from actorsnap.storage.base import (
     CLEANUP_S,
+    BackendWriter,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
@@ -51,7 +47,7 @@ from actorsnap.storage.base import (
     check_offset,
     check_range,
     check_size,
-    check_write,
+    num_bytes,
     range_end,
     truncated,
 )
@@ -60,9 +56,10 @@ from actorsnap.storage.posix import (
     Closed,
     Descriptor,
     Folders,
-    close_all,
     open_for_reading,
+    pread_into,
     publish_exclusively,
+    pwrite_from,
     simplify_path,
     temporary_path,
     translate_os_error,
@@ -70,7 +67,6 @@ from actorsnap.storage.posix import (
     walk,
     working_folder,
 )
-from actorsnap.storage.vectored import num_bytes, pread_into, pwrite_from
 
 __all__ = ["FsStorage", "open_fs"]
 
@@ -83,11 +79,7 @@ _MAX_READ = 0x7FFFF000
 
 
 def open_fs(url: str, context: StorageContext) -> FsStorage:
-    """Opens a folder. It need not exist; the first write creates it and its parents.
-
-    Raises:
-        UsageError: the URL has no path or a remote host, or options were given.
-    """
+    """Opens a folder. The first write creates it and its parents."""
     check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
@@ -120,54 +112,47 @@ class FsStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole small object, replacing an older one.
 
-        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one;
-        no temporary is left.
+        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one.
 
         Raises:
-            StorageFull: no space is left; the older object is unchanged.
-            AccessDenied: the folder cannot be written.
             StorageError: it failed. After a failed fsync the new object may be visible.
         """
-        await self._run(self._put_blocking, check_key(key), views)
-
-    def _put_blocking(self, key: str, views: Sequence[memoryview]) -> None:
-        with self._translate_errors("put", key):
-            path = self._path(key)
-            with self._temporary(path, views) as temporary:
-                os.rename(temporary, path)
-            self._folders.sync(os.path.dirname(path))
+        await self._run(self._put_blocking, "put", check_key(key), views, os.rename)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Creates a whole small object unless the key exists.
 
         Atomicity: by a hard link to a temporary, or an exclusive rename where links are not
-        supported.
-        Cancellation: the object exists whole or not at all.
+        supported. Cancellation: the object exists whole or not at all.
 
         Raises:
             ObjectExists: the key exists; it is unchanged.
-            StorageFull: no space is left.
-            AccessDenied: the folder cannot be written.
             StorageError: it failed, or the file system has neither hard links nor an exclusive
                 rename. After a failed fsync the object may be visible.
         """
-        await self._run(self._put_if_absent_blocking, check_key(key), data)
+        views = [memoryview(data)]
+        await self._run(
+            self._put_blocking, "put_if_absent", check_key(key), views, publish_exclusively
+        )
 
-    def _put_if_absent_blocking(self, key: str, data: bytes) -> None:
-        with self._translate_errors("put_if_absent", key):
+    def _put_blocking(
+        self,
+        op: str,
+        key: str,
+        views: Sequence[memoryview],
+        publish: Callable[[str, str], None],
+    ) -> None:
+        with self._translate_errors(op, key):
             path = self._path(key)
-            with self._temporary(path, [memoryview(data)]) as temporary:
-                publish_exclusively(temporary, path)
+            with self._temporary(path, views) as temporary:
+                publish(temporary, path)
             self._folders.sync(os.path.dirname(path))
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Creates the file at its full size, for positional writes.
-
-        Cancellation: nothing is left.
+        """Creates the file at its full size, for positional writes. Cancellation: nothing is left.
 
         Raises:
             ObjectExists: the key exists, complete or not.
-            StorageFull, AccessDenied, StorageError: it cannot be created.
         """
         check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
@@ -187,7 +172,6 @@ class FsStorage(Storage):
 
         Raises:
             ObjectNotFound: the other party aborted.
-            AccessDenied, StorageError: it cannot be opened.
         """
         writer = _FsWriter(self, check_key(os.fsdecode(token)), 0, is_opener=False)
         try:
@@ -198,13 +182,6 @@ class FsStorage(Storage):
         return writer
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)`` of an object.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-            AccessDenied, StorageError: it cannot be read.
-        """
         check_range(start, stop)
         return await self._run(self._get_blocking, check_key(key), start, stop)
 
@@ -222,21 +199,12 @@ class FsStorage(Storage):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on.
-
-        Cancellation: after the read has ended, so the views are free.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-            AccessDenied, StorageError: it cannot be read.
-        """
+        """Fills ``views``. Cancellation: after the read has ended, so the views are free."""
         await self._run(self.read_into_blocking, key, offset, [views])
 
     def read_into_blocking(
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
-        """``read_into`` for worker threads."""
         check_key(key)
         check_offset(offset)
         with self._translate_errors("read_into", key), open_for_reading(self._path(key)) as fd:
@@ -247,12 +215,9 @@ class FsStorage(Storage):
                 offset += wanted
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, temporaries included, folder by folder.
+        """Yields objects in key order, temporaries included.
 
         Holds one folder's names in memory at a time and no descriptor between two items.
-
-        Raises:
-            AccessDenied, StorageError: a folder cannot be read, or the root is a file.
         """
         infos = self._walk(prefix)
         while True:
@@ -291,18 +256,12 @@ class FsStorage(Storage):
 
         Durable, except for the removal of folders. All keys are tried; the first error is raised at
         the end. Cancellation: some are deleted.
-
-        Raises:
-            AccessDenied, StorageError: an object cannot be deleted.
         """
         for key in keys:
             check_key(key)
-        failures: Sequence[StorageError] = ()
+        failures: list[StorageError] = []
         for start in range(0, len(keys), _BATCH):
-            failures = [
-                *failures,
-                *await self._run(self._delete_blocking, keys[start : start + _BATCH]),
-            ]
+            failures += await self._run(self._delete_blocking, keys[start : start + _BATCH])
         if failures:
             raise failures[0]
 
@@ -332,11 +291,6 @@ class FsStorage(Storage):
         return failures
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders in ``folder``, without links; does not look below them.
-
-        Raises:
-            AccessDenied, StorageError: it cannot be read, or the root is a file.
-        """
         return await self._run(self._list_folders_blocking, folder and check_key(folder))
 
     def _list_folders_blocking(self, folder: str) -> Sequence[str]:
@@ -352,38 +306,26 @@ class FsStorage(Storage):
                 raise
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then all empty folders.
-
-        Raises:
-            AccessDenied, StorageError: something cannot be listed or deleted.
-        """
         keys = await super().delete_folder(folder)
         await self._run(self._folders.prune_below, self._path(folder))
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-            AccessDenied, StorageError: it cannot be looked at.
-        """
         return await self._run(self._stat_blocking, check_key(key))
 
     def _stat_blocking(self, key: str) -> ObjectInfo:
         with self._translate_errors("stat", key):
-            found = os.stat(self._path(key))
-            if not stat.S_ISREG(found.st_mode):
+            status = os.stat(self._path(key))
+            if not stat.S_ISREG(status.st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a regular file")
-            return ObjectInfo(key=key, size=found.st_size, modified_s=found.st_mtime)
+            return ObjectInfo(key=key, size=status.st_size, modified_s=status.st_mtime)
 
     async def aclose(self) -> None:
-        """Closes the descriptors of writers that were neither completed nor aborted."""
         descriptors = [*self._open]
         self._open.clear()
         if descriptors:
             with anyio.move_on_after(CLEANUP_S, shield=True):
-                await self._run(close_all, descriptors)
+                await self._run(_close_all, descriptors)
 
     def _path(self, key: str) -> str:
         path = os.path.join(self.root, key)
@@ -404,7 +346,6 @@ class FsStorage(Storage):
             ) from error
 
     def _create(self, path: str) -> int:
-        """Creates ``path`` and missing folders."""
         folder = os.path.dirname(path)
         self._folders.note(folder)
         for _ in range(CREATE_TRIES):
@@ -417,7 +358,7 @@ class FsStorage(Storage):
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """A complete, fsynced file for ``path``, deleted at the end unless it was renamed."""
+        """Yields a complete, fsynced file for ``path``; deletes it unless it was renamed."""
         folder, name = os.path.split(path)
         if folder == self.root:
             folder = os.path.join(folder, self._scratch)
@@ -438,34 +379,30 @@ class FsStorage(Storage):
                 os.unlink(temporary)
 
 
-class _FsWriter(ObjectWriter):
-    """A file at its final key. States: open -> completed or aborted."""
+def _close_all(descriptors: Sequence[Descriptor]) -> None:
+    for descriptor in descriptors:
+        descriptor.close_quietly()
+
+
+class _FsWriter(BackendWriter):
+    """A file at its final key."""
 
     def __init__(self, storage: FsStorage, key: str, size: int, *, is_opener: bool) -> None:
-        self.key = key
-        self.size = size
         with storage._translate_errors("writer", key):
             self._path = storage._path(key)
-        self.token = os.fsencode(key)
+        super().__init__(key, size, os.fsencode(key), url=storage.url, is_opener=is_opener)
         self._storage = storage
-        self._is_opener = is_opener
         self._is_created = False
-        self._is_ended = False
         self._descriptor = Descriptor()
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``.
-
-        Raises:
-            StorageFull, StorageError: the write failed, or the writer was ended.
-        """
+        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``."""
         await self._storage._run(self.write_at_blocking, offset, views)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        """``write_at`` for worker threads."""
-        check_write(self, offset, views)
+        self._check_write(offset, views)
         with self._translate_errors("write_at"), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
 
@@ -476,12 +413,11 @@ class _FsWriter(ObjectWriter):
 
         Raises:
             ObjectNotFound: the file was deleted meanwhile.
-            StorageError: something is not durable, or the writer was ended. Abort it.
+            StorageError: something is not durable. Abort it.
         """
-        if not self._is_opener:
-            raise UsageError(f"{self.key!r}: only the opener of an object completes it")
+        self._require_opener()
         await self._storage._run(self._complete_blocking)
-        self._is_ended = True
+        self._has_ended = True
 
     def _complete_blocking(self) -> None:
         with self._translate_errors("complete"):
@@ -497,14 +433,10 @@ class _FsWriter(ObjectWriter):
     async def release(self) -> None:
         """Fsyncs and closes the file here: the opener's fsync does not reach the cache of another
         machine.
-
-        Raises:
-            StorageError: something is not durable, or the writer was ended.
         """
-        if self._is_opener:
-            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        self._require_joined()
         await self._storage._run(self._release_blocking)
-        self._is_ended = True
+        self._has_ended = True
 
     def _release_blocking(self) -> None:
         with self._translate_errors("release"):
@@ -515,9 +447,9 @@ class _FsWriter(ObjectWriter):
 
     async def abort(self) -> None:
         """Closes the file and, for the opener, removes it. No effect after an ending."""
-        if self._is_ended:
+        if self._has_ended:
             return
-        self._is_ended = True
+        self._has_ended = True
         with anyio.move_on_after(CLEANUP_S, shield=True):
             await self._storage._run(self._discard_blocking)
 
@@ -547,9 +479,7 @@ class _FsWriter(ObjectWriter):
             except FileNotFoundError:
                 pass
             except OSError as error:
-                logger.warning(
-                    "%s: aborted object %s stays: %s", self._storage.url, self.key, error
-                )
+                logger.warning("%s: aborted object %s stays: %s", self._url, self.key, error)
         self._descriptor.close_quietly()
         if self._is_opener:
             self._storage._folders.prune(os.path.dirname(self._path))
@@ -564,9 +494,4 @@ class _FsWriter(ObjectWriter):
             try:
                 yield
             except Closed:
-                raise StorageError(
-                    op=op,
-                    key=self.key,
-                    backend=self._storage.url,
-                    detail="the writer was completed, released or aborted",
-                ) from None
+                raise self._ended(op) from None

@@ -1,10 +1,8 @@
 """Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
 
 For schemes without a backend of actorsnap; ``fsspec+s3://`` takes fsspec's even where there is one.
-Needs the extra ``actorsnap[fsspec]`` and the implementation's package; ``storage_options`` go to
-that. Turns each verb into fsspec's. Must not know: snapshots, retries.
-
-Rules:
+Needs the extra ``actorsnap[fsspec]`` and the implementation's package, which gets the
+``storage_options``. Must not know: snapshots, retries.
 
 - An asynchronous implementation is awaited on the event loop that uses the storage. Others run on
   worker threads, with one instance per thread, as in fsspec itself.
@@ -15,8 +13,8 @@ Rules:
   next to its place and moved. Elsewhere, as in object stores, one write is one object.
 - Weaker promises. ``put_if_absent`` looks for the key, creates it, and reads it back: two
   concurrent writers may both believe that they succeeded, and the later object stays, unless the
-  implementation honours ``mode="create"``. No checksum is sent; those of the manifest find damage
-  when it is read. Durability and the ends of cancelled requests are up to the implementation.
+  implementation honours ``mode="create"``. No checksum is sent. Durability and the ends of
+  cancelled requests are up to the implementation.
 """
 
 from __future__ import annotations
@@ -53,6 +51,7 @@ from actorsnap.errors import (
 from actorsnap.log import Log
 from actorsnap.storage.base import (
     CLEANUP_S,
+    BackendWriter,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
@@ -62,14 +61,15 @@ from actorsnap.storage.base import (
     check_offset,
     check_range,
     check_size,
-    check_write,
+    copy_into,
+    flat,
+    num_bytes,
     range_end,
     truncated,
 )
 from actorsnap.storage.many import try_each
 from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
-from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
 __all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
 
@@ -95,11 +95,7 @@ def has_implementation(scheme: str) -> bool:
 
 
 def open_fsspec(url: str, context: StorageContext) -> Storage:
-    """Opens a folder of a file system. Connects when it is first used.
-
-    Raises:
-        UsageError: the implementation is not installed.
-    """
+    """Opens a folder of a file system. Connects when it is first used."""
     place = url.removeprefix(_FORCED)
     scheme = place.partition("://")[0]
     try:
@@ -116,8 +112,8 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 class FsspecStorage(Storage):
     """Objects as files below a folder. The module's docstring has the rules.
 
-    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: calls of
-    asynchronous implementations end at once, others when their thread returns.
+    Cancellation: calls of asynchronous implementations end at once, others when their thread
+    returns.
     """
 
     def __init__(
@@ -137,23 +133,16 @@ class FsspecStorage(Storage):
         self._prefix = f"{root.rstrip('/')}/" if root else ""
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole object.
+        """Writes a whole object. Atomicity: by a move, or the implementation's.
 
-        Atomicity: by a move, or the implementation's. Cancellation: it is the old one or the new
-        one, or garbage is left next to it.
+        Cancellation: it is the old one or the new one, or garbage is left next to it.
         """
         check_key(key)
         with self._translate_errors("put", key):
             await self._put(key, b"".join(flat(views)), "overwrite")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object, unless the key is seen.
-
-        Atomicity: see the module's docstring.
-
-        Raises:
-            ObjectExists: the key exists, or another writer was first.
-        """
+        """Creates a whole object, unless the key is seen. Atomicity: see the module."""
         path = self._path(key)
         with self._translate_errors("put_if_absent", key):
             if await self._call("exists", path):
@@ -168,8 +157,8 @@ class FsspecStorage(Storage):
             await self._with_folder(path, lambda: self._call("pipe_file", path, data, mode=mode))
             return
         folder, _, name = key.rpartition("/")
-        beside = f"{folder or self._scratch}/.{name}.{secrets.token_hex(4)}.tmp".lstrip("/")
-        temporary = self._path(beside)
+        neighbour = f"{folder or self._scratch}/.{name}.{secrets.token_hex(4)}.tmp".lstrip("/")
+        temporary = self._path(neighbour)
         try:
             await self._with_folder(temporary, lambda: self._call("pipe_file", temporary, data))
             await self._with_folder(path, lambda: self._call("mv", temporary, path))
@@ -179,11 +168,6 @@ class FsspecStorage(Storage):
             raise
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
         check_size(size)
         path = self._path(key)
         with self._translate_errors("writer", key):
@@ -192,20 +176,9 @@ class FsspecStorage(Storage):
         return _FsspecWriter(self, key, path, size)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Not supported: an object has one writer.
-
-        Raises:
-            UsageError: always.
-        """
         raise UsageError(f"{self.url}: an object of fsspec has one writer")
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)``.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-        """
         check_range(start, stop)
         path = self._path(key)
         with self._translate_errors("get", key):
@@ -216,12 +189,6 @@ class FsspecStorage(Storage):
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on, by requests of up to 16 MiB.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        """
         check_offset(offset)
         path = self._path(key)
         with self._translate_errors("read_into", key):
@@ -258,10 +225,10 @@ class FsspecStorage(Storage):
         except UsageError:
             return  # no key starts with it
         with self._translate_errors("list", prefix):
-            found = await self._find(path)
+            files = await self._find(path)
         infos = [
             ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
-            for name, info in found.items()
+            for name, info in files.items()
             if (key := self._key(name)).startswith(prefix) and info["type"] == "file"
         ]
         for info in sorted(infos, key=lambda info: info.key):
@@ -270,15 +237,14 @@ class FsspecStorage(Storage):
     async def _find(self, path: str) -> Mapping[str, Any]:
         await self._drop_listings()
         try:
-            found: Mapping[str, Any] = await self._call("find", path, detail=True)
+            files: Mapping[str, Any] = await self._call("find", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return found
+        return files
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, then folders that became empty. All are tried.
-
-        Cancellation: some are deleted.
+        """Deletes objects, then folders that became empty. All are tried. Cancellation: some are
+        deleted.
         """
         paths = {key: self._path(key) for key in keys}
 
@@ -293,7 +259,7 @@ class FsspecStorage(Storage):
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 
     async def _prune(self, folders: set[str]) -> None:
-        """Removes empty folders, never the root."""
+        """Removes empty folders."""
         root = self._root
         for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # not empty, or no folder
@@ -302,40 +268,32 @@ class FsspecStorage(Storage):
                     folder = folder.rpartition("/")[0]
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders in ``folder``; does not look below them."""
         path = self._path(folder) if folder else self._root
         await self._drop_listings()
         with self._translate_errors("list", folder):
             try:
-                found = await self._call("ls", path, detail=True)
+                infos = await self._call("ls", path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
             return sorted(
                 info["name"].rstrip("/").rpartition("/")[2]
-                for info in found
+                for info in infos
                 if info["type"] == "directory"
             )
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder``, then the empty folders."""
         keys = await super().delete_folder(folder)
         if not self._is_async:
             await self._prune({self._path(folder)})
         return keys
 
     async def stat(self, key: str) -> ObjectInfo:
-        """Returns size and time of one object.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         path = self._path(key)
         with self._translate_errors("stat", key):
             info = await self._info(path)
         return ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
 
     async def aclose(self) -> None:
-        """Closes connections, as far as the implementation can."""
         fs, self._async_fs = self._async_fs, None
         # fsspec has no verb for it; these are the clients of gcsfs and http, s3fs, and adlfs.
         for name in ("_session", "_s3", "service_client"):
@@ -367,7 +325,6 @@ class FsspecStorage(Storage):
         return fs
 
     async def _drop_listings(self) -> None:
-        """Drops listings that the implementation has cached."""
         if self._is_async:
             (await self._async()).invalidate_cache()
         else:
@@ -461,13 +418,11 @@ class FsspecStorage(Storage):
 _READS = frozenset({"get", "read_into", "stat"})
 
 
-class _FsspecWriter(ObjectWriter):
+class _FsspecWriter(BackendWriter):
     """One stream. States: open -> completed, aborted or broken."""
 
     def __init__(self, storage: FsspecStorage, key: str, path: str, size: int) -> None:
-        self.key = key
-        self.size = size
-        self.token = b""
+        super().__init__(key, size, b"", url=storage.url, is_opener=True)
         self._storage = storage
         self._path = path
         self._turn = anyio.Lock()
@@ -475,7 +430,6 @@ class _FsspecWriter(ObjectWriter):
         self._position = 0
         self._early: dict[int, int] = {}  # offset -> bytes, in the temporary file
         self._file: BufferedRandom | None = None
-        self._is_ended = False
         self._fault = ""
 
     async def write_at(
@@ -484,11 +438,8 @@ class _FsspecWriter(ObjectWriter):
         """Sends ``views``, or keeps them for later.
 
         Cancellation: when the thread returns; the object can only be aborted then.
-
-        Raises:
-            StorageError: it failed, now or before, or the writer was ended.
         """
-        check_write(self, offset, views)
+        self._check_write(offset, views)
         async with self._turn:
             self._require_open("write_at")
             with self._break_on_error("write_at"):
@@ -527,15 +478,11 @@ class _FsspecWriter(ObjectWriter):
         self._position += view.nbytes
 
     async def complete(self) -> None:
-        """Ends the stream. Atomicity: the implementation's.
-
-        Raises:
-            StorageError: it failed, some bytes were never written, or the size differs.
-        """
+        """Ends the stream. Atomicity: the implementation's."""
         async with self._turn:
             self._require_open("complete")
             if self._position != self.size:
-                raise self._failure(
+                raise self._error(
                     "complete", f"byte {self._position} of {self.size} was never written"
                 )
             with self._break_on_error("complete"):
@@ -543,22 +490,17 @@ class _FsspecWriter(ObjectWriter):
                     await self._storage._put(self.key, b"", "overwrite")
                 else:
                     await self._storage._run(self._stream.close)
-                found = await self._storage._size(self._path)
-            if found != self.size:
-                raise self._failure("complete", f"{found} bytes are there, not {self.size}")
+                stored_bytes = await self._storage._size(self._path)
+            if stored_bytes != self.size:
+                raise self._error("complete", f"{stored_bytes} bytes are there, not {self.size}")
             self._end()
 
     async def release(self) -> None:
-        """Not supported: an object has one writer.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        self._require_joined()
 
     async def abort(self) -> None:
         """Drops the stream and deletes the object. No effect after ``complete``."""
-        if self._is_ended:
+        if self._has_ended:
             return
         with anyio.move_on_after(CLEANUP_S, shield=True):
             async with self._turn:
@@ -570,21 +512,19 @@ class _FsspecWriter(ObjectWriter):
                     await self._storage._run(_drop, stream)
                     await self._storage.delete([self.key])
                 except StorageError as error:
-                    logger.warning(
-                        "%s: aborted object %s stays: %s", self._storage.url, self.key, error
-                    )
+                    logger.warning("%s: aborted object %s stays: %s", self._url, self.key, error)
 
     def _end(self) -> None:
-        self._is_ended = True
+        self._has_ended = True
         self._stream = None
         if self._file is not None:
             self._file.close()
 
     def _require_open(self, op: str) -> None:
-        if self._is_ended:
-            raise self._failure(op, "the writer was completed or aborted")
+        if self._has_ended:
+            raise self._ended(op)
         if self._fault:
-            raise self._failure(op, f"the stream broke before: {self._fault}")
+            raise self._error(op, f"the stream broke before: {self._fault}")
 
     @contextmanager
     def _break_on_error(self, op: str) -> Iterator[None]:
@@ -595,9 +535,6 @@ class _FsspecWriter(ObjectWriter):
         except StorageError as error:
             self._fault = error.detail
             raise type(error)(**{**error.fields, "retryable": False}) from error
-
-    def _failure(self, op: str, detail: str) -> StorageError:
-        return StorageError(op=op, key=self.key, backend=self._storage.url, detail=detail)
 
 
 def _drop(stream: Any) -> None:
@@ -612,7 +549,6 @@ def _drop(stream: Any) -> None:
 
 
 def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yields the same bytes in batches of up to ``_PIECE_BYTES``."""
     batch: list[memoryview] = []
     room = _PIECE_BYTES
     for view in views:
@@ -628,7 +564,6 @@ def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Returns the modification time, for which implementations have many names and types."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(name)
         if isinstance(value, str):

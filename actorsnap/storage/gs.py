@@ -1,9 +1,7 @@
 """Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix`` or ``gcs://``.
 
-Decides how each verb becomes objects of the bucket. Must not know: snapshots, attempts, components
-of objects (``gs_upload``), requests (``gs_client``).
-
-Rules:
+Decides how each verb becomes objects of the bucket, which of them store a writer's ranges, and how
+they become one. Must not know: snapshots, attempts, requests (``gs_client``).
 
 - A key's object is named ``prefix/key``. ``put_if_absent``, and a writer when it makes its object,
   have the precondition ``ifGenerationMatch=0``, which the service checks.
@@ -14,7 +12,7 @@ Rules:
   dead writer's key deletes them, too.
 - Opening and joining writers takes no request. A write after the object was completed or aborted
   is invisible: a component in that folder.
-- An object of less than ``MIN_WRITE_BYTES`` is always one write.
+- An object of less than ``_MIN_WRITE_BYTES`` is always one write.
 - Each upload sends the CRC32C that the service must find, and the answer has the one it found. That
   of a composed object must equal the combination of its components'.
 - Components have the class STANDARD: others charge for objects that are deleted early.
@@ -26,13 +24,22 @@ Rules:
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
 
+import anyio
 import anyio.lowlevel
 import msgspec
 
+from actorsnap.errors import ObjectExists, StorageError, UsageError
+from actorsnap.format.checksum import combine
+from actorsnap.log import Log
 from actorsnap.storage.base import (
+    CLEANUP_S,
+    BackendWriter,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
@@ -42,35 +49,56 @@ from actorsnap.storage.base import (
     check_offset,
     check_range,
     check_size,
+    flat,
     truncated,
 )
 from actorsnap.storage.cloud import add_policies, convert_options, split_url
-from actorsnap.storage.gs_client import GsClient, GsOptions
-from actorsnap.storage.gs_upload import MIN_WRITE_BYTES, GsUpload, GsWriter, find_sources
-from actorsnap.storage.vectored import flat
+from actorsnap.storage.gs_client import GsClient, GsOptions, Resource
+from actorsnap.storage.many import try_each
 
-__all__ = ["GsStorage", "open_gs"]
+__all__ = ["GsStorage", "GsWriter", "open_gs"]
+
+logger = Log(__name__)
+
+_MIN_WRITE_BYTES = 1 << 20
+"""Least bytes of a write: smaller ones only make the tree of composing deeper."""
+
+_MAX_SOURCES = 32
+_COMPONENT_CLASS = "STANDARD"
+# Tries to delete components; more of them are not worth the object.
+_CLEANUP_TRIES = 3
+
+Sources: TypeAlias = Mapping[tuple[int, int, int], str]
+"""Names of objects with an older one's bytes, by their offset there, size and CRC32C."""
+
 
 _MAX_OBJECT_BYTES = 5 << 40
 _BUCKET_PATTERN = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 
 
 def open_gs(url: str, context: StorageContext) -> Storage:
-    """Opens a prefix of a bucket. Connects on first use. Options: ``GsOptions``.
-
-    Raises:
-        UsageError: the URL has no bucket or a malformed prefix, or an option is unknown.
-    """
+    """Opens a prefix of a bucket. Connects on first use. Options: ``GsOptions``."""
     options = convert_options(context.options, GsOptions, scheme="gs")
     bucket, prefix = split_url(url, _BUCKET_PATTERN)
     return add_policies(GsStorage(bucket, prefix, options, context), options, context)
 
 
+class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state shared by the writers of one object; encoded, it is the token.
+
+    ``nonce`` is in the name of the folder of components; ``older`` has the keys of older objects.
+    """
+
+    key: str
+    size: int
+    nonce: str
+    older: tuple[str, ...] = ()
+
+
 class GsStorage(Storage):
     """Objects below a prefix of one bucket. The module's docstring has the rules.
 
-    All verbs raise ``AccessDenied`` or ``StorageError`` when they fail. Cancellation: at once; the
-    request may have had its effect.
+    Cancellation: at once; the request may have had its effect.
     """
 
     def __init__(
@@ -78,7 +106,7 @@ class GsStorage(Storage):
     ) -> None:
         self.url = f"gs://{bucket}/{prefix}".rstrip("/")
         self.capabilities = Capabilities(
-            min_write_bytes=MIN_WRITE_BYTES, max_object_bytes=_MAX_OBJECT_BYTES, checks_crc32c=True
+            min_write_bytes=_MIN_WRITE_BYTES, max_object_bytes=_MAX_OBJECT_BYTES, checks_crc32c=True
         )
         self._client = GsClient(bucket, self.url, options, context)
         self._prefix = f"{prefix}/" if prefix else ""
@@ -90,11 +118,7 @@ class GsStorage(Storage):
         await self._client.upload("put", key, name, views, crc, storage_class=self._class)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: by a precondition that the service checks.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
+        """Creates a whole object. Atomicity: by a precondition that the service checks."""
         name = self._name(key)
         views = [memoryview(data)]
         crc = await self._client.crc32c(views)
@@ -117,17 +141,12 @@ class GsStorage(Storage):
     async def _open_writer(self, upload: GsUpload, *, is_opener: bool) -> ObjectWriter:
         await anyio.lowlevel.checkpoint()
         names = [self._name(key) for key in upload.older]
-        sources = await find_sources(self._client, upload.key, names)
+        sources = await _find_sources(self._client, upload.key, names)
         name = self._name(upload.key)
         return GsWriter(self._client, upload, name, sources=sources, is_opener=is_opener)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)``. A whole object is compared with its CRC32C.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``, or before ``start``.
-        """
+        """Returns the bytes ``[start, stop)``. A whole object is compared with its CRC32C."""
         check_range(start, stop)
         name = self._name(key)
         data = None if start == stop else await self._client.download("get", key, name, start, stop)
@@ -141,12 +160,6 @@ class GsStorage(Storage):
         return data
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on, straight from the socket.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        """
         check_offset(offset)
         name = self._name(key)
         targets = flat(views)
@@ -158,8 +171,8 @@ class GsStorage(Storage):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yields objects in key order, including those of open writers. Read-after-write."""
         skip = len(self._prefix)
-        async for found in self._client.pages("list", prefix, self._prefix + prefix):
-            for resource in found.resources:
+        async for page in self._client.pages("list", prefix, self._prefix + prefix):
+            for resource in page.resources:
                 if not resource.name.endswith("/"):  # what some tools make for folders
                     yield ObjectInfo(
                         key=resource.name[skip:],
@@ -168,15 +181,10 @@ class GsStorage(Storage):
                     )
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, up to 100 per request. All are tried; the first error is raised at the
-        end.
-
-        Cancellation: some are deleted.
-        """
+        """Deletes objects, up to 100 per request. All are tried. Cancellation: some are deleted."""
         await self._client.delete("delete", {self._name(key): key for key in keys})
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders in ``folder``; does not look below them."""
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         folders: set[str] = set()
         async for page in self._client.pages("list", folder, start, delimiter="/"):
@@ -184,12 +192,232 @@ class GsStorage(Storage):
         return sorted(folders)
 
     async def stat(self, key: str) -> ObjectInfo:
-        found = await self._client.stat("stat", key, self._name(key))
-        return ObjectInfo(key=key, size=found.size, modified_s=found.modified_s)
+        resource = await self._client.stat("stat", key, self._name(key))
+        return ObjectInfo(key=key, size=resource.size, modified_s=resource.modified_s)
 
     async def aclose(self) -> None:
-        """Closes all connections."""
         await self._client.aclose()
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
+
+
+async def _find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sources:
+    """Returns the leftovers of dead writers of the objects ``names``, the newest first; a request
+    per object.
+    """
+    sources: dict[tuple[int, int, int], str] = {}
+    for name in names:
+        try:
+            async for page in client.pages("writer", key, name):
+                for each in page.resources:
+                    part = re.fullmatch(
+                        r"|\.[0-9a-f]{16}\.parts/([0-9a-f]{16})", each.name.removeprefix(name)
+                    )
+                    if part is not None:
+                        offset = int(part[1] or "0", 16)
+                        sources.setdefault((offset, each.size, each.crc32c), each.name)
+        except StorageError as error:
+            if error.retryable:
+                raise
+            logger.info("%s: %s is not resumed: %s", client.url, name, error)
+    return sources
+
+
+class GsWriter(BackendWriter):
+    """One object, or components of a future one. States: open -> composed -> ended."""
+
+    def __init__(
+        self, client: GsClient, upload: GsUpload, name: str, *, sources: Sources, is_opener: bool
+    ) -> None:
+        token = msgspec.msgpack.encode(upload)
+        super().__init__(upload.key, upload.size, token, url=client.url, is_opener=is_opener)
+        self._client = client
+        self._name = name
+        self._folder = f"{name}.{upload.nonce}.parts/"
+        self._sources = sources
+        self._stored: dict[int, Resource] = {}  # by this writer, by offset
+        self._leftovers: set[str] = set()  # components that are known
+        self._has_begun = False  # something may be there under the object's name
+        self._is_made = False
+        self._num_cleanups = 0
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        num = self._check(offset, views)
+        if not num:
+            return
+        crc = await self._client.crc32c(views) if crc32c is None else crc32c
+        upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc)
+        self._stored[offset] = await self._store(offset, num, upload)
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        num = self._check(offset, views)
+        source = self._sources.get((offset, num, crc32c))
+        if source is None:
+            return False
+        copy = partial(self._client.copy, "reuse", self.key, source=source)
+        try:
+            copied = await self._store(offset, num, copy)
+        except StorageError as error:
+            if error.retryable:
+                raise
+            # Mostly it is gone: a garbage collection was faster.
+            logger.info("%s: %s is not resumed: %s", self._client.url, source, error)
+            return False
+        if (copied.size, copied.crc32c) != (num, crc32c):
+            return False  # its writer lives after all
+        self._stored[offset] = copied
+        return True
+
+    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
+        num = self._check_write(offset, views) - offset
+        if self._has_components:
+            return num
+        if not self._is_opener:
+            raise self._error("write_at", "so small an object is one write, of its opener")
+        if num < self.size:
+            raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
+        return num
+
+    @property
+    def _has_components(self) -> bool:
+        return self.size >= _MIN_WRITE_BYTES
+
+    async def _store(
+        self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]
+    ) -> Resource:
+        """Stores a range as a component, or as the object if it is the whole one."""
+        if self._is_opener and num == self.size:
+            return await self._create(make)
+        name = f"{self._folder}{offset:016x}"
+        self._leftovers.add(name)
+        return await make(name=name, storage_class=_COMPONENT_CLASS)
+
+    async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
+        """Creates the object. Replaces only an object of an earlier try."""
+        is_again, self._has_begun = self._has_begun, True
+        try:
+            return await make(
+                name=self._name,
+                storage_class=self._client.options.storage_class,
+                if_absent=not is_again,
+            )
+        except ObjectExists:
+            self._has_begun = False
+            raise
+
+    async def complete(self) -> None:
+        """Composes one object of the components and deletes them.
+
+        Atomicity: the service's; an object of one write exists already. Cancellation: the object
+        may exist; ``abort`` deletes it. May be called again after a failure.
+        """
+        self._require_opener()
+        if not self._is_made:
+            await self._make()
+            self._is_made = True
+        self._num_cleanups += 1
+        try:
+            await self._delete("complete", self._leftovers)
+        except StorageError as error:
+            if error.retryable and self._num_cleanups < _CLEANUP_TRIES:
+                raise
+            logger.warning("%s: components of %s stay: %s", self._url, self.key, error)
+        self._has_ended = True
+
+    async def _make(self) -> None:
+        if not self.size:
+            upload = partial(self._client.upload, "complete", self.key, views=(), crc=0)
+            await self._create(upload)
+            return
+        stored: Mapping[int, Resource] = self._stored
+        if self._has_components and _find_gap(stored, self.size) is not None:
+            stored = await self._list_components()  # joined writers have written, too
+        if (at := _find_gap(stored, self.size)) is not None:
+            raise self._error(
+                "complete", f"byte {at} of {self.size} was never written, or written twice"
+            )
+        parts = [stored[offset] for offset in sorted(stored)]
+        if parts[0].name != self._name:
+            await self._compose(parts)
+
+    async def _list_components(self) -> Mapping[int, Resource]:
+        components = {}
+        async for page in self._client.pages("complete", self.key, self._folder):
+            for each in page.resources:
+                self._leftovers.add(each.name)
+                offset = each.name.removeprefix(self._folder)
+                if re.fullmatch("[0-9a-f]{16}", offset):
+                    components[int(offset, 16)] = each
+        return components
+
+    async def _compose(self, parts: Sequence[Resource]) -> None:
+        crc = 0
+        for part in parts:
+            crc = combine(crc, part.crc32c, part.size)
+        names = [part.name for part in parts]
+        level = 0
+        while len(names) > _MAX_SOURCES:
+            level += 1
+            names = await self._compose_level(names, level)
+        compose = partial(self._client.compose, "complete", self.key, sources=names)
+        whole = await self._create(compose)
+        if (whole.size, whole.crc32c) != (self.size, crc):
+            raise self._error(
+                "complete",
+                f"{whole.size} bytes with CRC32C {whole.crc32c:08x} were composed, "
+                f"not {self.size} with {crc:08x}",
+                retryable=True,
+            )
+
+    async def _compose_level(self, names: Sequence[str], level: int) -> list[str]:
+        groups = {
+            f"{self._folder}level-{level}-{start // _MAX_SOURCES}": names[
+                start : start + _MAX_SOURCES
+            ]
+            for start in range(0, len(names), _MAX_SOURCES)
+        }
+        self._leftovers.update(groups)
+
+        async def compose(name: str) -> None:
+            await self._client.compose(
+                "complete", self.key, name, groups[name], storage_class=_COMPONENT_CLASS
+            )
+
+        await try_each(groups, compose, at_once=self._client.options.max_concurrency)
+        return list(groups)
+
+    async def release(self) -> None:
+        self._require_joined()
+        await anyio.lowlevel.checkpoint()
+        self._has_ended = True
+
+    async def abort(self) -> None:
+        """Deletes all written objects, for the opener. No effect after an ending."""
+        has_ended, self._has_ended = self._has_ended, True
+        if has_ended or not self._is_opener:
+            return
+        with anyio.move_on_after(CLEANUP_S, shield=True):
+            try:
+                if self._has_components:
+                    await self._list_components()
+                await self._delete(
+                    "abort", [*self._leftovers, *([self._name] if self._has_begun else [])]
+                )
+            except StorageError as error:
+                logger.warning("%s: aborted object %s stays: %s", self._url, self.key, error)
+
+    async def _delete(self, op: str, names: Collection[str]) -> None:
+        await self._client.delete(op, dict.fromkeys(names, self.key))
+
+
+def _find_gap(stored: Mapping[int, Resource], size: int) -> int | None:
+    """Returns the first of ``size`` bytes that is not stored exactly once, or None."""
+    position = 0
+    for offset in sorted(stored):
+        if offset != position:
+            return min(offset, position)
+        position += stored[offset].size
+    return None if position == size else min(position, size)

@@ -1,9 +1,7 @@
 """Access tokens for Google Cloud Storage.
 
-Decides where a token comes from and when it is renewed: from gcloud-aio-auth (a service account's
-key, an authorized user, a workload identity pool, impersonation, the metadata server of a machine
-or pod, in the order of Google's application default credentials), or from the caller. Must not know
-buckets or requests.
+Decides where a token comes from and when it is renewed: from gcloud-aio-auth, in the order of
+Google's application default credentials, or from the caller. Must not know buckets or requests.
 """
 
 from __future__ import annotations
@@ -28,13 +26,6 @@ _REMEDY = (
 
 
 class CredentialsError(Exception):
-    """There is no token.
-
-    Attributes:
-        detail: The reason and a remedy, without secrets.
-        is_retryable: Whether there may be one later.
-    """
-
     def __init__(self, detail: str, *, is_retryable: bool) -> None:
         super().__init__(detail)
         self.detail = detail
@@ -62,8 +53,6 @@ class Credentials:
 
     Args:
         file: Of credentials; None for the application's default.
-        session: Fetches tokens.
-        run_blocking: Reads files.
         limit_s: Bound of a fetch.
     """
 
@@ -79,16 +68,12 @@ class Credentials:
         self._run = run_blocking
         self._limit_s = limit_s
         self._source: Any = None  # of ``Token``, once it is needed
-        # All waiters share gcloud-aio's task that fetches a token, so that the cancellation of one
-        # would reach the others: one at a time.
+        # All waiters share gcloud-aio's task that fetches a token: one at a time, or the
+        # cancellation of one would reach the others.
         self._turn = anyio.Lock()
 
     async def get(self) -> str:
-        """Returns a token that is valid for some minutes.
-
-        Raises:
-            CredentialsError: there is none.
-        """
+        """Returns a token that is valid for some minutes."""
         async with self._turn:
             try:
                 with anyio.fail_after(self._limit_s):
@@ -127,7 +112,6 @@ class Credentials:
         return True
 
     def close(self) -> None:
-        """Ends a running renewal."""
         if self._source is not None and self._source.acquiring is not None:
             self._source.acquiring.cancel()
 

@@ -5,8 +5,7 @@ is. Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` 
 from and into the caller's memory. Must not know: writers, components, retries.
 
 Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server must
-find, then the bytes. For other kinds of upload that is the header ``x-goog-hash``. Downloads bring
-the header; it is compared for a whole object.
+find, then the bytes. Downloads bring it in a header; it is compared for a whole object.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
-from actorsnap.storage.base import StorageContext, truncated
+from actorsnap.storage.base import StorageContext, flat, num_bytes, truncated
 from actorsnap.storage.cloud import (
     NetworkOptions,
     check_secret,
     decode_crc32c,
     encode_crc32c,
     parse_retry_after,
+    remedy,
 )
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.many import try_each
-from actorsnap.storage.vectored import flat, num_bytes
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
 __all__ = ["GsClient", "GsOptions", "Page", "Resource"]
@@ -59,8 +58,9 @@ _ROOT = "https://storage.googleapis.com"
 _FIELDS = "name,size,crc32c,updated"
 _IF_ABSENT = {"ifGenerationMatch": "0"}
 _DETAIL_CHARS = 300
+_PLACES = "the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
 _MAX_BATCH = 100
-"""Calls in one request."""
+"""Most calls in one request."""
 
 
 class GsOptions(NetworkOptions, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         credentials_file: A service account's key, an authorized user, or the configuration of a
             workload identity pool. Default: Google's application default credentials.
         token: An access token instead; it is not renewed.
-        user_project: The project that pays for the requests.
+        user_project: Project that pays for the requests.
         storage_class: Of new objects. Default: the bucket's.
         kms_key: Cloud KMS key that encrypts new objects, by its full resource name.
     """
@@ -96,14 +96,7 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """An object's metadata.
-
-    Attributes:
-        name: In the bucket.
-        size: In bytes.
-        crc32c: Of its bytes.
-        modified_s: Seconds since 1970.
-    """
+    """An object's name in the bucket, size in bytes, checksum, and time in seconds since 1970."""
 
     name: str
     size: int
@@ -112,8 +105,6 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Some objects of a listing, and the folders among them."""
-
     resources: Sequence[Resource]
     folders: Sequence[str]
 
@@ -125,16 +116,6 @@ class GsClient:
     errors, ``name`` is the object's in the bucket. All calls raise ``StorageError``.
 
     Cancellation: at once, with the memory free; the request may have had its effect.
-
-    Args:
-        bucket: Its name.
-        url: For errors.
-        options: Address, credentials and limits.
-        context: Runs file access, checksums and bulk transfers.
-
-    Attributes:
-        url: For errors.
-        options: As given.
     """
 
     def __init__(self, bucket: str, url: str, options: GsOptions, context: StorageContext) -> None:
@@ -157,7 +138,6 @@ class GsClient:
         self._connected: _Connections | None = None
 
     async def crc32c(self, views: Sequence[memoryview]) -> int:
-        """Returns the CRC32C of the views' bytes; no request."""
         return await self._run(crc32c_of, flat(views))
 
     async def upload(
@@ -196,19 +176,9 @@ class GsClient:
         self._object_url(op, key, name)  # refuses what is no name
         url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{urlencode(params)}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
-
-        async def send(wire: Wire, headers: Mapping[str, str]) -> Response:
-            return await wire.send(
-                Request(
-                    method="POST",
-                    url=url,
-                    headers={**content, **headers},
-                    deadline_s=self.options.transfer_timeout_s,
-                ),
-                body,
-            )
-
-        response = await self._transfer(op, key, send)
+        response = await self._transfer(
+            op, key, url, content, lambda wire, request: wire.send(request, body), method="POST"
+        )
         stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
             # The service refuses them; emulators may store them.
@@ -226,12 +196,7 @@ class GsClient:
         storage_class: str | None,
         if_absent: bool = False,
     ) -> Resource:
-        """Creates an object of the bytes of up to 32 others, in this order.
-
-        Raises:
-            ObjectExists: see ``upload``.
-            ObjectNotFound: a source is missing.
-        """
+        """Creates an object of the bytes of up to 32 others, in this order."""
         content = {
             "sourceObjects": [{"name": source} for source in sources],
             "destination": _composite_metadata(storage_class),
@@ -254,12 +219,7 @@ class GsClient:
     ) -> Resource:
         """Creates an object of the bytes of another one.
 
-        Mostly one quick request. A change of place, class or key is a real copy and takes more of
-        them.
-
-        Raises:
-            ObjectExists: see ``upload``.
-            ObjectNotFound: the source is missing.
+        A change of place, class or key is a real copy and takes more than one request.
         """
         target = quote(name, safe="")
         url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
@@ -275,23 +235,13 @@ class GsClient:
             params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
-        """Returns an object's metadata.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
         return self._resource(op, key, self._json(op, key, body))
 
     async def download(
         self, op: str, key: str, name: str, start: int, stop: int | None
     ) -> bytes | None:
-        """Returns the existing bytes of ``[start, stop)``; None if there is no byte ``start``.
-
-        Raises:
-            ObjectNotFound: no such object.
-            StorageError: retryable, if other bytes arrived than are stored.
-        """
+        """Returns the existing bytes of ``[start, stop)``; None if there is no byte ``start``."""
         bounds = {}
         if start or stop is not None:
             bounds["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -307,29 +257,13 @@ class GsClient:
     async def read_into(
         self, op: str, key: str, name: str, offset: int, views: Sequence[memoryview]
     ) -> None:
-        """Fills ``views``, one byte at least, from byte ``offset`` on.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: it ends before the views are full.
-        """
         stop = offset + num_bytes(views)
         url = f"{self._object_url(op, key, name)}?{urlencode({'alt': 'media', **self._params()})}"
         bounds = {"range": f"bytes={offset}-{stop - 1}"}
-
-        async def receive(wire: Wire, headers: Mapping[str, str]) -> Response:
-            return await wire.receive(
-                Request(
-                    method="GET",
-                    url=url,
-                    headers={**bounds, **headers},
-                    deadline_s=self.options.transfer_timeout_s,
-                ),
-                views,
-            )
-
         try:
-            await self._transfer(op, key, receive)
+            await self._transfer(
+                op, key, url, bounds, lambda wire, request: wire.receive(request, views)
+            )
         except _NoSuchRange:
             raise truncated(key, stop) from None
 
@@ -337,12 +271,7 @@ class GsClient:
         self, op: str, key: str, prefix: str, *, delimiter: str = ""
     ) -> AsyncIterator[Page]:
         """Yields the objects whose name starts with ``prefix``, in the order of names; a request
-        per page.
-
-        Args:
-            op, key: For errors.
-            prefix: Empty for all.
-            delimiter: Longer names with it are reported as folders, which end in it.
+        per page. Longer names with ``delimiter`` are reported as folders, which end in it.
         """
         params = {
             "prefix": prefix,
@@ -360,24 +289,19 @@ class GsClient:
             return answer
 
         while True:
-            found = await self._control(op, key, call)
+            answer = await self._control(op, key, call)
             yield Page(
-                resources=[self._resource(op, key, item) for item in found.get("items", ())],
-                folders=found.get("prefixes", ()),
+                resources=[self._resource(op, key, item) for item in answer.get("items", ())],
+                folders=answer.get("prefixes", ()),
             )
-            if not found.get("nextPageToken"):
+            if not answer.get("nextPageToken"):
                 return
-            params["pageToken"] = found["nextPageToken"]
+            params["pageToken"] = answer["nextPageToken"]
 
     async def delete(self, op: str, names: Mapping[str, str]) -> None:
-        """Deletes objects, up to 100 per request; missing ones are ignored.
+        """Deletes objects, up to 100 per request; missing ones are ignored, all are tried.
 
-        Args:
-            op: For errors.
-            names: Of the objects, with the keys for errors.
-
-        Raises:
-            StorageError: of one that could not be deleted; all were tried.
+        ``names`` has the keys for errors by the objects' names.
         """
         each = iter(names.items())
         batches = iter(lambda: list(islice(each, _MAX_BATCH)), [])
@@ -418,7 +342,6 @@ class GsClient:
                 raise self._error_from_response(op, key, status, body, {})
 
     async def aclose(self) -> None:
-        """Closes all connections. Idempotent."""
         connected, self._connected = self._connected, None
         if connected is not None:
             connected.credentials.close()
@@ -445,8 +368,6 @@ class GsClient:
     async def _post(
         self, op: str, key: str, url: str, params: Mapping[str, str], content: object
     ) -> Mapping[str, Any]:
-        """Returns the service's answer to JSON."""
-
         async def call(calls: Calls, headers: dict[str, str]) -> bytes:
             response = await calls.session.post(
                 url,
@@ -463,7 +384,6 @@ class GsClient:
     async def _get(
         self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Returns body and headers of a response that is small enough for the loop."""
         url = self._object_url(op, key, name)
 
         async def call(calls: Calls, headers: dict[str, str]) -> tuple[bytes, Mapping[str, str]]:
@@ -498,18 +418,30 @@ class GsClient:
         raise AssertionError
 
     async def _transfer(
-        self, op: str, key: str, transfer: Callable[[Wire, Mapping[str, str]], Awaitable[Response]]
+        self,
+        op: str,
+        key: str,
+        url: str,
+        headers: Mapping[str, str],
+        transfer: Callable[[Wire, Request], Awaitable[Response]],
+        *,
+        method: str = "GET",
     ) -> Response:
-        """``_control`` for bulk transfers."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
+            request = Request(
+                method=method,
+                url=url,
+                headers={**headers, **_authorization(token)},
+                deadline_s=self.options.transfer_timeout_s,
+            )
             try:
-                response = await transfer(connected.wire, _authorization(token))
+                response = await transfer(connected.wire, request)
             except WrongLength as error:
                 raise _NoSuchRange from error
             except WireError as error:
-                detail = f"{error.detail}; {_remedy(error.is_timeout)}"
+                detail = f"{error.detail}; {remedy(error.is_timeout, _PLACES)}"
                 raise self._error(op, key, detail, retryable=error.is_retryable) from error
             if response.status in (200, 206):
                 return response
@@ -545,18 +477,18 @@ class GsClient:
 
     def _json(self, op: str, key: str, answer: bytes) -> Mapping[str, Any]:
         try:
-            found = json.loads(answer)
+            value = json.loads(answer)
         except ValueError as error:
             raise self._error(op, key, f"the service answered no JSON: {error}") from error
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
-    def _resource(self, op: str, key: str, found: Mapping[str, Any]) -> Resource:
+    def _resource(self, op: str, key: str, fields: Mapping[str, Any]) -> Resource:
         try:
             return Resource(
-                name=found["name"],
-                size=int(found["size"]),
-                crc32c=decode_crc32c(found["crc32c"]),
-                modified_s=datetime.fromisoformat(found["updated"]).timestamp(),
+                name=fields["name"],
+                size=int(fields["size"]),
+                crc32c=decode_crc32c(fields["crc32c"]),
+                modified_s=datetime.fromisoformat(fields["updated"]).timestamp(),
             )
         except (LookupError, TypeError, ValueError) as error:
             raise self._error(
@@ -566,11 +498,10 @@ class GsClient:
     def _error_from_response(
         self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
-        """Returns the error for an HTTP status."""
         detail = f"bucket {self._bucket!r}: HTTP {status}: {_parse_message(body)}"
 
-        def error(kind: type[StorageError], remedy: str = "", **fields: Any) -> StorageError:
-            text = f"{detail}. {remedy}" if remedy else detail
+        def error(kind: type[StorageError], advice: str = "", **fields: Any) -> StorageError:
+            text = f"{detail}. {advice}" if advice else detail
             return kind(op=op, key=key, backend=self.url, detail=text, **fields)
 
         if status == 416:
@@ -610,7 +541,7 @@ class GsClient:
             detail = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
             return self._error(op, key, detail)
         detail = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
-        detail += f"; {_remedy(isinstance(error, TimeoutError))}"
+        detail += f"; {remedy(isinstance(error, TimeoutError), _PLACES)}"
         return self._error(op, key, detail, retryable=not is_unknown_host(error))
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
@@ -622,7 +553,7 @@ _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "l
 
 
 class _Connections:
-    """The connections of a client; made on the event loop."""
+    """The connections of a client."""
 
     def __init__(
         self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
@@ -666,28 +597,21 @@ def _authorization(token: str) -> dict[str, str]:
 
 
 def _composite_metadata(storage_class: str | None) -> dict[str, str]:
-    """Returns the metadata of an object that is made of others."""
-    found = {"contentType": "application/octet-stream"}
-    return found if storage_class is None else {**found, "storageClass": storage_class}
+    metadata = {"contentType": "application/octet-stream"}
+    return metadata if storage_class is None else {**metadata, "storageClass": storage_class}
 
 
 def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
     """Returns status and body of each answer of a batch, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
-    found = {}
+    answers = {}
     for part in message.walk():
         number = re.search(r"(\d+)>?$", part.get("content-id", ""))
         answer = str(part.get_payload())
         status = re.match(r"HTTP/[\d.]+ (\d{3})", answer)
         if number and status:
-            found[int(number[1])] = int(status[1]), answer
-    return found
-
-
-def _remedy(is_timeout: bool) -> str:
-    if is_timeout:
-        return "raise the timeouts in storage_options if the service is that slow"
-    return "look at the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
+            answers[int(number[1])] = int(status[1]), answer
+    return answers
 
 
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:

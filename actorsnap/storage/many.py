@@ -46,11 +46,7 @@ async def for_each(
 async def try_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """``for_each``, where a failure does not stop the others.
-
-    Raises:
-        ActorSnapError: the first of ``perform``; all items were tried.
-    """
+    """``for_each``, where a failure does not stop the others; raises the first one."""
     failures: list[ActorSnapError] = []
 
     async def attempt(item: T) -> None:

@@ -1,12 +1,11 @@
 """Storage in this process's memory: ``memory://name/some/prefix``.
 
 Nothing outlives the process. Spaces are process-wide and shared by all instances with the same
-name, from any thread and any event loop: a test may write on one loop and read on another. There is
-no blocking I/O on purpose, so that the callers' async path is used.
+name, from any thread and any event loop. There is no blocking I/O on purpose, so that the callers'
+async path is used.
 
-It is stricter than necessary to find mistakes of callers: a ``write_at`` with a wrong CRC32C is
-refused, and ``complete`` refuses an object with missing bytes or with writes that break the
-capabilities.
+It is strict, to find mistakes of callers: a ``write_at`` with a wrong CRC32C is refused, and
+``complete`` refuses an object with missing bytes or with writes that break the capabilities.
 
 Must not know: thread pools, files, snapshots.
 """
@@ -25,11 +24,11 @@ from anyio.lowlevel import checkpoint
 from actorsnap.errors import (
     ObjectExists,
     ObjectNotFound,
-    StorageError,
     UsageError,
 )
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.storage.base import (
+    BackendWriter,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
@@ -40,11 +39,12 @@ from actorsnap.storage.base import (
     check_offset,
     check_range,
     check_size,
-    check_write,
+    copy_into,
+    flat,
+    num_bytes,
     range_end,
     truncated,
 )
-from actorsnap.storage.vectored import copy_into, flat, num_bytes
 
 __all__ = ["MemoryStorage", "forget_space", "open_memory"]
 
@@ -57,12 +57,7 @@ class _Object:
 
 @dataclass(slots=True)
 class _Upload:
-    """An object that a writer has not completed; invisible to readers.
-
-    Attributes:
-        full: The key in the space.
-        older: Contents of objects to reuse.
-    """
+    """An object that a writer has not completed; ``full`` is its key in the space."""
 
     key: str
     full: str
@@ -105,11 +100,7 @@ def forget_space(name: str) -> None:
 
 
 def open_memory(url: str, context: StorageContext) -> MemoryStorage:
-    """Opens ``memory://name`` or ``memory://name/some/prefix``.
-
-    Raises:
-        UsageError: the URL has no name or a malformed prefix, or options were given.
-    """
+    """Opens ``memory://name`` or ``memory://name/some/prefix``."""
     check_no_options(context, "memory://")
     place = url.removeprefix("memory://").rstrip("/")
     if not place:
@@ -122,13 +113,8 @@ class MemoryStorage(Storage):
     """Objects in a dict, under a prefix of a named space.
 
     All effects are atomic under a lock and come after the only checkpoint of a call: a cancelled
-    call has done nothing. Errors are those of ``Storage``.
-
-    Args:
-        name: Of the space.
-        prefix: Of keys in the space.
-        capabilities: To claim and to enforce, so that tests can try the rules of other backends.
-            Without blocking I/O.
+    call has done nothing. ``capabilities`` are claimed and enforced, so that tests can try the
+    rules of other backends.
     """
 
     def __init__(
@@ -166,11 +152,11 @@ class MemoryStorage(Storage):
                 self._raise_exists("writer", key)
             for name in older:
                 self._complete_older(self._prefix + check_key(name))
-                found = self._space.objects.get(self._prefix + name)
-                if found is not None:
-                    upload.older.append(found.data)
+                older_object = self._space.objects.get(self._prefix + name)
+                if older_object is not None:
+                    upload.older.append(older_object.data)
             self._space.uploads[token] = upload
-        return _MemoryWriter(self, full, upload, token, is_opener=True)
+        return _MemoryWriter(self, upload, token, is_opener=True)
 
     def _complete_older(self, full: str) -> None:
         """Makes an object of its unfinished writers' leading bytes, and ends them."""
@@ -181,12 +167,6 @@ class MemoryStorage(Storage):
                 self._space.objects.setdefault(full, _Object(data, time.time()))
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object opened in this process.
-
-        Raises:
-            ObjectNotFound: the token's object was completed or aborted, or never opened.
-            UsageError: not ``has_joined_writers``.
-        """
         if not self.capabilities.has_joined_writers:
             raise UsageError(f"{self.url} has one writer per object")
         await checkpoint()
@@ -196,7 +176,7 @@ class MemoryStorage(Storage):
             raise ObjectNotFound(
                 op="join_writer", key="", backend=self.url, detail="no such writer is open"
             )
-        return _MemoryWriter(self, self._prefix + upload.key, upload, token, is_opener=False)
+        return _MemoryWriter(self, upload, token, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         check_range(start, stop)
@@ -212,16 +192,15 @@ class MemoryStorage(Storage):
         copy_into(memoryview(data)[offset : offset + wanted], views)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, as they were when the iteration began."""
         await checkpoint()
         skip = len(self._prefix)
         with self._space.lock:
-            found = [
+            infos = [
                 ObjectInfo(key=key[skip:], size=len(value.data), modified_s=value.modified_s)
                 for key, value in self._space.objects.items()
                 if key.startswith(self._prefix + prefix)
             ]
-        for info in sorted(found, key=lambda info: info.key):
+        for info in sorted(infos, key=lambda info: info.key):
             yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -232,7 +211,6 @@ class MemoryStorage(Storage):
                 self._space.objects.pop(key, None)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders of objects and of those that are not complete."""
         await checkpoint()
         start = self._prefix + (f"{check_key(folder)}/" if folder else "")
         with self._space.lock:
@@ -241,7 +219,6 @@ class MemoryStorage(Storage):
         return sorted({key.partition("/")[0] for key in below if "/" in key})
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder`` and ends their writers; returns their keys."""
         start = f"{self._prefix}{check_key(folder)}/"
         await checkpoint()
         with self._space.lock:
@@ -273,41 +250,25 @@ class MemoryStorage(Storage):
         raise ObjectExists(op=op, key=key, backend=self.url, detail="the object exists already")
 
 
-class _MemoryWriter(ObjectWriter):
+class _MemoryWriter(BackendWriter):
     def __init__(
-        self,
-        storage: MemoryStorage,
-        full: str,
-        upload: _Upload,
-        token: bytes,
-        *,
-        is_opener: bool,
+        self, storage: MemoryStorage, upload: _Upload, token: bytes, *, is_opener: bool
     ) -> None:
-        self.key = upload.key
-        self.size = len(upload.buffer)
-        self.token = token
-        self._url = storage.url
+        size = len(upload.buffer)
+        super().__init__(upload.key, size, token, url=storage.url, is_opener=is_opener)
         self._capabilities = storage.capabilities
         self._space = storage._space
-        self._full = full
         self._upload = upload
-        self._is_opener = is_opener
-        self._is_released = False
 
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        stop = check_write(self, offset, views)
+        stop = self._check_write(offset, views)
         await checkpoint()
         is_checked = crc32c is not None and self._capabilities.checks_crc32c
         if is_checked and crc32c_of(flat(views)) != crc32c:
-            raise StorageError(
-                op="write_at",
-                key=self.key,
-                backend=self._url,
-                detail=f"[{offset}, {stop}) does not have the CRC32C that came with it",
-                retryable=True,
-            )
+            detail = f"[{offset}, {stop}) does not have the CRC32C that came with it"
+            raise self._error("write_at", detail, retryable=True)
         with self._space.lock:
             self._require_open("write_at")
             self._upload.ranges.add((offset, stop))
@@ -322,24 +283,23 @@ class _MemoryWriter(ObjectWriter):
         with self._space.lock:
             self._require_open("reuse")
         for data in self._upload.older:
-            found = memoryview(data)[offset:stop]
-            if len(found) == stop - offset and crc32c_of([found]) == crc32c:
-                self._upload.buffer[offset:stop] = found
+            older = memoryview(data)[offset:stop]
+            if len(older) == stop - offset and crc32c_of([older]) == crc32c:
+                self._upload.buffer[offset:stop] = older
                 self._upload.ranges.add((offset, stop))
                 return True
         return False
 
     async def complete(self) -> None:
-        if not self._is_opener:
-            raise UsageError(f"{self.key!r}: only the opener of an object completes it")
+        self._require_opener()
         await checkpoint()
         with self._space.lock:
             self._require_open("complete")
             fault = self._fault()
             if fault:
-                raise StorageError(op="complete", key=self.key, backend=self._url, detail=fault)
+                raise self._error("complete", fault)
             value = _Object(self._upload.buffer, time.time())
-            if self._space.objects.setdefault(self._full, value) is not value:
+            if self._space.objects.setdefault(self._upload.full, value) is not value:
                 raise ObjectExists(
                     op="complete",
                     key=self.key,
@@ -349,7 +309,6 @@ class _MemoryWriter(ObjectWriter):
             del self._space.uploads[self.token]
 
     def _fault(self) -> str:
-        """Describes the first error in the writes of the object; empty if there is none."""
         least_bytes = self._capabilities.least_write_bytes(self.size)
         position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):
@@ -359,11 +318,10 @@ class _MemoryWriter(ObjectWriter):
 
     async def release(self) -> None:
         await checkpoint()
-        if self._is_opener:
-            raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
+        self._require_joined()
         with self._space.lock:
             self._require_open("release")
-        self._is_released = True
+        self._has_ended = True
 
     async def abort(self) -> None:
         # No checkpoint: an abort is mostly called under cancellation and must have its effect.
@@ -372,10 +330,5 @@ class _MemoryWriter(ObjectWriter):
                 self._space.uploads.pop(self.token, None)
 
     def _require_open(self, op: str) -> None:
-        if self._is_released or self._space.uploads.get(self.token) is not self._upload:
-            raise StorageError(
-                op=op,
-                key=self.key,
-                backend=self._url,
-                detail="the writer was completed, released or aborted",
-            )
+        if self._has_ended or self._space.uploads.get(self.token) is not self._upload:
+            raise self._ended(op)

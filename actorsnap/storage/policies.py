@@ -49,10 +49,8 @@ _CLEANUP = frozenset({"abort", "aclose"})
 class LimitedStorage(Wrapper):
     """At most ``max_operations`` verbs at a time; more wait, first come first served.
 
-    Each ``write_at`` and each step of ``list`` is an operation; an idle writer is none. Blocking
-    I/O is off: a worker thread cannot wait on the loop. For use on one event loop.
-
-    Cancellation: a waiting call ends without effect; a running one as the inner says.
+    Each ``write_at`` and each step of ``list`` is an operation. Blocking I/O is off: a worker
+    thread cannot wait on the loop. For use on one event loop.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int) -> None:
@@ -65,7 +63,6 @@ class LimitedStorage(Wrapper):
         self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
 
     def statistics(self) -> anyio.SemaphoreStatistics:
-        """Returns how many calls wait."""
         return self._turns.statistics()
 
     async def around(
@@ -82,10 +79,10 @@ class AdaptiveStatistics:
     """The state of an ``AdaptiveStorage``.
 
     Attributes:
-        level: Operations allowed at a time now.
+        level: Operations allowed at a time.
         num_running, num_waiting: Operations.
-        num_throttled: Operations that the storage has refused so far.
-        num_decreases: How often the level fell for that.
+        num_throttled: Operations that the storage has refused.
+        num_decreases: Falls of the level.
     """
 
     level: int
@@ -99,14 +96,9 @@ class AdaptiveStorage(Wrapper):
     """A ``LimitedStorage`` that learns the limit from the storage's answers.
 
     Additive increase, multiplicative decrease, as in TCP. An operation that succeeds while all
-    turns are taken adds a fraction to the level, about one turn per round of operations. One that
+    turns are in use adds a fraction to the level, about one turn per round of operations. One that
     is throttled halves it, but only if it began after the level last fell: earlier ones answer the
-    old level. So the level falls once per round trip at most, never below one, and recovers.
-
-    Args:
-        inner: The storage.
-        max_operations: The highest level.
-        first_operations: The level at first, if that is not above the highest.
+    old level. So the level falls once per round trip at most, never below one.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
@@ -124,7 +116,6 @@ class AdaptiveStorage(Wrapper):
         self._num_decreases = 0
 
     def statistics(self) -> AdaptiveStatistics:
-        """Returns the current level and counts."""
         limiter = self._limiter.statistics()
         return AdaptiveStatistics(
             level=int(self._level),
@@ -167,8 +158,6 @@ class AdaptiveStorage(Wrapper):
 class RetryPolicy:
     """When to try again: exponential backoff with a cap, and jitter.
 
-    The defaults outlast a service that is away for a minute.
-
     Attributes:
         max_attempts: Tries, the first included.
         first_delay_s: Upper bound of the first wait; it doubles with each failure.
@@ -200,14 +189,13 @@ class RetryPolicy:
         elapsed_s: float = 0.0,
         retry_after_s: float | None = None,
     ) -> float | None:
-        """Returns the wait after ``num_failures`` failures, 1 or more; None to give up.
+        """Returns the wait after ``num_failures`` failures in a row; None to give up.
 
         Args:
-            num_failures: Failures in a row.
-            fraction: The jitter, in [0, 1): a position in the upper half of the backoff. Ranks
-                that failed together must spread, but not hurry.
+            num_failures: 1 or more.
+            fraction: The jitter, in [0, 1): a position in the upper half of the backoff.
             elapsed_s: Since the first failure.
-            retry_after_s: The least wait that the storage asked for.
+            retry_after_s: Least wait that the storage asked for.
         """
         # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
         backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
@@ -223,21 +211,13 @@ class RetryStorage(Wrapper):
     All verbs can be repeated as they are, except for four:
 
     - ``put_if_absent``: a failed try may have created the object. If a later try finds it, equal
-      content counts as success. Writers of equal data cannot tell who won; a commit object has
-      the attempt in it.
+      content counts as success.
     - ``list``: continues after the last key that it yielded.
     - ``delete_folder``: returns the keys that the last try deleted.
     - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
       the object is garbage of this attempt.
 
-    Blocking I/O is off: waits belong to the loop.
-
-    Args:
-        inner: The storage.
-        policy: When to try again.
-        on_retry: See ``StorageContext``.
-        uniform, sleep, clock: Chance and time.
-    Cancellation: ends a wait at once.
+    Blocking I/O is off. Cancellation: ends a wait at once.
     """
 
     def __init__(
@@ -322,7 +302,7 @@ class RetryStorage(Wrapper):
             if failures.count > 1:
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
-        # A call that fails twice may take minutes, and its caller should know why.
+        # A call that fails twice may take minutes, and its caller should learn the reason.
         level = logging.WARNING if failures.count == 2 else logging.INFO
         where = {"stage": error.op, "key": error.key}
         logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
@@ -342,8 +322,7 @@ class _Failures:
 class PrefixStorage(Wrapper):
     """The objects of ``inner`` below ``prefix/``, under keys relative to it.
 
-    Errors name the relative key and this storage's URL. Tokens are the inner's: they join
-    through any wrapper with the same prefix.
+    Errors name the relative key and this storage's URL.
     """
 
     def __init__(self, inner: Storage, prefix: str) -> None:

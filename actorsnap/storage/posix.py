@@ -1,8 +1,6 @@
 """System calls of a durable folder of files, which survive crashes and races.
 
-Decides how folders are made, fsynced and pruned, how a file appears exclusively, when a descriptor
-may be closed, and which error of the package a system error becomes. It must not know the storage
-seam. All functions block; ``fs.py`` runs them on worker threads.
+All functions block; ``fs.py`` runs them on worker threads.
 """
 
 from __future__ import annotations
@@ -25,16 +23,18 @@ from actorsnap.errors import (
     StorageFull,
     UsageError,
 )
-from actorsnap.storage.base import ObjectInfo
+from actorsnap.storage.base import ObjectInfo, flat, num_bytes
 
 __all__ = [
     "CREATE_TRIES",
     "Closed",
     "Descriptor",
     "Folders",
-    "close_all",
+    "IOV_MAX",
     "open_for_reading",
+    "pread_into",
     "publish_exclusively",
+    "pwrite_from",
     "simplify_path",
     "translate_os_error",
     "temporary_path",
@@ -45,6 +45,8 @@ __all__ = [
 
 # How often creating a file may lose against a concurrent prune of its folder.
 CREATE_TRIES = 100
+# The kernel's limit on views per call: 1024 on Linux and macOS.
+IOV_MAX = 1024
 _NAME_MAX = 255
 _LINK_UNSUPPORTED = {
     errno.EPERM,
@@ -74,7 +76,7 @@ class Descriptor:
     """A file descriptor that closes when it is asked to and no thread uses it any more.
 
     The number of a descriptor that is closed during a write may be reused for another file, which
-    the write would then hit. Closes itself when collected.
+    the write would then hit.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ class Descriptor:
                 os.close(fd)
 
     def close(self) -> None:
-        """Closes, or lets the last user close. Raises the errors of ``close``; idempotent."""
+        """Closes, or lets the last user close. Idempotent."""
         with self._lock:
             self._is_closing = True
             fd = self._take()
@@ -127,8 +129,8 @@ class Folders:
     """Makes and removes folders, and knows which of them need an fsync.
 
     ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. A folder
-    is removed from it only after an fsync during which its version did not change: else a
-    concurrent ``sync`` could return before the entry is durable.
+    leaves it only after an fsync during which its version did not change: else a concurrent
+    ``sync`` could return before the entry is durable.
     """
 
     def __init__(self, root: str, *, durable: bool) -> None:
@@ -141,9 +143,8 @@ class Folders:
         self._versions = itertools.count()
 
     def note(self, folder: str) -> None:
-        """Marks the folders from the root's parent to ``folder``, on its first use.
-
-        Including existing ones: their creator may have crashed before the fsync.
+        """Marks the folders from the root's parent to ``folder``, on its first use: also existing
+        ones, whose creator may have crashed before the fsync.
         """
         if not self._durable:
             return
@@ -162,23 +163,23 @@ class Folders:
             NotADirectoryError: one of them is a file.
             FileNotFoundError: concurrent deletes win too often.
         """
-        wanted = [folder]
+        missing = [folder]
         for _ in range(CREATE_TRIES + 2 * folder.count("/")):
             try:
-                os.mkdir(wanted[-1])
+                os.mkdir(missing[-1])
             except FileNotFoundError:
-                wanted.append(os.path.dirname(wanted[-1]))
+                missing.append(os.path.dirname(missing[-1]))
                 continue
             except FileExistsError:
-                if not os.path.isdir(wanted[-1]) and os.path.lexists(wanted[-1]):
-                    raise NotADirectoryError(errno.ENOTDIR, "is a file", wanted[-1]) from None
+                if not os.path.isdir(missing[-1]) and os.path.lexists(missing[-1]):
+                    raise NotADirectoryError(errno.ENOTDIR, "is a file", missing[-1]) from None
             else:
-                parent = os.path.dirname(wanted[-1])
+                parent = os.path.dirname(missing[-1])
                 with self._lock:
                     self._created_in.add(parent)
                     self._unsynced[parent] = next(self._versions)
-            wanted.pop()
-            if not wanted:
+            missing.pop()
+            if not missing:
                 return
         raise FileNotFoundError(errno.ENOENT, "folders vanish while they are made", folder)
 
@@ -208,7 +209,6 @@ class Folders:
             folder = parent
 
     def sync_entries(self, folder: str) -> None:
-        """Makes removals from ``folder`` durable."""
         if self._durable:
             fsync_folder(folder)
 
@@ -235,19 +235,18 @@ class Folders:
 
 def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo]:
     """Yields the regular files below ``folder`` in key order; ignores links."""
-    found: list[tuple[str, os.DirEntry[str]]] = []
+    named: list[tuple[str, os.DirEntry[str]]] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(name_prefix):
-                    # With its slash, a folder sorts like its keys. Nothing here follows links, so a
-                    # link is neither a folder nor a regular file.
+                    # With its slash, a folder sorts like its keys.
                     is_folder = entry.is_dir(follow_symlinks=False)
-                    found.append((f"{entry.name}/" if is_folder else entry.name, entry))
+                    named.append((f"{entry.name}/" if is_folder else entry.name, entry))
     except FileNotFoundError:
         return
-    found.sort(key=lambda item: item[0])
-    for name, entry in found:
+    named.sort(key=lambda item: item[0])
+    for name, entry in named:
         if name.endswith("/"):
             try:
                 yield from walk(entry.path, prefix + name)
@@ -285,11 +284,6 @@ def unlink_object(path: str) -> None:
 
 
 def working_folder(path: str) -> str:
-    """Returns the working folder; ``path`` is for the error.
-
-    Raises:
-        UsageError: it was deleted.
-    """
     # getcwd only reads the kernel's memory; abspath counts as blocking for any path.
     try:
         return os.getcwd()
@@ -301,9 +295,7 @@ def working_folder(path: str) -> str:
 
 
 def simplify_path(path: str) -> str:
-    """Removes empty and ``.`` parts of an absolute path. ``..`` stays: after a symbolic link only
-    the kernel can resolve it.
-    """
+    """Removes empty and ``.`` parts of an absolute path. Only the kernel can resolve ``..``."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
@@ -316,11 +308,7 @@ def temporary_path(path: str) -> str:
 
 
 def publish_exclusively(temporary: str, path: str) -> None:
-    """Gives the finished ``temporary`` the name ``path`` unless that exists.
-
-    Raises:
-        FileExistsError: it exists.
-    """
+    """Gives the finished ``temporary`` the name ``path``, or raises ``FileExistsError``."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -343,11 +331,6 @@ def publish_exclusively(temporary: str, path: str) -> None:
 
 
 def rename_exclusively(source: str, target: str) -> None:
-    """``renameat2`` with ``RENAME_NOREPLACE``, which Python does not offer.
-
-    Raises:
-        OSError: ENOSYS where the C library lacks it; else what it reports.
-    """
     function: Callable[..., int] | None = getattr(
         ctypes.CDLL(None, use_errno=True), "renameat2", None
     )
@@ -371,13 +354,43 @@ def fsync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def close_all(descriptors: Sequence[Descriptor]) -> None:
-    for descriptor in descriptors:
-        descriptor.close_quietly()
+def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    """Reads from byte ``offset`` until ``views`` are full or the file ends; returns the number of
+    bytes. EINTR does not occur: Python repeats the call.
+    """
+    return _transfer(os.preadv, fd, offset, views)
+
+
+def pwrite_from(fd: int, offset: int, views: Sequence[memoryview]) -> None:
+    wanted = num_bytes(views)
+    written = _transfer(os.pwritev, fd, offset, views)
+    if written != wanted:
+        raise OSError(errno.EIO, f"the file system took {written} of {wanted} bytes")
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    offset: int,
+    views: Sequence[memoryview],
+) -> int:
+    pending = flat(views)
+    pending.reverse()  # so that the next view is popped from the end
+    done = 0
+    while pending:
+        batch = pending[: -IOV_MAX - 1 : -1]
+        moved = call(fd, batch, offset + done)
+        if moved == 0:
+            break
+        done += moved
+        while pending and moved >= pending[-1].nbytes:
+            moved -= pending.pop().nbytes
+        if moved:
+            pending[-1] = pending[-1][moved:]
+    return done
 
 
 def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> StorageError:
-    """Returns the package's error for an error of the system."""
     number = error.errno or 0
     reason = error.strerror or str(error)
 
@@ -432,7 +445,7 @@ def _describe_parent(key: str, root: str) -> str:
     for end in range(1, len(parts) + 1):
         parent = "/".join(parts[:end])
         if os.path.isfile(os.path.join(root, parent)):
-            return f"a parent is a file: {parent!r} is an object, so no key can lie below it"
+            return f"a parent is a file: {parent!r} is an object, so no key can be below it"
     return f"a parent of {key!r} is no folder"
 
 
@@ -455,7 +468,6 @@ def _is_too_long(path: str) -> bool:
 
 
 def _describe_free_space(root: str) -> str:
-    """Describes the free space of the file system of ``root``, which may not exist yet."""
     folder = root
     while folder != os.path.dirname(folder) and not os.path.isdir(folder):
         folder = os.path.dirname(folder)

@@ -2,11 +2,12 @@
 
 Finds the backend for a URL and loads it only then. All backends register as
 ``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in the table below, so that a
-source tree works without being installed, others in the entry-point group ``actorsnap.storage`` or,
-in tests and scripts, by ``register``. Unknown schemes go to fsspec if it is installed.
+source tree works without being installed, others in the entry-point group ``actorsnap.storage`` or
+by ``register``. Unknown schemes go to fsspec if it is installed. Must not know how a backend reads
+its URL.
 
-Entry points are read only for a scheme that nothing else has, so a broken third-party package
-cannot break those who do not use it. The module must not know how a backend reads its URL.
+Entry points are read only for a scheme that nothing else has: a broken third-party package breaks
+only its users.
 """
 
 from __future__ import annotations
@@ -63,11 +64,7 @@ _lock = threading.Lock()
 
 
 def register(scheme: str, factory: StorageFactory) -> None:
-    """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent.
-
-    Raises:
-        UsageError: the scheme is malformed, built in, or taken by another factory.
-    """
+    """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent."""
     if not _SCHEME.fullmatch(f"{scheme}://"):
         raise UsageError(f"not a URL scheme: {scheme!r}")
     scheme = scheme.lower()
@@ -78,10 +75,10 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Returns all schemes that ``open_storage`` can find, sorted. Loads no backend."""
-    found = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    """Returns all schemes that ``open_storage`` can find, sorted."""
+    names = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
-        return tuple(sorted({*_BUILT_IN, *_registered, *found}))
+        return tuple(sorted({*_BUILT_IN, *_registered, *names}))
 
 
 def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storage:
@@ -91,18 +88,14 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
     URLs are taken verbatim: ``%20`` is not a space.
 
     Raises:
-        UsageError: the URL is malformed, its scheme unknown, its backend cannot be loaded or
+        UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded or
             refuses the options.
     """
     return find_opener(url)(context)
 
 
 def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Storage]:
-    """``open_storage`` in two steps: all files are read and modules imported when this returns.
-
-    Raises:
-        UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded.
-    """
+    """``open_storage`` in two steps: all files are read and modules imported when this returns."""
     text = check_url(url)
     scheme, rest = _split(url, text)
     if scheme is None:
@@ -140,11 +133,7 @@ def _split(url: object, text: str) -> tuple[str | None, str]:
 
 
 def absolute(url: str) -> str:
-    """Returns the URL of the same place for any working folder.
-
-    Raises:
-        UsageError: the working folder was deleted.
-    """
+    """Returns the URL of the same place for any working folder."""
     scheme, path = ("fs://", url[5:]) if url.lower().startswith("fs://") else ("", url)
     if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
         return url
@@ -163,9 +152,7 @@ def folder_and_name(url: str) -> tuple[str, str] | None:
 
 
 def without_secrets(url: str) -> str:
-    """Returns the URL for messages: without a password and, for fsspec, without the query, which
-    may be a signature.
-    """
+    """Returns the URL without a password and, for fsspec, without the query: a signature."""
     match = _SCHEME.match(url)
     if match is None:
         return url
@@ -176,10 +163,8 @@ def without_secrets(url: str) -> str:
 
 
 def canonical(url: str) -> str:
-    """Returns the same text for equal places: absolute, without secrets and empty parts of the
-    path.
-
-    For comparisons and messages only.
+    """Returns the same text for equal places, for comparisons and messages: absolute, without
+    secrets and empty parts of the path.
     """
     text = printable(without_secrets(absolute(url)))
     match = _SCHEME.match(text)
@@ -194,11 +179,7 @@ def canonical(url: str) -> str:
 
 
 def check_url(url: object) -> str:
-    """Returns a URL or path as a string.
-
-    Raises:
-        UsageError: it is neither, is empty, lacks a slash, or begins with ``~``.
-    """
+    """Returns a URL or path as a string; refuses those that are probably mistakes."""
     if isinstance(url, str):
         text = url
     elif isinstance(url, os.PathLike):
@@ -247,7 +228,6 @@ def _factory(scheme: str) -> StorageFactory:
 
 
 def _fsspec_factory(scheme: str) -> StorageFactory:
-    """Returns fsspec's factory for a scheme without a backend."""
     if find_spec("fsspec") is not None:
         module = import_module("actorsnap.storage.fsspec")
         if module.has_implementation(scheme):
@@ -268,7 +248,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
         loaded: object = import_module(module.strip())
         for name in attribute.strip().split("."):
             loaded = getattr(loaded, name)
-    # A third party's import may raise anything; its owner is named.
+    # A third party's import may raise anything.
     except Exception as error:
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):

@@ -1,23 +1,22 @@
 """Storage in a bucket of S3 or of a compatible server: ``s3://bucket/prefix``.
 
-Decides which requests make each verb. Must not know: snapshots, retries, concurrency (policies,
-which ``open_s3`` adds), parts of objects (``s3_upload``), the form of requests and the limits of
-servers (``s3_bucket``), sockets and signatures (``s3_client``, ``wire``).
+Decides which requests make each verb, and the parts of an object. Must not know: snapshots,
+retries, concurrency (policies, which ``open_s3`` adds), the form of requests and the abilities of
+servers (``s3_bucket``), sockets and signatures (``s3_client``).
 
 - Objects of up to 1 MiB are one put, when they are complete; a joined writer cannot write them.
 - Others are multipart uploads. A write's first part has number ``offset // unit + 1``, where the
-  unit follows from the object's size; and a write has as many parts as lead to the number of the
-  next one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers
-  require, and writers on other ranks need only the upload's id. A write is a unit or longer, so no
-  part is less than half of one. ``complete`` names the parts by the ETags in the server's answers:
-  it refuses parts that it lacks, or has otherwise. Then, and after several writers, the parts are
-  listed first and must cover the object.
+  unit follows from the object's size; a write has as many parts as lead to the number of the next
+  one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers require,
+  and writers on other ranks need only the upload's id. A write is a unit or longer, so no part is
+  less than half of one. ``complete`` names the parts by their ETags; if the server lacks one, and
+  after several writers, the parts are listed first and must cover the object.
 - Every body has its CRC32C. A server that compares it repeats it in the answer. For other servers
   payloads are signed: bytes with another SHA-256 are refused. Whether they are is tried once per
   client; if not, the MD5 goes along, which every server compares.
 - ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
-  per client, with an object of its own. If not, ``put_if_absent`` looks, puts and reads back: of
-  two concurrent writers the last wins, and both can see which.
+  per client. If not, ``put_if_absent`` looks, puts and reads back: of two concurrent writers the
+  last wins, and both can see which.
 - A writer with ``older`` objects copies from them within the server. An upload that a dead writer
   left is first completed with its leading parts; a living writer to it fails. A copy counts if its
   CRC32C, or its ETag, an MD5, where the server sends none, is that of the bytes at hand. A joined
@@ -28,9 +27,11 @@ servers (``s3_bucket``), sockets and signatures (``s3_client``, ``wire``).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+import base64
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -38,8 +39,10 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, UsageError
+from actorsnap.format.checksum import combine, crc32c_of
 from actorsnap.log import Log
 from actorsnap.storage.base import (
+    BackendWriter,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
@@ -48,21 +51,15 @@ from actorsnap.storage.base import (
     check_key,
     check_offset,
     check_range,
+    num_bytes,
     range_end,
+    slice_views,
 )
-from actorsnap.storage.cloud import add_policies, convert_options
-from actorsnap.storage.s3_bucket import S3Bucket, info_of
+from actorsnap.storage.cloud import add_policies, convert_options, encode_crc32c
+from actorsnap.storage.s3_bucket import Part, S3Bucket, Sent, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
-from actorsnap.storage.s3_upload import (
-    OlderObject,
-    PartWriter,
-    S3Upload,
-    SmallWriter,
-    leading_parts,
-)
-from actorsnap.storage.vectored import num_bytes
 
-__all__ = ["S3Storage", "open_s3"]
+__all__ = ["PartWriter", "S3Storage", "open_s3"]
 
 logger = Log(__name__)
 
@@ -72,20 +69,29 @@ _MAX_OBJECT_BYTES = 5 << 40
 
 
 def open_s3(url: str, context: StorageContext) -> Storage:
-    """Opens ``s3://bucket/prefix``. No I/O.
-
-    Raises:
-        UsageError: the URL has no valid bucket, or an option is unknown or wrong.
-    """
+    """Opens ``s3://bucket/prefix``. No I/O."""
     options = convert_options(context.options, S3Options, scheme="s3")
     return add_policies(S3Storage(url, context, options), options, context)
+
+
+class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state shared by the writers of one object; encoded, it is the token.
+
+    Attributes:
+        id: Of the multipart upload; empty for an object that is one put.
+        unit: Least size of a write, the last one excepted.
+    """
+
+    key: str
+    size: int
+    id: str = ""
+    unit: int = 0
 
 
 class S3Storage(Storage):
     """One bucket, below a prefix. The module's docstring has the rules.
 
-    Atomicity and durability of all verbs are the server's: an object appears, whole and durable,
-    when the request that makes it is answered.
+    An object appears, whole and durable, when the request that makes it is answered.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -103,11 +109,7 @@ class S3Storage(Storage):
         await self.bucket.put("put", check_key(key), views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: the server's, if ``has_conditional_put``.
-
-        Raises:
-            ObjectExists: the key exists.
-        """
+        """Creates a whole object. Atomicity: the server's, if ``has_conditional_put``."""
         check_key(key)
         views = [memoryview(data)]
         if await self.bucket.has_conditional_put("put_if_absent"):
@@ -131,12 +133,12 @@ class S3Storage(Storage):
             raise UsageError(f"an object of {size} bytes cannot be: S3 takes up to 5 TiB")
         if size <= _ONE_PUT_BYTES:
             return SmallWriter(self.bucket, S3Upload(key=key, size=size), is_opener=True)
-        sources: list[OlderObject] = []
+        sources: list[ObjectInfo] = []
         for name in older:
             older_bytes = await self._older_bytes(check_key(name))
             # Mostly a resumed save has taken over all of it, unless it died in the middle.
             if older_bytes > max([source.size for source in sources], default=0):
-                sources.append(OlderObject(key=name, size=older_bytes))
+                sources.append(ObjectInfo(key=name, size=older_bytes))
         if sources and not await self.bucket.copies_parts(key, sources[0].key):
             sources = []
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
@@ -151,8 +153,8 @@ class S3Storage(Storage):
             with suppress(ObjectNotFound):
                 return (await bucket.stat("writer", key)).size
             longest: tuple[int, str, Sequence[dict[str, Any]]] = 0, "", ()
-            async for found, upload_id in bucket.uploads(key):
-                if found == key:
+            async for name, upload_id in bucket.uploads(key):
+                if name == key:
                     parts = await bucket.parts("writer", key, upload_id)
                     num_stored = sum(part["Size"] for part in leading_parts(parts))
                     longest = max(longest, (num_stored, upload_id, parts), key=lambda each: each[0])
@@ -181,19 +183,13 @@ class S3Storage(Storage):
             await self.bucket.complete_upload("writer", key, upload_id, parts)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Returns a writer to an object that another party opened. No request."""
         upload = msgspec.msgpack.decode(token, type=S3Upload)
         await anyio.lowlevel.checkpoint()
-        made = PartWriter if upload.id else SmallWriter
-        return made(self.bucket, upload, is_opener=False)
+        writer = PartWriter if upload.id else SmallWriter
+        return writer(self.bucket, upload, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)``. One request for a whole object of up to 1 MiB.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``.
-        """
+        """Returns the bytes ``[start, stop)``. One request for a whole object of up to 1 MiB."""
         check_key(key)
         check_range(start, stop)
         if stop is None and not start:
@@ -208,13 +204,6 @@ class S3Storage(Storage):
         return bytes(data)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views`` from byte ``offset`` on, straight from the socket.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        Cancellation: at once; nothing writes to the views after that.
-        """
         check_key(key)
         check_offset(offset)
         if num_bytes(views):
@@ -223,7 +212,6 @@ class S3Storage(Storage):
             await self.bucket.stat("read_into", key)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, a page of 1000 per request."""
         async for page in self.bucket.pages("list", prefix):
             for each in page.get("Contents", ()):
                 yield info_of(self.bucket.relative(each["Key"]), each)
@@ -241,9 +229,8 @@ class S3Storage(Storage):
     async def _abort_uploads(
         self, prefix: str, only: Collection[str] | None = None
     ) -> Sequence[str]:
-        """Aborts unfinished uploads below ``prefix``, or of them ``only`` those to these keys.
-
-        Returns their keys.
+        """Aborts unfinished uploads below ``prefix``, or ``only`` those to these keys; returns the
+        keys.
         """
         aborted = []
         async for key, upload_id in self.bucket.uploads(prefix):
@@ -255,15 +242,15 @@ class S3Storage(Storage):
     async def list_folders(self, folder: str = "") -> Sequence[str]:
         """Returns the folders of objects and of unfinished uploads."""
         start = f"{check_key(folder)}/" if folder else ""
-        found: set[str] = set()
+        folders: set[str] = set()
         async for page in self.bucket.pages("list_folders", start, Delimiter="/"):
             keys = [self.bucket.relative(each["Prefix"]) for each in page.get("CommonPrefixes", ())]
-            found.update(key.removeprefix(start).rstrip("/") for key in keys)
+            folders.update(key.removeprefix(start).rstrip("/") for key in keys)
         async for key, _ in self.bucket.uploads(start):
             name, is_folder, _ = key.removeprefix(start).partition("/")
             if is_folder:
-                found.add(name)
-        return sorted(found)
+                folders.add(name)
+        return sorted(folders)
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
         """Deletes all objects in ``folder`` and aborts its uploads; returns their keys."""
@@ -277,5 +264,216 @@ class S3Storage(Storage):
         return await self.bucket.stat("stat", check_key(key))
 
     async def aclose(self) -> None:
-        """Releases the shared client. Idempotent."""
         await self.bucket.aclose()
+
+
+class _Writer(BackendWriter):
+    def __init__(self, bucket: S3Bucket, upload: S3Upload, *, is_opener: bool) -> None:
+        token = msgspec.msgpack.encode(upload)
+        super().__init__(upload.key, upload.size, token, url=bucket.url, is_opener=is_opener)
+        self._bucket = bucket
+        self._upload = upload
+
+    async def release(self) -> None:
+        self._require_joined()
+        self._has_ended = True
+        await anyio.lowlevel.checkpoint()
+
+
+class SmallWriter(_Writer):
+    """An object that is one put. Keeps a copy of the bytes until it is complete."""
+
+    _data: bytes | None = None
+    _crc32c: int | None = None
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        stop = self._check_write(offset, views)
+        if not self._is_opener:
+            raise self._error(
+                "write_at", f"the opener of {self.size} bytes writes them, all at once"
+            )
+        if stop - offset < self.size:
+            raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
+        await anyio.lowlevel.checkpoint()
+        self._data, self._crc32c = b"".join(views), crc32c
+
+    async def complete(self) -> None:
+        if self._data is None and self.size:
+            raise self._error("complete", f"0 of {self.size} bytes were written")
+        views = [memoryview(self._data or b"")]
+        await self._bucket.put("complete", self.key, views, self._crc32c)
+        self._has_ended = True
+
+    async def abort(self) -> None:
+        self._has_ended = True
+        self._data = None
+
+
+class PartWriter(_Writer):
+    """A multipart upload."""
+
+    def __init__(
+        self,
+        bucket: S3Bucket,
+        upload: S3Upload,
+        *,
+        is_opener: bool,
+        sources: Sequence[ObjectInfo] = (),
+    ) -> None:
+        super().__init__(bucket, upload, is_opener=is_opener)
+        self._sources = sources
+        self._sent: dict[int, Sent] = {}
+        self._may_be_complete = False
+
+    async def write_at(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
+    ) -> None:
+        """Sends one part, or several. Cancellation: at once; they may be stored or not."""
+        for part in await self._split_write(offset, views, crc32c):
+            self._sent[part.number] = await self._bucket.send_part(self.key, self._upload.id, part)
+
+    async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
+        stop = offset + num_bytes(views)
+        sources = [source.key for source in self._sources if stop <= source.size]
+        if not sources:
+            return False
+        parts = await self._split_write(offset, views, crc32c)
+        for source in sources:
+            for part in parts:
+                sent = await self._bucket.copy_part(self.key, self._upload.id, part, source)
+                if sent is None:
+                    break
+                self._sent[part.number] = sent
+            else:
+                return True
+        return False
+
+    async def complete(self) -> None:
+        """Makes the object of its parts. Repeatable: an answer may have been lost."""
+        try:
+            parts, answer = await self._complete()
+        except StorageError as error:
+            # Some servers report a finished upload as a missing object.
+            is_gone = isinstance(error, ObjectNotFound) or error_code(error) == "NoSuchUpload"
+            if not (self._may_be_complete and is_gone):
+                raise
+            if (await self._bucket.stat("complete", self.key)).size != self.size:
+                raise
+        else:
+            reported = answer.get("ChecksumCRC32C")
+            # Some servers list parts without their checksums.
+            is_known = all("ChecksumCRC32C" in part for part in parts)
+            if reported is not None and is_known and reported not in _whole_checksums(parts):
+                raise self._error("complete", "the whole object has another CRC32C than its parts")
+        self._has_ended = True
+
+    async def _complete(self) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+        parts = self._own_parts()
+        if parts:
+            self._may_be_complete = True
+            try:
+                return parts, await self._request_completion(parts)
+            except StorageError as error:
+                if error_code(error) != "InvalidPart":
+                    raise
+                # It lacks a part that it acknowledged, or its answer was damaged on the way.
+                logger.debug("%s: %s; its parts are listed", self._url, error)
+        parts = await self._list_parts()
+        self._may_be_complete = True
+        return parts, await self._request_completion(parts)
+
+    async def _request_completion(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
+
+    async def abort(self) -> None:
+        """Ends the upload. Running requests may leave parts, which are garbage."""
+        if self._is_opener and not self._has_ended:
+            await self._bucket.abort_upload(self.key, self._upload.id)
+        self._has_ended = True
+
+    async def _split_write(
+        self, offset: int, views: Sequence[memoryview], crc32c: int | None
+    ) -> Sequence[Part]:
+        """Returns the parts of a write, of about equal length."""
+        stop = self._check_write(offset, views)
+        if stop == offset:
+            return ()
+        unit = self._upload.unit
+        num_parts = stop // unit - offset // unit
+        if stop == self.size:
+            num_parts = max(1, (stop - offset) // unit)
+        elif stop < offset + unit:
+            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
+        if num_parts == 1 and crc32c is not None:
+            bodies: Sequence[Sequence[memoryview]] = [views]
+            checksums: Sequence[int] = [crc32c]
+        else:
+            cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
+            bodies = [slice_views(views, *cut) for cut in pairwise(cuts)]
+            checksums = await self._bucket.checksums(bodies)
+            whole = 0
+            for body, checksum in zip(bodies, checksums, strict=True):
+                whole = combine(whole, checksum, num_bytes(body))
+            if crc32c not in (None, whole):
+                raise self._bucket.changed("write_at", self.key, "the body to send")
+        parts = []
+        for number, (body, checksum) in enumerate(
+            zip(bodies, checksums, strict=True), offset // unit + 1
+        ):
+            parts.append(Part(number=number, offset=offset, views=body, crc32c=checksum))
+            offset += num_bytes(body)
+        return parts
+
+    def _own_parts(self) -> Sequence[dict[str, Any]]:
+        """Returns all parts like the server's list if this writer wrote them all; else none."""
+        parts = [
+            {
+                "PartNumber": number,
+                "ETag": f'"{sent.etag}"',
+                "ChecksumCRC32C": sent.crc32c,
+                "Size": sent.size,
+            }
+            for number, sent in sorted(self._sent.items())
+            if sent.etag
+        ]
+        is_whole = sum(part["Size"] for part in leading_parts(parts)) == self.size
+        return parts if is_whole else ()
+
+    async def _list_parts(self) -> Sequence[dict[str, Any]]:
+        """Returns the server's parts, of all writers; they must be the whole object, as sent."""
+        parts = await self._bucket.parts("complete", self.key, self._upload.id)
+        whole = leading_parts(parts)
+        num_stored = sum(part["Size"] for part in whole)
+        if len(whole) < len(parts):
+            number = len(whole) + 1
+            raise self._error("complete", f"part {number}, from byte {num_stored} on, is lost")
+        if num_stored != self.size:
+            raise self._error("complete", f"{num_stored} of {self.size} bytes were written")
+        for part in parts:
+            number = part["PartNumber"]
+            sent = self._sent.get(number)
+            if sent is None:
+                continue
+            if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
+                raise self._error("complete", f"part {number} has another CRC32C than was sent")
+            if self._sources and etag_of(part) != sent.etag:
+                # A copy whose answer was lost may arrive late and replace a sent part.
+                raise self._error("complete", f"part {number} is not the one that was sent")
+        return parts
+
+
+def leading_parts(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Returns the parts without a gap, from the first byte on."""
+    stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
+    return parts[:stop]
+
+
+def _whole_checksums(parts: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Returns the CRC32C of an object of these parts, in both forms of S3."""
+    values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
+    whole = 0
+    for part, value in zip(parts, values, strict=True):
+        whole = combine(whole, int.from_bytes(value, "big"), part["Size"])
+    return {encode_crc32c(whole), f"{encode_crc32c(crc32c_of(values))}-{len(parts)}"}

@@ -1,7 +1,7 @@
 """Requests to one bucket of S3: their form, and the abilities of the server.
 
 Decides the checks that go along with a body, and finds out which of them the server makes. Must not
-know: the verbs of a storage (``s3``), an object's parts (``s3_upload``), sockets and signatures
+know: the verbs of a storage and the parts of an object (``s3``), sockets and signatures
 (``s3_client``).
 """
 
@@ -27,7 +27,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.log import Log
-from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, truncated
+from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, num_bytes, truncated
 from actorsnap.storage.cloud import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
@@ -36,10 +36,9 @@ from actorsnap.storage.s3_client import (
     shared_client,
     translate_error,
 )
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
+__all__ = ["Part", "S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 
 logger = Log(__name__)
 
@@ -52,6 +51,15 @@ _MAX_DELETED = 1000
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
+class Part(NamedTuple):
+    """A part to be sent, from byte ``offset`` of its object on."""
+
+    number: int
+    offset: int
+    views: Sequence[memoryview]
+    crc32c: int
+
+
 class Sent(NamedTuple):
     """A body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
 
@@ -61,13 +69,7 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which is not part of the keys given here.
-
-    All requests raise the errors of ``s3_client.translate_error``.
-
-    Raises:
-        UsageError: the URL has no valid bucket.
-    """
+    """One bucket, below a prefix, which is not part of the keys given here."""
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
         name, prefix = split_url(url, _BUCKET_PATTERN)
@@ -84,7 +86,6 @@ class S3Bucket:
 
     @property
     def client(self) -> S3Client:
-        """The client; on the event loop that uses this storage."""
         if self._shared is None:
             context = self._context
             run_io = context.run_io or context.run_blocking
@@ -92,18 +93,15 @@ class S3Bucket:
         return self._shared
 
     async def aclose(self) -> None:
-        """Releases the shared client. Idempotent."""
         client, self._shared = self._shared, None
         if client is not None:
             await client.release()
 
     def full(self, key: str) -> str:
-        """Returns the key in the bucket."""
         return self._prefix + key
 
     @contextmanager
     def _translate_errors(self, op: str, key: str) -> Iterator[None]:
-        """Raises failures as errors of this package."""
         try:
             yield
         except (ClientError, BotoCoreError, WireError) as error:
@@ -119,59 +117,50 @@ class S3Bucket:
             return await self.client.call(operation, Bucket=self._name, **self._payer, **params)
 
     def relative(self, full: str) -> str:
-        """Returns the key without the prefix."""
         return full.removeprefix(self._prefix)
 
-    async def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yields objects below ``prefix``, up to 1000 a page."""
-        prefix = self.full(prefix)
-        after: dict[str, str] = {}
+    async def _pages(
+        self, op: str, key: str, operation: str, markers: Mapping[str, str], **params: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yields the pages of a list.
+
+        ``markers`` has the parameters of the next call, by field of the last answer.
+        """
+        after: dict[str, Any] = {}
         while True:
-            page = await self.call(op, "", "list_objects_v2", Prefix=prefix, **params, **after)
+            page = await self.call(op, key, operation, **params, **after)
             yield page
             if not page.get("IsTruncated"):
                 return
-            after = {"ContinuationToken": page["NextContinuationToken"]}
+            after = {name: page[field] for field, name in markers.items()}
+
+    def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yields objects below ``prefix``, up to 1000 a page."""
+        markers = {"NextContinuationToken": "ContinuationToken"}
+        full = self.full(prefix)
+        return self._pages(op, "", "list_objects_v2", markers, Prefix=full, **params)
 
     async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
         """Yields key and id of each unfinished upload below ``prefix``."""
-        prefix = self.full(prefix)
-        after: dict[str, str] = {}
-        while True:
-            try:
-                page = await self.call("list", "", "list_multipart_uploads", Prefix=prefix, **after)
-            except StorageError as error:
-                if error.retryable:
-                    raise
-                # Not every server and policy allows it; then the bucket's rules collect them
-                # (AbortIncompleteMultipartUpload).
-                logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
-                return
-            for each in page.get("Uploads", ()):
-                yield self.relative(each["Key"]), each["UploadId"]
-            if not page.get("IsTruncated"):
-                return
-            after = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+        markers = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
+        full = self.full(prefix)
+        pages = self._pages("list", "", "list_multipart_uploads", markers, Prefix=full)
+        try:
+            async for page in pages:
+                for each in page.get("Uploads", ()):
+                    yield self.relative(each["Key"]), each["UploadId"]
+        except StorageError as error:
+            if error.retryable:
+                raise
+            # Not every server and policy allows it; then the bucket's rules collect them
+            # (AbortIncompleteMultipartUpload).
+            logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
 
     async def stat(self, op: str, key: str) -> ObjectInfo:
-        """Returns size and time of an object.
-
-        Raises:
-            ObjectNotFound: no such object.
-        """
         answer = await self.call(op, key, "head_object")
         return ObjectInfo(key=key, size=answer["ContentLength"], modified_s=_modified_s(answer))
 
     async def receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views``, which are not empty, from byte ``offset`` on.
-
-        Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full.
-        """
         stop = offset + num_bytes(views)
         headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
         try:
@@ -200,11 +189,9 @@ class S3Bucket:
     async def put(
         self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Puts a whole object in one request."""
         await self._send(op, key, {}, self._written, views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        """Puts a new object; only if ``has_conditional_put``."""
         headers = {**self._written, "If-None-Match": "*"}
         # With all checks at once: a retry would find the object that the first try created.
         await self._send(op, key, {}, headers, views, is_signed=True)
@@ -220,7 +207,6 @@ class S3Bucket:
         *,
         is_signed: bool = False,
     ) -> Sent:
-        """Sends an object or a part, with its CRC32C."""
         if crc32c is None:
             (crc32c,) = await self.checksums([views])
         expected = encode_crc32c(crc32c)
@@ -236,15 +222,15 @@ class S3Bucket:
         if sent is None or not sent.crc32c:
             has_md5 = is_signed or not await self._checks_sha256(op)
             names = ["sha256", "md5"] if has_md5 else ["sha256"]
-            found, digests = await self._context.run_blocking(_hash, views, names)
-            if found != crc32c:
-                raise self.changed(op, key, "what is to be sent")
+            actual, digests = await self._context.run_blocking(_hash, views, names)
+            if actual != crc32c:
+                raise self.changed(op, key, "the body to send")
             if has_md5:
                 headers["Content-MD5"] = base64.b64encode(digests[1]).decode()
             sent = await self._send_as(digests[0].hex(), op, key, query, headers, views)
             client.checks_crc32c = bool(sent.crc32c)
         if sent.crc32c not in ("", expected):
-            raise self.changed(op, key, "what arrived")
+            raise self.changed(op, key, "the body that arrived")
         return sent._replace(crc32c=expected)
 
     async def _send_as(
@@ -256,7 +242,6 @@ class S3Bucket:
         headers: Mapping[str, str],
         views: Sequence[memoryview],
     ) -> Sent:
-        """Sends one request; returns the server's answer, maybe without a CRC32C."""
         with self._translate_errors(op, key):
             response = await self.client.send(
                 "PUT", self._name, self.full(key), query, headers, views, payload=payload
@@ -265,7 +250,6 @@ class S3Bucket:
         return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
     def changed(self, op: str, key: str, what: str) -> StorageError:
-        """Returns the retryable error for bytes with another CRC32C."""
         detail = f"bucket {self._name!r}: {what} has another CRC32C"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
@@ -314,7 +298,7 @@ class S3Bucket:
 
     @asynccontextmanager
     async def _probe_key(self) -> AsyncIterator[str]:
-        """The key of an object in the scratch folder, deleted at the end."""
+        """Yields the key of an object in the scratch folder, deleted at the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
@@ -324,11 +308,9 @@ class S3Bucket:
                 await self.delete([key])
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
-        """Returns the CRC32C of each body."""
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, a batch per request."""
         full = [self.full(key) for key in dict.fromkeys(keys)]
         for start in range(0, len(full), _MAX_DELETED):
             batch = full[start : start + _MAX_DELETED]
@@ -339,16 +321,13 @@ class S3Bucket:
                 Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
             )
             for failed in answer.get("Errors", ()):
-                await self._check_deleted(failed)
-
-    async def _check_deleted(self, failed: Mapping[str, Any]) -> None:
-        key = self.relative(str(failed.get("Key", "")))
-        with suppress(ObjectNotFound):
-            # Some servers report a missing object as a failure.
-            await self.stat("delete", key)
-            failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
-            with self._translate_errors("delete", key):
-                raise ClientError(failure, "DeleteObjects")
+                key = self.relative(str(failed.get("Key", "")))
+                with suppress(ObjectNotFound):
+                    # Some servers report a missing object as a failure.
+                    await self.stat("delete", key)
+                    failure = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 200}}
+                    with self._translate_errors("delete", key):
+                        raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
         """Begins an upload and returns its id. The first one alone learns the server's checks."""
@@ -377,28 +356,20 @@ class S3Bucket:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
         return str(answer["UploadId"])
 
-    async def send_part(
-        self, key: str, upload_id: str, number: int, views: Sequence[memoryview], crc32c: int
-    ) -> Sent:
-        """Sends a part with this CRC32C."""
-        query = {"partNumber": str(number), "uploadId": upload_id}
-        return await self._send("write_at", key, query, self._read_headers, views, crc32c)
+    async def send_part(self, key: str, upload_id: str, part: Part) -> Sent:
+        query = {"partNumber": str(part.number), "uploadId": upload_id}
+        headers = self._read_headers
+        return await self._send("write_at", key, query, headers, part.views, part.crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
         """Returns the server's list of an upload's parts, by rising number."""
-        found = []
-        after: dict[str, int] = {}
-        while True:
-            page = await self.call(op, key, "list_parts", UploadId=upload_id, **after)
-            found += page.get("Parts", ())
-            if not page.get("IsTruncated"):
-                return found
-            after = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        markers = {"NextPartNumberMarker": "PartNumberMarker"}
+        pages = self._pages(op, key, "list_parts", markers, UploadId=upload_id)
+        return [part async for page in pages for part in page.get("Parts", ())]
 
     async def complete_upload(
         self, op: str, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Makes an object of these parts, named by their ETags."""
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
@@ -416,12 +387,7 @@ class S3Bucket:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
         with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
-                await self.call(
-                    "abort",
-                    key,
-                    "abort_multipart_upload",
-                    UploadId=upload_id,
-                )
+                await self.call("abort", key, "abort_multipart_upload", UploadId=upload_id)
             except StorageError as error:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
@@ -445,30 +411,23 @@ class S3Bucket:
                     await self.abort_upload(key, upload_id)
         return client.copies_parts
 
-    async def copy_part(
-        self,
-        key: str,
-        upload_id: str,
-        number: int,
-        source: str,
-        offset: int,
-        views: Sequence[memoryview],
-        crc32c: int,
-    ) -> Sent | None:
+    async def copy_part(self, key: str, upload_id: str, part: Part, source: str) -> Sent | None:
         """Copies a part from the same place in ``source``; returns None if that has other bytes."""
-        stop = offset + num_bytes(views)
+        start, size = part.offset, num_bytes(part.views)
         try:
-            copied = await self._copy("reuse", key, upload_id, number, source, offset, stop)
+            copied = await self._copy(
+                "reuse", key, upload_id, part.number, source, start, start + size
+            )
         except Throttled:
             raise
         except StorageError as error:
             logger.debug("%s: a part is sent, not copied: %s", self.url, error)
             return None
-        sent = Sent(encode_crc32c(crc32c), etag_of(copied), num_bytes(views))
+        sent = Sent(encode_crc32c(part.crc32c), etag_of(copied), size)
         if "ChecksumCRC32C" in copied:
             return sent if copied["ChecksumCRC32C"] == sent.crc32c else None
-        found, (md5,) = await self._context.run_blocking(_hash, views, ["md5"])
-        return sent if (md5.hex(), found) == (sent.etag, crc32c) else None
+        actual, (md5,) = await self._context.run_blocking(_hash, part.views, ["md5"])
+        return sent if (md5.hex(), actual) == (sent.etag, part.crc32c) else None
 
     async def _copy(
         self,
@@ -480,7 +439,6 @@ class S3Bucket:
         start: int,
         stop: int,
     ) -> Mapping[str, Any]:
-        """Copies a part; returns the server's result, empty if it did not copy."""
         answer = await self.call(
             op,
             key,
@@ -495,7 +453,6 @@ class S3Bucket:
 
 
 def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[bytes]]:
-    """Returns the CRC32C, and the digests of these names."""
     digests = [hashlib.new(name, usedforsecurity=False) for name in names]
     for view in views:
         for digest in digests:
@@ -523,7 +480,6 @@ def _to_headers(params: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_properties(options: S3Options) -> dict[str, str]:
-    """Returns the properties of new objects, as parameters of control calls."""
     params = {
         "ServerSideEncryption": options.sse,
         "SSEKMSKeyId": options.kms_key_id,
@@ -539,11 +495,9 @@ def _modified_s(answer: Mapping[str, Any]) -> float:
 
 
 def error_code(error: StorageError) -> str | None:
-    """Returns the server's code for the error."""
     cause = error.__cause__
     return cause.response["Error"].get("Code") if isinstance(cause, ClientError) else None
 
 
 def info_of(key: str, listed: Mapping[str, Any]) -> ObjectInfo:
-    """Returns the info in an entry of a listing."""
     return ObjectInfo(key=key, size=listed["Size"], modified_s=_modified_s(listed))

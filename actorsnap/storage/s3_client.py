@@ -1,13 +1,12 @@
 """The client of an S3 endpoint: options, credentials, signatures, requests, errors.
 
 aiobotocore resolves the endpoint, finds and refreshes credentials, builds and parses control calls.
-All bytes go over a ``Wire``, including those of control calls, so that deadlines, cancellation,
-proxies and TLS are the same for both, and nothing needs a thread that the interpreter refuses to
-start at exit. Bulk requests are signed here with botocore's signer, because aiobotocore takes no
-memoryviews.
+All bytes go over a ``Wire``, so that deadlines, cancellation, proxies and TLS are the same for all,
+and nothing needs a thread that the interpreter refuses to start at exit. Bulk requests are signed
+here with botocore's signer, because aiobotocore takes no memoryviews.
 
 Clients are shared by all storages of an event loop with equal options. This module must not know
-keys' meaning, writers or retries: a call is one request.
+writers or retries: a call is one request.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after
+from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after, remedy
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
@@ -104,7 +103,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
 
     Attributes:
         region: Of the bucket.
-        profile: A section of the configuration files.
+        profile: Section of the configuration files.
         addressing_style: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host.
         access_key_id, secret_access_key, session_token: Instead of botocore's chain.
         sse: Encryption at rest: ``"AES256"``, ``"aws:kms"`` or ``"aws:kms:dsse"``.
@@ -113,8 +112,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         tags: Of new objects.
         request_payer: Agree to pay for requests to someone else's bucket.
         proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
-        part_bytes: Least size of a write; 10 MiB or more. Most parts are as long as a chunk
-            (``Options.chunk_bytes``), and none is less than half of this.
+        part_bytes: Least size of a write; 10 MiB or more. No part is less than half of it.
         has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
     """
 
@@ -144,7 +142,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         for name in ("access_key_id", "secret_access_key", "session_token"):
             check_secret(name, getattr(self, name))
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
-            raise ValueError("part_bytes must lie between 10 MiB and 2 GiB")
+            raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
 
     def __repr__(self) -> str:
         # Without proxies, which may have a password, and KMS keys, which have an account.
@@ -152,12 +150,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
 
 
 class _Bucket(msgspec.Struct, frozen=True):
-    """The address and signature of requests for the objects of a bucket.
-
-    Attributes:
-        base_url: Ends with a slash; the object's key follows.
-        region: In signatures; None if nothing is signed.
-    """
+    """The URL before an object's key, and the region in signatures; None if nothing is signed."""
 
     base_url: str
     region: str | None
@@ -181,12 +174,12 @@ class S3Client:
 
     Attributes:
         num_users: Storages that use it; after the last release its connections are closed.
-        checks_crc32c: Whether the server compares the CRC32C of what arrives; None until it has
-            answered. If not, payloads are signed.
+        checks_crc32c: Whether the server compares the CRC32C of bodies; None until it has answered.
+            If not, payloads are signed.
         checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
         has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
         copies_parts: Whether it copies from objects into uploads; None until it was tried.
-        probing: Held by a trial of these.
+        probing: Held by a trial.
         beginning: Held by the first upload, until the server's checks are known.
     """
 
@@ -199,7 +192,7 @@ class S3Client:
         self.copies_parts: bool | None = None
         self.probing = anyio.Lock()
         self.beginning = anyio.Lock()
-        self._run_waiting = run_io
+        self._run_io = run_io
         self._opening = anyio.Lock()
         self._session: AioSession | None = None
         self._client: Any = None
@@ -209,7 +202,6 @@ class S3Client:
         self._buckets: dict[str, _Bucket] = {}
 
     def knows_checks(self) -> bool:
-        """Returns whether the server's checks are known."""
         return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
@@ -224,11 +216,7 @@ class S3Client:
         self._client = None
 
     async def call(self, operation: str, **params: Any) -> dict[str, Any]:
-        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``.
-
-        Raises:
-            ClientError, BotoCoreError, WireError: see ``translate_error``.
-        """
+        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``."""
         await self._open()
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
@@ -246,12 +234,8 @@ class S3Client:
     ) -> Response:
         """Sends ``views`` as the body of a request.
 
-        Args:
-            payload: The body's SHA-256 in hex digits, if the signature is to cover it.
-
-        Raises:
-            ClientError, BotoCoreError, WireError: see ``translate_error``.
-        Cancellation: at once; the server may have acted on the request.
+        ``payload`` is their SHA-256 in hex digits, if the signature is to cover it. Cancellation:
+        at once; the server may have acted on the request.
         """
         request = await self._request(method, bucket, key, query, headers, payload)
         response = await self._require_wire().send(request, views)
@@ -267,8 +251,6 @@ class S3Client:
     ) -> Response:
         """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
-        Raises:
-            ClientError, BotoCoreError, WireError: see ``translate_error``.
         Cancellation: at once; nothing writes to the views after that.
         """
         request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
@@ -306,8 +288,8 @@ class S3Client:
         )
 
     async def _bucket(self, name: str) -> _Bucket:
-        found = self._buckets.get(name)
-        if found is None:
+        bucket = self._buckets.get(name)
+        if bucket is None:
             # A presigned URL has all that botocore knows: address, region, whether to sign.
             url = urlsplit(
                 await self._client.generate_presigned_url(
@@ -322,21 +304,20 @@ class S3Client:
                 # was made.
                 host = f"{name}.s3.{region}.amazonaws.com"
             base_url = f"{url.scheme}://{host}{url.path.removesuffix('k')}"
-            found = self._buckets[name] = _Bucket(base_url, region)
-        return found
+            bucket = self._buckets[name] = _Bucket(base_url, region)
+        return bucket
 
     async def _open(self) -> None:
-        """Opens missing parts; on a worker thread, because botocore reads files."""
         if self._client is not None and self._wire is not None:
             return
         async with self._opening:
             if self._client is None:
-                self._session, self._client = await self._run_waiting(_open_client, self.options)
+                self._session, self._client = await self._run_io(_open_client, self.options)
                 self._client.meta.events.register("before-send.s3", self._send_control)
             if self._wire is None:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
-                self._wire = await self._run_waiting(self._new_wire, self._session, endpoint_url)
+                self._wire = await self._run_io(self._new_wire, self._session, endpoint_url)
 
     def _require_wire(self) -> Wire:
         assert self._wire is not None
@@ -355,7 +336,7 @@ class S3Client:
             except OSError as error:
                 raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
         return Wire(
-            self._run_waiting,
+            self._run_io,
             connect_s=options.connect_timeout_s,
             stall_s=options.stall_timeout_s,
             max_idle=options.max_concurrency,
@@ -369,9 +350,11 @@ class S3Client:
         """Sends a control call: botocore uses a hook's response instead of sending itself."""
         is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
-        headers = {name: _to_text(value) for name, value in request.headers.items()}
-        for unwanted in ("Content-Length", "Expect"):
-            headers.pop(unwanted, None)
+        headers = {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in request.headers.items()
+            if name not in ("Content-Length", "Expect")
+        }
         response = await self._require_wire().send(
             Request(
                 method=request.method,
@@ -408,7 +391,7 @@ class _Body:
 
 @functools.cache
 def _shared_loader() -> Loader:
-    """The loader of service models, which takes 0.1 s per model, for all clients."""
+    """Returns the loader of service models, which takes 0.1 s per model, for all clients."""
     return create_loader()
 
 
@@ -458,10 +441,6 @@ def _check_proxy(given: str | None) -> str | None:
     if not is_valid:
         raise UsageError("a proxy is http://host:port, or http://user:password@host:port")
     return proxy
-
-
-def _to_text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _to_bytes(body: object) -> bytes | bytearray:
@@ -534,10 +513,7 @@ def is_missing(error: ClientError) -> bool:
 def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
-    """Returns the ``StorageError`` for a failed call, with advice.
-
-    ``error`` is a ``ClientError``, ``BotoCoreError`` or ``WireError``.
-    """
+    """Returns the error for a ``ClientError``, ``BotoCoreError`` or ``WireError``, with advice."""
     if isinstance(error, ClientError):
         kind, detail, fields = _error_from_response(error, client)
     else:
@@ -550,12 +526,8 @@ _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 def _error_without_response(error: Exception) -> _Meaning:
     if isinstance(error, WireError):
-        remedy = (
-            "raise the timeouts in storage_options if the server is that slow"
-            if error.is_timeout
-            else "look at the server, endpoint_url, proxies and ca_bundle"
-        )
-        return StorageError, f"{error.detail}; {remedy}", {"retryable": error.is_retryable}
+        advice = remedy(error.is_timeout, "the server, endpoint_url, proxies and ca_bundle")
+        return StorageError, f"{error.detail}; {advice}", {"retryable": error.is_retryable}
     if isinstance(error, InvalidRegionError | ParamValidationError | ProfileNotFound):
         return (
             StorageError,
@@ -596,13 +568,13 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     if code in _EXPIRED:
         client.renew()
         is_fixed = client.options.access_key_id is not None
-        remedy = "pass a new session_token" if is_fixed else "log in anew"
-        detail = f"{answer}: the credentials have expired: {remedy}"
+        advice = "pass a new session_token" if is_fixed else "log in again"
+        detail = f"{answer}: the credentials have expired: {advice}"
         return AccessDenied, detail, {"retryable": not is_fixed}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
-        remedy = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
-        return StorageError, f"{answer}: it lies in another region: set {remedy}", {}
+        option = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
+        return StorageError, f"{answer}: it is in another region: set {option}", {}
     if code in _FULL or status == 507:
         return StorageFull, f"{answer}: no room or no quota is left", {}
     if code in _WRONG_KEYS:
@@ -617,7 +589,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
 
 
 def _describe_skew(headers: Mapping[str, str]) -> str:
-    """Describes how far this machine's clock is off, from the response's date."""
+    """Describes the error of this machine's clock, from the response's date."""
     try:
         there = parsedate_to_datetime(headers["date"])
     except (KeyError, ValueError):

@@ -1,13 +1,12 @@
 """An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
 
 Each exchange (one request, one response) runs on a worker thread and blocks there, in calls that
-release the GIL; the event loop only waits. ``docs/decisions/0009`` says why, with measurements.
-Signing, retries, limits and the meaning of a status are the callers': this module knows no object
-store.
+release the GIL; ``docs/decisions/0009`` has the reasons, with measurements. Signing, retries,
+limits and the meaning of a status are the callers': this module must not know object stores.
 
 A thread in a system call cannot be cancelled. Instead its socket is shut down: the call returns at
-once. Cancellation and deadlines work like this. A name lookup that hangs is out of reach; it ends
-when the resolver gives up.
+once. Cancellation and deadlines work like this. A name lookup that hangs ends when the resolver
+gives up.
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ class WireError(Exception):
 
 
 class WrongLength(WireError):
-    """The announced body is shorter or longer than the views.
-
-    Attributes:
-        num_bytes: Its length; None if the server did not send it.
-    """
+    """The announced body, of ``num_bytes`` bytes if known, is shorter or longer than the views."""
 
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
@@ -94,14 +89,12 @@ class WrongLength(WireError):
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Returns whether a request failed because the host does not exist: a retry is of no use.
-
-    Clients keep the resolver's error as ``os_error`` or as the cause.
-    """
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, socket.gaierror):
-        seen = getattr(seen, "os_error", None) or seen.__cause__
-    return seen is not None and seen.errno != socket.EAI_AGAIN
+    """Returns whether a request failed because the host does not exist: a retry is of no use."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, socket.gaierror):
+        # Clients keep the resolver's error as ``os_error`` or as the cause.
+        cause = getattr(cause, "os_error", None) or cause.__cause__
+    return cause is not None and cause.errno != socket.EAI_AGAIN
 
 
 class Wire:
@@ -112,7 +105,7 @@ class Wire:
         connect_s: Bound for connecting to one address, and for the TLS handshake.
         stall_s: Longest time without a byte in either direction.
         max_idle: Connections kept per server.
-        ssl_context: For ``https``; the system's trusted authorities if None.
+        ssl_context: For ``https``; None: the system's trusted authorities.
         proxy: URL of an HTTP proxy, with user and password if needed.
     """
 
@@ -136,9 +129,7 @@ class Wire:
         self._is_closed = False
 
     async def send(self, request: Request, views: Sequence[memoryview] = ()) -> Response:
-        """Sends ``views``, back to back, as the body. Keeps ``kept_bytes`` of the response's.
-
-        The views are read before this returns and not kept.
+        """Sends ``views``, back to back, as the body; they are not kept.
 
         Raises:
             WireError: no complete response came; the server may have acted on the request.
@@ -149,12 +140,10 @@ class Wire:
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
         """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
 
-        Of any other status ``kept_bytes`` of the body are kept, as by ``send``.
-
         Raises:
             WrongLength: the body has another length. The views are untouched.
             WireError: no complete response came. The views' content is then unspecified.
-        Cancellation: at once; nothing writes to the views after this returns.
+        Cancellation: at once; nothing writes to the views after that.
         """
         return await self._exchange(request, (), views)
 
@@ -231,7 +220,6 @@ class _Connection(http.client.HTTPConnection):
     All methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
-        place: Scheme, host and port.
         is_reusable: The last exchange was complete, and another may follow.
         has_ended: No exchange is running: nothing to cut.
     """
@@ -291,11 +279,6 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        """Sends a request and receives the response.
-
-        Raises:
-            WireError: see there.
-        """
         self.is_reusable = False
         try:
             self._ensure_connected()
@@ -315,7 +298,6 @@ class _Connection(http.client.HTTPConnection):
         self.sock.settimeout(self._stall_s)
 
     def _ensure_connected(self) -> None:
-        """Connects, also if the server has hung up meanwhile."""
         self._check_cut()
         if self.sock is not None and _is_stale(self.sock):
             self.close()
@@ -356,8 +338,8 @@ class _Connection(http.client.HTTPConnection):
         with self._send(request, outgoing) as response:
             headers: dict[str, str] = {}
             for name, value in response.getheaders():
-                known = headers.get(name.lower())
-                headers[name.lower()] = value if known is None else f"{known}, {value}"
+                other = headers.get(name.lower())
+                headers[name.lower()] = value if other is None else f"{other}, {value}"
             body = b""
             if incoming is not None and response.status in (200, 206):
                 _fill(response, incoming)
@@ -433,7 +415,7 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
     wanted = sum(view.nbytes for view in views)
     if response.length != wanted:
         raise WrongLength(
-            f"{wanted} bytes were asked for, and {response.length} are to come",
+            f"{wanted} bytes were requested, and {response.length} are to come",
             num_bytes=response.length,
         )
     for view in views:
@@ -447,7 +429,6 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
 
 
 def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
-    """Yields the same bytes, with small neighbours copied together."""
     small = bytearray()
     for view in views:
         if len(small) + view.nbytes <= _SMALL_BYTES:
@@ -469,7 +450,6 @@ def _host_header(url: SplitResult) -> str:
 
 
 def _is_stale(sock: socket.socket) -> bool:
-    """Returns whether the server has hung up, or sent something unexpected."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -482,7 +462,7 @@ def _shut_down(sock: socket.socket | None) -> None:
         # Not SSLSocket.shutdown, which would drop TLS and let a thread continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        pass  # not connected yet, or no more
+        pass  # not connected yet, or no longer
 
 
 def _describe(error: BaseException | None) -> str:

@@ -1,11 +1,8 @@
 """The base of all wrappers around a storage: every verb, declared once, through one hook.
 
-A wrapper decides one thing and passes everything else on. It must not know backends or snapshots.
-It owns its inner storage: ``aclose`` closes both.
-
-A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``. A wrapper
-that acts on the async verbs only switches blocking I/O off (``without_blocking_io``); otherwise
-blocking calls bypass its policy.
+A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``; one that
+acts on the async verbs only switches blocking I/O off (``without_blocking_io``). A wrapper owns its
+inner storage: ``aclose`` closes both. It must not know backends or snapshots.
 """
 
 from __future__ import annotations
@@ -38,13 +35,11 @@ class ListEnd(enum.Enum):
 
 
 def without_blocking_io(capabilities: Capabilities) -> Capabilities:
-    """Returns ``capabilities`` with blocking I/O switched off."""
     return dataclasses.replace(capabilities, has_blocking_io=False)
 
 
 @asynccontextmanager
 async def close_after(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIterator[ObjectInfo]]:
-    """Closes the iterator of a ``list``, if it can be closed, at the end of the context."""
     try:
         yield infos
     finally:
@@ -79,7 +74,6 @@ class Wrapper(Storage):
         return call(*args, **kwargs)
 
     def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        """Wraps a writer that was opened or joined. Override it to change a writer's verb."""
         return WriterWrapper(self, inner)
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:

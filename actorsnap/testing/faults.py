@@ -1,13 +1,13 @@
 """Storages that fail, stall, slow down or kill the process on purpose.
 
-Decides when a fault happens, by counting operations; never changes the stored data otherwise. A
-test with a fault must assert ``was_hit``, or it may pass without any fault. Must not know backends
-or snapshots.
+Decides when a fault happens, by counting operations. A test with a fault must assert ``was_hit``,
+or it may pass without any fault. Must not know backends or snapshots.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -30,8 +30,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.errors import StorageError, UsageError
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
-from actorsnap.storage.vectored import num_bytes
+from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 
 __all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]
@@ -91,8 +90,8 @@ _FAILING = frozenset(Verb) - {Verb.ABORT}
 class FaultyStorage(Wrapper):
     """Forwards to ``inner``, except for the requested faults.
 
-    Operations are counted from 1 in the order in which they begin, on any thread. A ``list`` counts
-    once. The usual loop::
+    Operations count from 1 in the order in which they begin, on any thread; a ``list`` counts once.
+    The usual loop::
 
         for k in itertools.count(1):
             storage = FaultyStorage(inner, fail_at=k)
@@ -103,11 +102,9 @@ class FaultyStorage(Wrapper):
             if not storage.was_hit:
                 break
 
-    The code under test may handle a fault (a retry, a cleanup); ``was_hit`` is true then, too.
-
     Attributes:
         counts: Operations begun, by verb, including blocking ones.
-        was_hit: Whether the scripted failure or stall has happened.
+        was_hit: Whether the scripted failure or stall has happened, also if it was handled.
     """
 
     def __init__(
@@ -116,13 +113,11 @@ class FaultyStorage(Wrapper):
         *,
         fail_at: int | None = None,
         fail_verbs: Collection[Verb | str] = _FAILING,
-        fail_when: When | str = When.BEFORE,
+        fail_when: When | str | None = None,
         error: Exception | None = None,
         is_lasting: bool = False,
         kill_after: int | None = None,
-        kill_when: When | str = When.AFTER,
         latency_s: Mapping[Verb | str, float] | None = None,
-        stall: Collection[Verb | str] = (),
         before: Callable[[Verb, str], Awaitable[None]] | None = None,
         has_blocking_io: bool = True,
     ) -> None:
@@ -132,15 +127,14 @@ class FaultyStorage(Wrapper):
             inner: The storage to wrap.
             fail_at: The operation, counted over ``fail_verbs``, that raises.
             fail_verbs: The verbs that count for ``fail_at``; all but ``abort`` by default.
-            fail_when: ``after`` makes the failure ambiguous, because the operation took effect;
-                ``halfway`` tears a write.
+            fail_when: Position of the failure or kill; if None, a failure comes ``before`` and a
+                kill ``after`` the operation. A failure ``after`` it is ambiguous, because the
+                operation took effect; one ``halfway`` tears a write.
             error: The error to raise; if None, a ``StorageError`` that is not retryable.
             is_lasting: All operations from ``fail_at`` on fail: the store is gone.
             kill_after: SIGKILL this process at that operation, counted over the verbs that write:
                 put, put_if_absent, write_at, reuse, complete, delete, delete_folder.
-            kill_when: ``before`` or ``after`` that operation takes effect.
-            latency_s: Delay of a verb, in seconds.
-            stall: Verbs that wait until they are cancelled.
+            latency_s: Delay of a verb, in seconds; ``math.inf`` stalls it until it is cancelled.
             before: Awaited with verb and key as each operation begins; its errors are raised by the
                 operation.
             has_blocking_io: False forces callers to the async path. Also off with ``before``, and
@@ -157,22 +151,21 @@ class FaultyStorage(Wrapper):
         self.was_hit = False
         self._fail_at = fail_at
         self._fail_verbs = _verbs(fail_verbs) - {Verb.ABORT}
-        self._fail_when = When(fail_when)
+        self._fail_when = When(fail_when or When.BEFORE)
         self._error = error
         self._is_lasting = is_lasting
         self._kill_after = kill_after
-        self._kill_when = When(kill_when)
+        self._kill_when = When(fail_when or When.AFTER)
         latency_s = latency_s or {}
         _verbs(latency_s)
         self._latency_s = {Verb(verb): seconds for verb, seconds in latency_s.items()}
-        self._stall = _verbs(stall)
         self._before = before
         self._stalled = anyio.Event()
         self._lock = threading.Lock()
         self._num_failing = 0
         self._num_writing = 0
-        is_async = before is not None or self._stall & {Verb.WRITE_AT, Verb.READ_INTO}
-        if is_async or not has_blocking_io:
+        stalls_io = math.inf in map(self._latency_s.get, (Verb.WRITE_AT, Verb.READ_INTO))
+        if before is not None or stalls_io or not has_blocking_io:
             self.capabilities = without_blocking_io(inner.capabilities)
 
     @property
@@ -215,12 +208,13 @@ class FaultyStorage(Wrapper):
         if self._before is not None:
             await self._before(verb, key)
         faults = self._begin(verb)
-        if verb in self._latency_s:
-            await anyio.sleep(self._latency_s[verb])
-        if verb in self._stall:
-            self.was_hit = True
-            self._stalled.set()
-            await anyio.sleep_forever()
+        latency_s = self._latency_s.get(verb)
+        if latency_s is not None:
+            if latency_s == math.inf:
+                self.was_hit = True
+                self._stalled.set()
+                await anyio.sleep_forever()
+            await anyio.sleep(latency_s)
         self._strike(faults, When.BEFORE, verb, key)
         yield faults
         self._strike(faults, When.AFTER, verb, key)
@@ -251,7 +245,6 @@ class FaultyStorage(Wrapper):
         return _Faults(fails, kills)
 
     def _torn(self, faults: _Faults, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Returns the part of ``views`` that a ``write_at`` writes."""
         if not faults.fails or self._fail_when is not When.HALFWAY:
             return views
         data = b"".join(views)
@@ -296,8 +289,7 @@ class _FaultyWriter(WriterWrapper):
 class ThrottledStorage(Wrapper):
     """Limits reads and writes together to ``bytes_per_s``, in the order of the calls.
 
-    Each call waits for the calls before it, and then for the time that its own bytes take. Blocking
-    I/O is off. For use on one event loop.
+    Blocking I/O is off. For use on one event loop.
     """
 
     def __init__(

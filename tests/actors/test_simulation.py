@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import sys
 import traceback
@@ -276,7 +277,7 @@ class Simulation:
                 when = rng.choice([When.BEFORE, When.AFTER])
                 return FaultyStorage(storage, fail_at=at, fail_verbs=[verb], fail_when=when)
             case "stall":
-                return FaultyStorage(storage, stall=[rng.choice(list(Verb))])
+                return FaultyStorage(storage, latency_s={rng.choice(list(Verb)): math.inf})
             case "slow":
                 return self.slow(storage, 4.0)
             case "hang":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -33,9 +34,8 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
 from actorsnap.protocol.save import Question, decode
 from actorsnap.state.stateful import StateDict
-from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext, num_bytes
 from actorsnap.storage.memory import MemoryStorage, open_memory
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb
@@ -243,7 +243,7 @@ async def test_one_ranks_storage_error_is_everybodys_outcome() -> None:
 
 async def test_a_stalled_rank_ends_at_the_deadline() -> None:
     storage = empty_storage()
-    stalled = FaultyStorage(storage, stall=[Verb.WRITE_AT])
+    stalled = FaultyStorage(storage, latency_s={Verb.WRITE_AT: math.inf})
     begun = anyio.current_time()
     world = world_of(3, [storage, stalled, storage], replicated=[], timeout_s=1500.0)
     outcomes = await world.run()
@@ -395,7 +395,7 @@ async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
             storages.append(storage)
         elif fault == "stall":
             verb = rng.choice([Verb.WRITE_AT, Verb.PUT, Verb.COMPLETE, Verb.WRITER])
-            storages.append(FaultyStorage(storage, stall=[verb]))
+            storages.append(FaultyStorage(storage, latency_s={verb: math.inf}))
         elif fault == "slow":
             slow: dict[Verb | str, float] = {
                 Verb.WRITE_AT: rng.random() * 20,

@@ -70,19 +70,19 @@ def save_and_die_at_operation(
 ) -> str:
     """``save``, killed at the storage operation number ``at`` that writes."""
     options = Options(fsync=False, compression=compression)
-    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, fail_when=when)):
         return save(faulty_url(url), number, how=how, overwrite=overwrite, options=options)
 
 
 def copy_and_die_at_operation(source: str, to: str, *, at: int, when: str) -> None:
     """A copy that replaces, killed at the writing operation number ``at`` of the destination."""
-    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, fail_when=when)):
         sync.Snapshot(source).copy_to(faulty_url(to), overwrite=True)
 
 
 def delete_and_die_at_operation(url: str, *, at: int, when: str) -> None:
     """A deletion, killed at the writing operation number ``at``."""
-    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when=when)):
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, fail_when=when)):
         sync.Snapshot(faulty_url(url)).delete()
 
 
@@ -91,7 +91,7 @@ def write_and_die(root: str, *, k: int, when: str, how: str) -> None:
 
     async def write() -> None:
         inner = open_storage(root, StorageContext(run_blocking=run_blocking_in_thread))
-        storage = FaultyStorage(inner, kill_after=k, kill_when=when)
+        storage = FaultyStorage(inner, kill_after=k, fail_when=when)
         await storage.put("1", [memoryview(b"x")])
         await storage.get("1")
         await storage.put_if_absent("2", b"x")
@@ -473,7 +473,7 @@ def save_model_and_die(url: str, storage_options: dict[str, Any], seed: int, at:
     from tests.api.test_resume import OPTIONS
     from tests.api.test_resume import state as model_of
 
-    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, kill_when="before")):
+    with faulty(lambda inner: FaultyStorage(inner, kill_after=at, fail_when="before")):
         sync.Snapshot.take(
             faulty_url(url), model_of(seed, 30), storage_options=storage_options, options=OPTIONS
         )

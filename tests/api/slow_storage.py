@@ -12,11 +12,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import ObjectWriter, Storage, StorageContext, num_bytes
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.memory import open_memory
 from actorsnap.storage.registry import register
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
 
 __all__ = ["Gate", "GatedStorage", "GatedWriter", "gated"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -222,7 +223,7 @@ async def test_a_stalled_collection_does_not_hold_up_the_caller(
 ) -> None:
     url = str(tmp_path / "s")
     monkeypatch.setattr(abandonable, "_CLEANUP_S", 3.0)
-    with faulty(lambda inner: FaultyStorage(inner, stall=["list_folders"])):
+    with faulty(lambda inner: FaultyStorage(inner, latency_s={"list_folders": math.inf})):
         await Snapshot.take(faulty_url(url), state(1), options=Options(fsync=False, timeout_s=0.5))
         assert Host.get()._calls, "the caller has waited for it"
         pending = await Snapshot.async_take(

@@ -14,9 +14,8 @@ import torch
 
 from actorsnap import ChecksumMismatch, Options, StateDict
 from actorsnap.actors import fetcher
-from actorsnap.storage.base import Storage
+from actorsnap.storage.base import Storage, num_bytes
 from actorsnap.storage.memory import forget_space
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url

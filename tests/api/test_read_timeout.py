@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -34,7 +35,10 @@ async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None
     url = str(tmp_path / "s")
     await Snapshot.take(url, state(1), options=Options(fsync=False))
     verb, run = CALLS[call]
-    with faulty(lambda inner: FaultyStorage(inner, stall=[verb])), anyio.fail_after(60):
+    with (
+        faulty(lambda inner: FaultyStorage(inner, latency_s={verb: math.inf})),
+        anyio.fail_after(60),
+    ):
         snapshot = Snapshot(faulty_url(url), options=Options(timeout_s=0.3))
         with pytest.raises(StorageError, match=r"timeout_s=0\.3 is over") as caught:
             await run(snapshot)

@@ -14,10 +14,9 @@ import torch
 from actorsnap import ActorSnapError, ObjectExists, Options, Snapshot, SnapshotAborted, StateDict
 from actorsnap.errors import UsageError
 from actorsnap.runtime import location
-from actorsnap.storage.base import ObjectWriter, Storage
+from actorsnap.storage.base import ObjectWriter, Storage, num_bytes
 from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.storage.registry import find_opener
-from actorsnap.storage.vectored import num_bytes
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url

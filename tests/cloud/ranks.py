@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from actorsnap.storage.base import ObjectWriter
-from actorsnap.storage.gs_upload import GsWriter
-from actorsnap.storage.s3_upload import PartWriter
+from actorsnap.storage.gs import GsWriter
+from actorsnap.storage.s3 import PartWriter
 from actorsnap.sync import Snapshot
 from tests.cloud.places import state
 from tests.worlds import Rank, World

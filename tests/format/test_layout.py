@@ -180,8 +180,8 @@ def test_no_slots_give_a_valid_object() -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([Slot("a", "uint8", (1,), 1)] * 2, "'a' stands twice"),
-        ([Slot(n, "uint8", (1,), 1) for n in ("__metadata__", "%5F_metadata__")], "stands twice"),
+        ([Slot("a", "uint8", (1,), 1)] * 2, "'a' is twice"),
+        ([Slot(n, "uint8", (1,), 1) for n in ("__metadata__", "%5F_metadata__")], "is twice"),
         ([Slot("a", "float32", (2,), 4)], "not those of float32"),
         ([Slot("a", "float32", (-1, -1), 4)], "not those of float32"),
         ([Slot("a", "complex128", (1,), -16)], "-16 bytes"),

@@ -18,10 +18,10 @@ from actorsnap.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from actorsnap.format import validate
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, choose_block_bytes, crc32c
 from actorsnap.format.layout import dtype_itemsize, manifest_key
 from actorsnap.format.manifest import (
+    COMPOSITE_PARTS,
     BytesEntry,
     BytesType,
     Commit,
@@ -272,7 +272,7 @@ def manifests(draw: st.DrawFn) -> RankManifest:
             entries.extend(draw(st.permutations([base, view])))
         elif kind == "composite":
             layout = draw(st.sampled_from(get_args(CompositeLayout)))
-            parts = validate.COMPOSITE_PARTS[layout]
+            parts = COMPOSITE_PARTS[layout]
             entries.append(
                 CompositeEntry(
                     path=f"c/{path}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,7 +216,7 @@ async def test_what_comes_before_an_operation_is_waited_for(name: str) -> None:
 @pytest.mark.parametrize("verb", list(Verb))
 @bounded(20)
 async def test_a_stall_lasts_until_it_is_cancelled(fs: Storage, verb: Verb) -> None:
-    faulty = FaultyStorage(fs, stall=[verb])
+    faulty = FaultyStorage(fs, latency_s={verb: math.inf})
     assert faulty.capabilities.has_blocking_io is (verb not in ("write_at", "read_into"))
     is_finished = False
 
@@ -254,7 +255,7 @@ def test_scripts_that_make_no_sense(name: str) -> None:
     with pytest.raises(UsageError, match="kill_after counts from 1"):
         FaultyStorage(inner, kill_after=0)
     with pytest.raises(UsageError, match="'upload'.*verbs are put, "):
-        FaultyStorage(inner, stall=["upload"])
+        FaultyStorage(inner, latency_s={"upload": math.inf})
     with pytest.raises(UsageError, match="bytes_per_s"):
         ThrottledStorage(inner, bytes_per_s=0)
 

@@ -28,7 +28,7 @@ from actorsnap.errors import (
     StorageFull,
     UsageError,
 )
-from actorsnap.storage import StorageContext, open_storage, posix, vectored
+from actorsnap.storage import StorageContext, open_storage, posix
 from actorsnap.storage import fs as fs_module
 from actorsnap.storage.fs import FsStorage
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
@@ -510,7 +510,7 @@ async def test_short_transfers_go_on(
         def some(fd: int, views: Sequence[memoryview], offset: int) -> int:
             nonlocal num_calls
             num_calls += 1
-            assert len(views) <= vectored.IOV_MAX
+            assert len(views) <= posix.IOV_MAX
             return call(fd, [view[: max(1, most // len(views))] for view in views[:1]], offset)
 
         return some

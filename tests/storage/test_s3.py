@@ -165,10 +165,10 @@ async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> 
         ({"zzz": 1}, "'zzz'; it has: endpoint_url, anonymous"),
         ({"region": 5}, r"`\$.region`"),
         ({"addressing_style": "dns"}, "'dns'"),
-        ({"part_bytes": _MIB}, "part_bytes must lie between 10 MiB"),
+        ({"part_bytes": _MIB}, "part_bytes must be between 10 MiB"),
         ({"max_concurrency": 0}, "max_concurrency must be 1 or more"),
-        ({"stall_timeout_s": 0}, r"stall_timeout_s must lie in \(0, 86400\]"),
-        ({"transfer_timeout_s": float("inf")}, "transfer_timeout_s must lie in"),
+        ({"stall_timeout_s": 0}, r"stall_timeout_s must be in \(0, 86400\]"),
+        ({"transfer_timeout_s": float("inf")}, "transfer_timeout_s must be in"),
         ({"secret_access_key": _SECRETS[1]}, "belong together"),
         ({"session_token": _SECRETS[2]}, "session_token needs"),
         ({"kms_key_id": "k"}, "kms_key_id needs sse"),
@@ -350,7 +350,7 @@ async def test_parts_are_numbered_without_gaps(options: dict[str, Any], bucket: 
     for n, writer in ((2, joined), (0, opener), (3, joined), (1, opener)):
         part = data[cuts[n] * _MIB : cuts[n + 1] * _MIB]
         await writer.write_at(cuts[n] * _MIB, [part[:100], part[100:]], crc32c(part))
-    with pytest.raises(StorageError, match="what is to be sent has another CRC32C"):
+    with pytest.raises(StorageError, match="the body to send has another CRC32C"):
         await opener.write_at(29 * _MIB, [data[29 * _MIB : 60 * _MIB]], 1)
     parts = await storage.bucket.client.call(
         "list_parts", Bucket=bucket, Key="key", UploadId=msgspec.msgpack.decode(opener.token)[2]

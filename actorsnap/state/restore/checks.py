@@ -1,7 +1,7 @@
 """Checks entries before memory is allocated for them.
 
 Dtype, shape and byte range must agree, a view must stay within its base, and a part must fit its
-composite (``docs/format.md``, "Entries"). Completes ``format/validate.py``, which knows neither all
+composite (``docs/format.md``, "Entries"). Completes ``format/manifest.py``, which knows neither all
 dtypes nor the limits of torch and numpy. It must not know targets or how entries are restored.
 """
 
