@@ -45,9 +45,8 @@ from actorsnap.format.manifest import (
     world_size_of,
 )
 from actorsnap.log import Log
-from actorsnap.planning.compressed_ranges import ChunkMap, Extent, chunk_maps
 from actorsnap.planning.index import Index, ShardedEntry
-from actorsnap.planning.restore import Range, Read, plan_reads
+from actorsnap.planning.restore import ChunkMap, Extent, Range, Read, chunk_maps, plan_reads
 from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.many import for_each

@@ -100,7 +100,7 @@ class Broadcaster:
                 raise
             tasks.cancel_scope.cancel()
 
-    async def __call__(self, memory: memoryview, source: int) -> None:
+    async def broadcast(self, memory: memoryview, source: int) -> None:
         """Sends ``memory`` if this is rank ``source`` of the exchange; otherwise receives into it.
 
         Raises:

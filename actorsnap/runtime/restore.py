@@ -27,7 +27,7 @@ from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
-from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan
+from actorsnap.planning.shared_reads import ReadInterest, ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.labels import CallKind, Label
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
@@ -35,7 +35,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
-from actorsnap.runtime.shared_reads import Reading
+from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, error_text, observe
 from actorsnap.runtime.validation import AppState, check_flag
@@ -189,9 +189,11 @@ def restore_by(
     check_flag("strict", strict)
     observation = observation or Observation("restore")
     compared, reading = yield from _compare(rounds, source, app_state, observation)
-    wants = reading.wants(Host.get())
+    interest = reading.interest(Host.get())
     try:
-        plan = yield from _agree(rounds, compared.message(wants) if strict else Comparison(wants))
+        plan = yield from _agree(
+            rounds, compared.message(interest) if strict else Comparison(interest)
+        )
     except IncompatibleState as error:
         for hint in compared.hints:
             error.add_note(hint)
@@ -222,7 +224,7 @@ def plan_restore(
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
         compared, reading = yield from _compare(rounds, source, app_state, Observation("restore"))
-        plan = yield from _agree(rounds, compared.message(reading.wants(Host.get())))
+        plan = yield from _agree(rounds, compared.message(reading.interest(Host.get())))
         weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
         totals = msgspec.msgpack.decode(payload, type=RestoreTotals)
@@ -247,7 +249,7 @@ def _compare(
     source: Source,
     app_state: AppState,
     observation: Observation,
-) -> Script[tuple[Compared, Reading]]:
+) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index and, once all ranks have read the same one, compares."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
@@ -260,13 +262,13 @@ def _compare(
     # Escaped names, which can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)
-    return compared, Reading(source, index, parts, rounds.team, observation)
+    return compared, RestoreReads(source, index, parts, rounds.team, observation)
 
 
-def _agree(rounds: Rounds, message: Comparison) -> Script[ReadPlan]:
+def _agree(rounds: Rounds, message: Comparison) -> Script[SharedReadPlan]:
     """Sends this rank's mismatches and wants; returns the common read plan."""
     payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
-    return msgspec.msgpack.decode(payload, type=ReadPlan)
+    return msgspec.msgpack.decode(payload, type=SharedReadPlan)
 
 
 class _Turns:
@@ -352,9 +354,9 @@ class Compared:
                 states[key].pop("optim", None)
         return states
 
-    def message(self, wants: ReadInterest) -> Comparison:
+    def message(self, interest: ReadInterest) -> Comparison:
         return Comparison(
-            wants,
+            interest,
             tuple(self.missing),
             tuple(self.unexpected),
             tuple(self.mismatched),
