@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actorsnap.actors.fetcher import (
-    RangeRequest,
+from actorsnap.actors.fetcher import RangeRequest
+from actorsnap.actors.snapshot_reader import (
     SnapshotReader,
     find_commit,
     is_complete,

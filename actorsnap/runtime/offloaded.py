@@ -22,8 +22,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.fence import Fence
-from actorsnap.actors.fetcher import find_commit
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
+from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.actors.staging import StagingActor, sources_of
 from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import SnapshotAborted, describe, printable

@@ -19,10 +19,10 @@ import anyio
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import CommitActor, CommitTemplate
 from actorsnap.actors.fence import Fence
-from actorsnap.actors.fetcher import find_commit, read_commits
 from actorsnap.actors.items import Stager
 from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveSettings
+from actorsnap.actors.snapshot_reader import find_commit, read_commits
 from actorsnap.actors.trace import Phase
 from actorsnap.errors import (
     ActorSnapError,
@@ -346,7 +346,7 @@ class SaveJob(Job):
                 older = await find_commit(storage)
             else:
                 # Reads both names at once: usually neither exists.
-                older = (await read_commits(storage)).counting()
+                older = (await read_commits(storage)).valid()
             is_there = older is not None
             if older is not None and older.attempt == self._after:
                 raise _CommittedBefore
