@@ -328,18 +328,15 @@ class Saver:
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
                             chunks=staged_out.clone(),
-                            writer_of=objects.writer_of,
+                            objects=objects,
                             ledgers=ledgers,
                             begin=begin,
                             run_blocking=self._errands.run_cpu,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
-                            has_blocking_io=objects.storage.capabilities.has_blocking_io,
-                            resumes=bool(assignment.resumed),
                             board=self._board,
                             pace=self._settings.pace,
                             compressed=compressed,
-                            recorder=self._recorder,
                         )
                         tasks.start_soon(uploader.run)
                 watch.cancel_scope.cancel()
