@@ -35,7 +35,7 @@ from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import encode_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
+from actorsnap.planning.inventory import Inventory, build_inventory, digest_of
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Token
@@ -278,7 +278,7 @@ class Saver:
                 return encode(ShardedAnswer(sharded))
             return encode(ItemsAnswer({digest: lists[digest] for digest in question.lists}))
 
-        joined = Joined(self._release, inventory_digest(inventory), remembered)
+        joined = Joined(self._release, digest_of(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
         assignment = decode(payload, Assignment)
         if assignment.plan is None:

@@ -109,7 +109,7 @@ class _Comparer:
         self._options = options
         self._entries = entries_by_key(index.entries)
         self._private: dict[str, list[str]] = {}
-        for path in index.elsewhere:
+        for path in index.held_by_other_ranks:
             self._private.setdefault(path.partition("/")[0], []).append(path)
         self._changed = (
             {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
@@ -212,7 +212,7 @@ class _Comparer:
         )
         if not private and not is_private:
             return False
-        ranks = sorted({rank for path in private for rank in index.elsewhere[path]})
+        ranks = sorted({rank for path in private for rank in index.held_by_other_ranks[path]})
         self.compared.kept.append(
             f"{escape(key)}: rank {rank} keeps the states of its random generators, because only "
             f"{named_ranks(ranks or range(index.world_size))} of {index.world_size} saved theirs, "
@@ -225,7 +225,7 @@ class _Comparer:
         index = self._index
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for path in paths:
-            by_ranks.setdefault(index.elsewhere[path], []).append(path)
+            by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [
             f"{escape(key)}: rank {self._rank} wants what {named_ranks(ranks)} of "
             f"{index.world_size} saved, each for itself: {', '.join(own[:3])}"

@@ -180,7 +180,7 @@ def read_one(
             unambiguous.
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
-        held_by_other_ranks: See ``Index.elsewhere``; for the message only.
+        held_by_other_ranks: See ``Index.held_by_other_ranks``; for the message only.
 
     Raises:
         UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.
