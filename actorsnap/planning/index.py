@@ -63,11 +63,10 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A tensor stored as boxes. In memory only, never in a manifest.
+    """A tensor stored as boxes, never in a manifest; see ``TensorEntry``.
 
     Attributes:
-        path, dtype, type, requires_grad, memory_format, attributes: See ``TensorEntry``.
-        shape: Shape of the whole tensor.
+        shape: The whole tensor's.
         shards: Unordered; each box once. They need not cover the tensor.
     """
 
@@ -126,10 +125,7 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
 
 
 def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
-    """Yields an error per tensor that the shards of all ranks do not cover.
-
-    Does not distinguish tensors of the same path on several meshes.
-    """
+    """Yields an error per path whose tensor the shards of all ranks do not cover."""
     shards: dict[str, tuple[TensorEntry, set[Box]]] = {}
     for manifest in manifests:
         for entry in manifest.entries:
@@ -171,8 +167,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box] | None:
     """Returns boxes that tile the tensor, or None if no tiling is certain.
 
-    Of several tilings the first boxes win. All tilings must hold the same bytes: their checksums
-    can be compared if the boxes are runs of rows.
+    All tilings must hold the same bytes: checksums can be compared if the boxes are runs of rows.
     """
     row_volume = prod(shape[1:])
     ways: dict[int, tuple[int, list[Box]]] = {0: (0, [])}
@@ -258,8 +253,8 @@ class _Merger:
         """Joins the shards of a path into one entry; the rank's own shards come first.
 
         A box that ranks stored with different values is disputed: tensors of several meshes have
-        this path. All boxes are disputed if meshes cut the path differently and the checksums
-        cannot prove that it is one tensor. A rank still gets its own disputed boxes back.
+        this path. All boxes are if meshes cut the path differently and checksums cannot prove that
+        it is one tensor. A rank gets only its own disputed boxes.
         """
         _, first = held[0]
         assert first.global_shape is not None
@@ -348,10 +343,7 @@ class _Merger:
                     self._private.setdefault(path, list(self._manifests))
 
     def _add_containers(self) -> None:
-        """Adds the containers of the taken entries.
-
-        A rank that did not save also gets rank 0's empty containers.
-        """
+        """Adds the containers of the entries; for a rank that did not save, also empty ones."""
         needed = {parent for path in self._entries for parent in _ancestors(path)}
         if self._own is None:
             entries = self._template.entries
@@ -381,9 +373,8 @@ class _Merger:
     def _order(self) -> list[str]:
         """Returns the paths in an order that agrees with every rank's as far as possible.
 
-        Ranks that divide a state store rising parts of it. So a rank's paths follow those of the
-        ranks before it, but precede paths that follow them on both. The rank's own paths keep their
-        order.
+        Ranks that divide a state store rising parts of it. So a rank's paths follow those of lower
+        ranks, but precede paths that follow them on both. The rank's own paths keep their order.
         """
         following: dict[str | None, str | None] = {None: None}
         before: dict[str | None, str | None] = {None: None}

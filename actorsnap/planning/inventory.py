@@ -1,9 +1,9 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. An inventory names it by a digest of fixed
-size; the list itself is sent once. Private items are not named.
+A *scope* is a list of items that several ranks hold. An inventory names it by a digest; the list
+itself is sent once. Private items are not named.
 
-Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are never
+Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are not
 compared (``docs/decisions``, 0007).
 """
 
@@ -38,15 +38,15 @@ _DIGEST_BYTES = 12
 """Size of a digest. Every rank sends two per save, and ranks are not adversaries."""
 
 _MAX_LINES = 50
-"""Largest number of lines of an error message, which goes to every rank."""
+"""Most lines of an error message, which goes to every rank."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with other ranks, all with equal values.
+    """Items that a rank holds together with other ranks, with equal values.
 
     Attributes:
-        ranks: The holders, rising. Each of them lists this scope, though perhaps with other items.
-            None: all ranks of the job; a rank that lists no such scope has no such items.
+        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all ranks
+            of the job; a rank that lists no such scope has no such items.
         digest: Digest of the item list.
         nbytes: Bytes of the items.
     """
@@ -60,9 +60,8 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The items of a rank. Names each scope once.
 
     Attributes:
-        private_bytes: Bytes of the items not declared as shared.
-        scopes: The shared items.
-        globs: The caller's ``replicated`` patterns, the same on all ranks.
+        private_bytes: Bytes of the items in no scope.
+        globs: The caller's ``replicated`` patterns.
         sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
     """
 
@@ -76,9 +75,8 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor that several ranks hold parts of, as one of them describes it.
 
     Attributes:
-        shape: Shape of the whole tensor.
-        ranks: Digest of the ranks that hold parts (also empty ones), by ``ranks_digest``.
-        num_ranks: Number of these ranks.
+        shape: The whole tensor's.
+        ranks, num_ranks: The ranks that hold parts (also empty ones): ``ranks_digest`` and number.
     """
 
     path: str
@@ -113,7 +111,7 @@ def build_inventory(
 
     Args:
         items: All items of the rank.
-        scopes: Per scope, its ranks and the indices of its items. Items in no scope are private.
+        scopes: Per scope, its ranks and the indices of its items. Other items are private.
         globs: The caller's ``replicated`` patterns.
         sharded: The tensors that the rank holds a part of, including empty parts.
     """
@@ -180,7 +178,7 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the first complaints; returns if there are none."""
+    """Raises ``UsageError`` with the first complaints, if there are any."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

@@ -1,13 +1,11 @@
 """Packs leaves into data objects and splits a rank's writes into chunks.
 
 Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a few balanced objects that
-finish together: each costs one inode lock or one multipart upload. A large leaf stays in one
-object; small leaves are packed in traversal order, so that a reader needs few requests.
+finish together. A large leaf stays in one object; small leaves are packed in traversal order, so
+that a reader needs few requests.
 
-Each holder packs shared items on its own. Equal input gives an equal layout on every rank, so
-several ranks can write one object and exchange only byte ranges (``RankPlan``).
-
-Must not know where bytes come from or go to.
+Equal input gives an equal layout on every rank, so ranks can write one object together and exchange
+only byte ranges (``RankPlan``).
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         path: Escaped; unique within the rank.
         dtype: torch dtype name; ``uint8`` for raw bytes.
-        shape: In elements; for a shard, the shard's shape.
+        shape: The shard's, for a shard.
         nbytes, itemsize: Bytes of the item and of one element.
         replicated: Every rank holds the same value.
         offsets, global_shape: Shards only: origin in the tensor, and the tensor's shape.
@@ -89,13 +87,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ItemBox(msgspec.Struct, frozen=True, gc=False):
-    """A box of an item, contiguous in the item's bytes. A separate shard in the manifest.
-
-    Attributes:
-        start: Offset of its first byte in the item.
-        shape: In elements.
-        offsets, global_shape: Origin in the whole tensor, and the tensor's shape.
-    """
+    """A box of an item, contiguous in its bytes from ``start`` on. A shard in the manifest."""
 
     start: int
     shape: tuple[int, ...]
@@ -104,7 +96,7 @@ class ItemBox(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The unit of staging and storing: bytes ``[start, stop)`` of object number ``object``."""
+    """Bytes ``[start, stop)`` of object number ``object``."""
 
     object: int
     index: int
@@ -113,10 +105,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan.
-
-    Counted from the start of the item, or of its box in ``ObjectPlan.boxes``.
-    """
+    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan."""
 
     item: int
     start: int
@@ -130,15 +119,15 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     checksum blocks.
 
     Attributes:
-        header: The safetensors header of the whole object; its first bytes.
+        header: The safetensors header; the object's first bytes.
         items: Per leaf, in stored order, the index of its item among the rank's items.
         starts, ends: Per leaf, its absolute byte range.
         boxes: Per leaf, its box of the item; None for the whole item.
         size: Bytes of the whole object.
-        opens: This rank creates the object, writes the header and completes the object.
+        opens: This rank creates and completes the object, and writes the header.
         is_shared: Other ranks write to it too.
-        chunks: Cover the one range that the rank writes, including the header if it opens the
-            object. Leaves are split at multiples of the largest checksum block.
+        chunks: Cover the one range that the rank writes. Split leaves at multiples of the largest
+            checksum block.
     """
 
     key: str
@@ -159,7 +148,7 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def has_joiners(self) -> bool:
-        """Whether this rank opens the object for other ranks too."""
+        """Whether other ranks join this rank's object."""
         return self.opens and self.is_shared
 
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
@@ -177,15 +166,15 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Knobs of ``pack``.
 
     Attributes:
-        chunk_bytes: Largest chunk; at least two blocks. ``min_write_bytes`` and ``max_writes`` can
-            make chunks larger.
-        max_objects: Number of objects written in parallel, per top-level key.
+        chunk_bytes: Largest chunk, unless ``min_write_bytes`` or ``max_writes`` demand larger ones;
+            at least two blocks.
+        max_objects: Most objects per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
         min_write_bytes: Smallest chunk, except at the end of an object.
         max_writes: Most chunks of an object, over all its writers; None for no limit.
         max_object_bytes: Largest object; None for no limit. A leaf must have less than half of it.
         has_joined_writers: Objects may have several writers.
-        codec: Compresses chunks; None stores objects uncompressed.
+        codec: Compresses chunks, if any.
     """
 
     chunk_bytes: int
@@ -217,9 +206,8 @@ class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         number: Number of the object, as ``arrange`` counts.
-        start, stop: Byte range, counted from the end of the object's header.
-        opens: This rank creates and completes the object, and writes the header and the first byte.
-        is_shared: Other ranks write to it too.
+        start, stop: Byte range, counted from the end of the header.
+        opens, is_shared: See ``ObjectPlan``. The opener also writes the first byte.
     """
 
     number: int
@@ -238,7 +226,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
             in ``canonical`` order. None: all items, in list order.
         rank: The lowest holder, which the objects' keys name.
         first: Number of the group's first object among those of ``rank``.
-        num_holders: More holders get more objects.
+        num_holders: Number of ranks that hold the group.
         parts: By rising object number. Together they are one range of the group's bytes.
     """
 
@@ -251,12 +239,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rank's share of common items.
-
-    Attributes:
-        shares: In the order of their objects.
-        first: Number of the rank's first private object.
-    """
+    """A rank's shares of common items; ``first`` is the number of its first private object."""
 
     shares: tuple[Share, ...] = ()
     first: int = 0
@@ -286,7 +269,6 @@ def pack(
     Args:
         items: All items of the rank, in traversal order.
         attempt: The attempt's folder.
-        rules: The same on all ranks.
         scopes: Per scope of the rank's inventory, the indices of its items, in list order.
         plan: This rank's plan from ``plan_save``.
     """
@@ -340,7 +322,7 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
     """The items of one object.
 
     Attributes:
-        token: The top-level key's token; None for the object of all small keys.
+        token: The top-level key's token; None for an object of small keys.
         number: Number of the object among those of its key.
         items: Positions among the arranged items, in stored order.
     """
@@ -351,10 +333,7 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
 
 
 def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) -> list[Arranged]:
-    """Distributes items over objects and orders them; each item goes into one object.
-
-    A key may have up to ``num_writers`` objects even if ``rules.max_objects`` is smaller.
-    """
+    """Distributes items over objects; each key gets up to ``num_writers`` or ``max_objects``."""
     by_key: dict[str, list[int]] = {}
     totals: dict[str, int] = {}
     for index, item in enumerate(items):
@@ -390,7 +369,7 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
 
 
 def canonical(item: Item) -> tuple[str, tuple[int, ...]]:
-    """Returns the sort key of shared items that the ranks' lists order differently."""
+    """Returns the sort key of items that the ranks' lists order differently."""
     return item.path, item.offsets or ()
 
 
@@ -507,8 +486,7 @@ def _leaves_within(
 ) -> Iterator[_Leaf]:
     """Yields the leaves in the object's bytes ``[begin, end)``.
 
-    An empty item belongs to the range that starts at or contains it; at the very end of the object,
-    to the last range.
+    An empty item belongs to the range that starts at or contains it, or ends the object with it.
     """
     first = bisect_left(leaves, begin, key=lambda leaf: leaf[1])
     if first and leaves[first - 1][2] > begin:
@@ -524,7 +502,7 @@ def _leaves_within(
 
 
 def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
-    """Yields the boxes of an item's bytes ``[start, stop)``, each with its size in bytes."""
+    """Yields the boxes of an item's bytes ``[start, stop)``, and their bytes."""
     origin = item.offsets or (0,) * len(item.shape)
     whole = item.shape if item.global_shape is None else item.global_shape
     for box in flat_range_boxes(item.shape, start // item.itemsize, stop // item.itemsize):
@@ -546,7 +524,7 @@ def _split_writes(
     """Splits ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks.
 
     Each chunk but the last has more than ``chunk_bytes`` less a block, unless it had to leave
-    ``min_last_bytes`` for the last one; then it has at least ``min_last_bytes`` itself.
+    ``min_last_bytes`` for the last one; then it has that much itself.
     """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
@@ -570,11 +548,7 @@ def _last_cut(starts: Sequence[int], at: int) -> int:
 
 
 def check_memory(objects: Sequence[ObjectPlan], rules: PackingRules, budget_bytes: int) -> None:
-    """Checks that a copy of each chunk that the storage forces to be large fits into the budget.
-
-    Raises:
-        UsageError: It does not fit.
-    """
+    """Raises ``UsageError`` if the storage demands a chunk whose copy exceeds the budget."""
     for plan in objects:
         needed = max([chunk.stop - max(chunk.start, len(plan.header)) for chunk in plan.chunks])
         if needed > max(rules.chunk_bytes, budget_bytes):

@@ -1,10 +1,8 @@
 """Plans the reads of a restore, from boxes of tensors to stored bytes.
 
-``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks, as
-verification needs. ``plan_reads`` merges and splits byte ranges into reads. ``ChunkMap`` maps bytes
-of a compressed object to stored bytes (``docs/format.md``, "Compressed data object").
-
-Must not know tensors, the ranks that want them, or how frames are decoded.
+``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks.
+``plan_reads`` merges and splits byte ranges into reads. ``ChunkMap`` maps bytes of a compressed
+object to stored bytes (``docs/format.md``, "Compressed data object").
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ def plan_boxes(
     Args:
         path: For errors.
         stored: Boxes, each stored in C order. Disjoint, except for boxes that equal a wanted one.
-        wanted: Boxes in the same index space.
         itemsize: Bytes of an element.
         block_bytes: Per stored box, the size of its checksum blocks.
         disputed: Numbers of stored boxes that may fill only an equal wanted box.
@@ -81,8 +78,7 @@ def plan_boxes(
         FormatError: Wanted elements are in no stored box, or in several.
     """
     finder = _Finder(stored)
-    # Usually the mesh is the same. Where other meshes have other tensors under this path, the equal
-    # box is the right one.
+    # The usual case; and where meshes have different tensors under this path, the right box.
     same = {box: index for index, box in enumerate(stored)}
     shares: dict[int, list[tuple[int, Box]]] = {}
     for number, box in enumerate(wanted):
@@ -230,7 +226,7 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
 
 
 class Range(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of the object ``key``, all of one stored leaf.
+    """Bytes ``[start, stop)`` of one leaf in the object ``key``.
 
     ``in_place``: they can be read directly into their destination.
     """
@@ -270,9 +266,9 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
     read with other bytes, because all of them would be copied.
 
     Args:
-        requests: In any order, over any number of objects; may overlap. Empty ones are dropped.
+        requests: In any order; may overlap. Empty ones are dropped.
         chunk_bytes: Largest read, unless a block of the largest size is larger.
-        max_gap_bytes: Largest number of unwanted bytes between two parts of a read.
+        max_gap_bytes: Most unwanted bytes between two parts of a read.
     """
     stride = max(1, chunk_bytes // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES
     order = sorted(
@@ -385,7 +381,7 @@ def _extent(key: str, chunk: StoredChunk, start: int, stop: int) -> Extent:
 
 
 def chunk_maps(records: Iterable[ObjectRecord]) -> dict[str, ChunkMap]:
-    """Returns the chunks of each compressed object by its key, from the records of any ranks."""
+    """Returns the chunks of each compressed object by its key."""
     by_key: dict[str, list[ObjectRecord]] = {}
     for record in records:
         if record.chunks:
@@ -394,7 +390,7 @@ def chunk_maps(records: Iterable[ObjectRecord]) -> dict[str, ChunkMap]:
 
 
 def check_chunks(key: str, size: int, chunks: Iterable[StoredChunk]) -> list[StoredChunk]:
-    """Returns the chunks of an object of ``size`` bytes, of all ranks, rising.
+    """Returns the chunks of an object of ``size`` bytes, rising.
 
     Raises:
         FormatError: The chunks have gaps, overlap, or do not add up to ``size``.

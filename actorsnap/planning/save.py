@@ -1,15 +1,15 @@
 """Assigns writes to ranks, from the ranks' inventories.
 
 The holders of common items write them together, once: each writes one range of the bytes, sized for
-equal total loads. Private items do not appear here. The planner reads each distinct list of items
-once, and the plan of a rank does not grow with the number of ranks or items.
+equal total loads. The planner reads each distinct list of items once, and the plan of a rank does
+not grow with the number of ranks or items.
 
-Theory of operation. Ranks that list the same items of a scope are a *group*. Groups with the fewest
-holders come first, because they have the least choice; each fills up its holders' loads like water
-(``_fill``). ``packing.arrange`` orders the bytes of a group, which are split into one range per
-writer, in rank order (``_GroupBytes``). A cut falls on an object's or an item's edge if one is
-near, else between rows. Later, larger groups compensate for moved cuts. If several scopes of some
-ranks list a box under one path, each holder writes all of it.
+Ranks that list the same items of a scope are a *group*. Groups with the fewest holders come first,
+because they have the least choice; each fills up its holders' loads like water (``_fill``).
+``packing.arrange`` orders the bytes of a group, which are split into one range per writer, in rank
+order (``_GroupBytes``). A cut falls on an object's or an item's edge if one is near, else between
+rows; later, larger groups compensate. If several scopes of some ranks list a box under one path,
+each holder writes all of it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,17 @@ _MIN_RANGE_BYTES = 256 << 10
 """Smallest range for one rank, in bytes; for less, opening an object costs more."""
 
 _SLACK = 64
-"""Largest move of a cut to an edge, as a fraction (1/64) of the adjacent ranges.
+"""Largest move of a cut to an edge: 1/64 of the adjacent ranges.
 
-If both ends of a range move, the busiest rank stays within 1.05 of the mean.
+Even if both ends of a range move, the busiest rank stays within 1.05 of the mean.
 """
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
-    """The plan of all ranks.
+    """The plans of all ranks and their digests.
 
-    Attributes:
-        ranks: Per rank, its plan.
-        digests: Per rank, the digest of its plan.
-        joiners: Per rank and shared object that it opens, in the order of ``pack``: the other
-            ranks that write to it, rising.
+    ``joiners``: per rank and shared object that it opens, in the order of ``pack``: the other ranks
+    that write to it, rising.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -76,7 +73,6 @@ def plan_save(
     """Divides shared items among their holders. Deterministic.
 
     Args:
-        inventories: Per rank.
         lists: The items of every scope, by digest. A list has each path and offsets once.
         several: Paths that exist on several meshes; their items are divided only if all ranks share
             them.
@@ -130,10 +126,8 @@ class _Group:
     """Ranks that hold the same items of a scope.
 
     Attributes:
-        holders: Rising.
         items: In the order in which each holder packs them.
-        places: Per rank (all holders and perhaps others), the scope's index in its inventory, and
-            ``Share.items``.
+        places: Per rank (also of others), the scope's index in its inventory, and ``Share.items``.
     """
 
     holders: tuple[int, ...]
@@ -189,8 +183,7 @@ def _places_in_several_scopes(
 ) -> Set[_Place]:
     """Returns the items that appear in several scopes of some ranks.
 
-    Their values may differ: copies of a norm are equal, but parameters that an optimizer numbers
-    differ between the meshes of pipeline stages.
+    Their values may differ, as of parameters that the optimizers of pipeline stages number.
     """
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
@@ -243,9 +236,8 @@ def _group_by_holders(
 ) -> list[_Group]:
     """Groups the items of a scope whose ranks list different items.
 
-    Each holder of an item in ``undivided`` stores all of it: cuts of several scopes would cross,
-    and a rank could not find its own pieces. Adds items with differing dtypes or shapes to
-    ``complaints``.
+    Each holder of an item in ``undivided`` stores all of it: cuts of several scopes would cross.
+    Adds items with differing dtypes or shapes to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
     # By path and offsets, then by the values that must agree: list number and index in the list.
@@ -295,7 +287,6 @@ def _describe_variants(
     listed: Sequence[tuple[Sequence[Item], Mapping[int, int]]],
     variants: Iterable[Sequence[tuple[int, int]]],
 ) -> str:
-    """Describes each variant of an item and a rank that has it."""
     lines = []
     for variant in variants:
         number, index = variant[0]
@@ -313,10 +304,9 @@ def _describe_variants(
 def _fill(
     loads: Sequence[int], holders: Sequence[int], nbytes: int, least_bytes: int
 ) -> dict[int, int]:
-    """Distributes ``nbytes`` over the holders, the lightest ones first.
+    """Returns the bytes of each writer, in rank order, which make their loads equal.
 
-    Returns the bytes of each writer, in rank order, which make their loads equal. Each gets at
-    least ``least_bytes``, unless there is only one.
+    Each of several writers gets at least ``least_bytes``.
     """
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
@@ -346,10 +336,7 @@ class _GroupBytes:
         self.nbytes = self._edges[-1]
 
     def split(self, sizes: Sequence[int]) -> list[tuple[ObjectPart, ...]]:
-        """Splits them into ranges of about these sizes, which add up to ``nbytes``.
-
-        Returns the parts of the objects in each range; none for an empty range.
-        """
+        """Returns the parts of the objects in each of consecutive ranges of about these sizes."""
         cuts = [0]
         target = 0
         for left, right in pairwise(sizes):
@@ -377,7 +364,6 @@ class _GroupBytes:
         return ranges
 
     def _cut(self, target: int, slack: int) -> int:
-        """Returns a cut near ``target``, which is before the end."""
         for edges in (self._object_edges, self._edges):
             index = bisect_right(edges, target) - 1
             low, high = edges[index], edges[index + 1]
@@ -388,7 +374,7 @@ class _GroupBytes:
         return low + (target - low + row // 2) // row * row
 
     def _with_room(self, previous: int, cut: int) -> int:
-        """Returns ``cut``, or the edge or cut before it if less than a write is between them."""
+        """Returns ``cut``, or the edge or cut before it if the range between is too small."""
         index = bisect_right(self._object_edges, cut) - 1
         begin = max(previous, self._object_edges[index])
         if begin == cut:
@@ -400,7 +386,7 @@ class _GroupBytes:
 
 
 def _row_bytes(item: Item) -> int:
-    """Returns the granularity of cuts: the largest slab of inner dims within ``_MAX_ROW_BYTES``."""
+    """Returns the granularity of cuts: inner dims of at most ``_MAX_ROW_BYTES``."""
     if item.is_whole or prod(item.shape) * item.itemsize != item.nbytes:
         return item.nbytes
     row = item.itemsize

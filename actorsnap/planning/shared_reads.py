@@ -1,12 +1,11 @@
 """Plans the reads of ranks that want the same bytes: every rank reads all, or each reads a part.
 
-*Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set read common ranges
-once, in pieces, and send the pieces to each other. A set is all ranks of the group, or the holders
-of the same shards: the copies of a mesh. In a round each rank reads one piece. A piece fits a
-buffer, so memory does not grow with the number of ranks.
+*Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set (all ranks, or the
+copies of a mesh) read common ranges once, in pieces, and send the pieces to each other. In a round
+each rank reads one piece. A piece fits a buffer, so memory does not grow with the number of ranks.
 
-A rank of several sets shares with one after the other, in consecutive *turns*. Sets without a
-common rank share a turn and its rounds.
+A rank of several sets shares with one after the other, in *turns*. Sets without a common rank share
+a turn and its rounds.
 
 In order: each rank reports its ``ReadInterest``, ``plan_shared_reads`` returns each rank's
 ``SharedReadPlan``, and ``split_ranges`` cuts the ranges of a set into pieces.
@@ -87,8 +86,7 @@ class ReadInterest(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         digests: At most one per key and ranks.
-        piece_bytes: Largest piece that fits its memory; at least two of the largest checksum
-            blocks.
+        piece_bytes: Largest piece that fits its memory; at least two of the largest blocks.
         obstacle: The reason why it cannot send bytes to other ranks; empty if it can.
     """
 
@@ -101,7 +99,7 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part in a turn.
 
     Attributes:
-        num_rounds: Rounds of the turn, the same on all ranks.
+        num_rounds: The same on all ranks.
         ranks: The ranks that share, including this one; empty if it only arrives at the rounds.
         keys: The keys whose ranges are shared, rising.
     """
@@ -112,7 +110,7 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def members(self) -> list[int]:
-        """The ranks that share, listed, rising."""
+        """The ranks that share, listed."""
         return _list_ranks(self.ranks)
 
 
@@ -123,7 +121,6 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
         mode: ``DIRECT``, or ``SHARED`` if any ranks share.
         reason: Explanation for people.
         piece_bytes: Largest piece.
-        turns: Empty if direct.
     """
 
     mode: ReadMode
@@ -160,11 +157,7 @@ def digest_ranges(key: str, ranks: RankRanges, ranges: Iterable[Range]) -> Range
 
 
 def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list[SharedReadPlan]:
-    """Returns the plan of each rank, from the interests in rank order.
-
-    ``mode`` comes from the coordinator's caller. ``SHARED`` shares only ranges that several ranks
-    want and can send.
-    """
+    """Returns the plan of each rank, from the interests in rank order."""
     num_ranks = len(interests)
 
     def read_directly(reason: str) -> list[SharedReadPlan]:
