@@ -1,8 +1,8 @@
 """Compresses staged chunks and stores each as a separate object.
 
 Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Worker threads
-compress a chunk frame by frame, in short turns, into leased memory. A chunk that does not shrink is
-stored uncompressed.
+compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
+uncompressed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIN_SAVED = 1 / 32
 """Smallest part of a chunk that compression must save to be worth decompressing."""
 
 _TRIAL_FRAMES = 4
-"""Number of frames tried: if they do not shrink, the chunk is stored uncompressed."""
+"""Number of frames after which a chunk that does not shrink is stored uncompressed."""
 
 
 class CompressedObject(ObjectWriter):
@@ -62,9 +62,8 @@ class CompressedStore:
     """Stores chunks.
 
     Args:
-        num_threads: Chunks compressed at once. With more, all would be ready late, and the link
-            would idle.
-        max_bytes: Limit of the chunks compressed or sent at once, in bytes; None: the budget's.
+        num_threads: Chunks compressed at once. With more, all would be ready late.
+        max_bytes: Most bytes of chunks compressed or sent at once; None: limited by the budget.
     """
 
     def __init__(

@@ -77,7 +77,6 @@ class FetcherPool:
     """Reads many leaves concurrently.
 
     Args:
-        verify: Compare checksums.
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
@@ -109,8 +108,7 @@ class FetcherPool:
         """Fills every sink.
 
         Raises:
-            ChecksumMismatch: Bytes are missing, or differ from those written; names the object and
-                the leaf.
+            ChecksumMismatch: Bytes are missing or damaged; names the object and the leaf.
             UnsupportedFormat: They are compressed, and the library is missing; nothing was read.
             StorageError: Reading failed or was incomplete.
         Cancellation: Reads in flight on threads end first. Sinks hold any mixture.
@@ -362,9 +360,9 @@ def _verify_all(targets: Sequence[_Target]) -> None:
 
 
 def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
-    """Verifies a leaf's bytes from ``start`` (the beginning of a block) against its checksums."""
+    """Verifies a leaf's bytes from ``start``, the beginning of a block."""
     stored = request.stored
-    # A single block covers the whole view. Most leaves have one block where there are many leaves.
+    # A single block covers the whole view: the usual case where there are many leaves.
     block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
     number = start // block_bytes
     found = block_checksums(view, block_bytes)
@@ -455,7 +453,7 @@ def _name_leaves(requests: Sequence[RangeRequest], read: Read, start: int, stop:
         low = at + gap
         at = low + part.stop - part.start
         request = requests[part.request]
-        # Verification also requests headers, which have no checksums of their own.
+        # ``verify`` also requests headers, which have no checksums of their own.
         if low < stop and start < at and request.stored.crc32c:
             paths[request.leaf()[0]] = None
             if len(paths) > _MAX_NAMED:

@@ -1,8 +1,8 @@
 """Reads ranges wanted by several ranks once: each rank reads pieces and sends them to the others.
 
-A round is one of ``protocol.rounds``: pieces are sent only after every rank has read its own, so no
-rank waits for one whose storage has failed. Reading the next round overlaps with sending, and
-copying a piece to its destination with sending the next one.
+Pieces are sent only after every rank has read its own (a round of ``protocol.rounds``), so no rank
+waits for one whose storage has failed. Reading the next round overlaps with sending, and copying a
+piece to its destination with sending the next one.
 
 A cancelled rank leaves in the middle of a round. Each set and turn has its own ``Peers``, so an
 abandoned broadcast cannot be confused with another one.
@@ -53,8 +53,8 @@ class SharedReadActor:
     """One rank's part in the reads of a set.
 
     Args:
-        ranges: The shared ranges, in the same order on all ranks.
-        pieces: Their split by ``planning.shared_reads.split_ranges``, for all ranks.
+        ranges: In the same order on all ranks.
+        pieces: Their split by ``planning.shared_reads.split_ranges``.
         rank: Position of this rank in the set.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
         read: Reads stored ranges into memory and verifies them.
@@ -93,8 +93,8 @@ class SharedReadActor:
         """Fills every sink.
 
         Raises:
-            ChecksumMismatch, StorageError: Reading failed on this rank; raised only after the
-                pieces that others wait for are sent.
+            ChecksumMismatch, StorageError: Reading failed on this rank; raised after the pieces
+                that others wait for are sent.
             Exception: Raised by ``arrive`` or ``peers``.
         Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
         """

@@ -68,12 +68,7 @@ async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """The commit objects under both names: each a commit, None, or the reason why it is unusable.
-
-    Attributes:
-        newer: ``COMMIT_KEY``.
-        older: ``OLDER_COMMIT_KEY``.
-    """
+    """The commits under ``COMMIT_KEY`` and ``OLDER_COMMIT_KEY``; errors where they are unusable."""
 
     newer: Commit | FormatError | None
     older: Commit | FormatError | None
@@ -143,11 +138,7 @@ async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str)
 
 
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
-    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit.
-
-    Raises:
-        ChecksumMismatch: The retry failed too.
-    """
+    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit."""
     if not storage.capabilities.has_blocking_io:
         try:
             return await read()
@@ -202,12 +193,7 @@ class SnapshotReader:
         return None
 
     async def check_replaced(self) -> None:
-        """Reads the commit object again after an inconsistency.
-
-        Raises:
-            SnapshotReplaced: It was replaced or deleted; the data read is not damaged.
-            StorageError: Reading failed.
-        """
+        """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed."""
         with suppress(FormatError):  # a damaged one proves nothing
             commit = await find_commit(self.storage)
             if commit is None or commit.attempt != self._attempt:

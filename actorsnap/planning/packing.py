@@ -447,17 +447,16 @@ def _plan_object(
             for item in (items[index] for index in order)
         ]
     )
-    leaves: list[_Leaf] = [
-        (index, start, start + items[index].nbytes, None)
-        for index, start in zip(order, layout.starts, strict=True)
-    ]
+    starts = layout.starts
+    ends = tuple([start + items[index].nbytes for start, index in zip(starts, order, strict=True)])
+    indices, boxes = tuple(order), (None,) * len(order)
     begin, end = 0, layout.size
     if part is not None and part.is_shared:
         data_start = len(layout.header)
         begin, end = data_start + part.start, data_start + part.stop
-        leaves = list(_leaves_within(items, leaves, begin, end, layout.size))
+        leaves = _leaves_within(items, order, starts, ends, begin, end)
+        indices, starts, ends, boxes = zip(*leaves, strict=True)
         begin = 0 if part.opens else begin
-    indices, starts, ends, boxes = zip(*leaves, strict=True)
     least_bytes = rules.least_write_bytes(layout.size)
     chunks = _split_writes(
         starts,
@@ -482,20 +481,25 @@ def _plan_object(
 
 
 def _leaves_within(
-    items: Sequence[Item], leaves: Sequence[_Leaf], begin: int, end: int, size: int
+    items: Sequence[Item],
+    order: Sequence[int],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    begin: int,
+    end: int,
 ) -> Iterator[_Leaf]:
     """Yields the leaves in the object's bytes ``[begin, end)``.
 
     An empty item belongs to the range that starts at or contains it, or ends the object with it.
     """
-    first = bisect_left(leaves, begin, key=lambda leaf: leaf[1])
-    if first and leaves[first - 1][2] > begin:
+    first = bisect_left(starts, begin)
+    if first and ends[first - 1] > begin:
         first -= 1
-    last = len(leaves) if end == size else bisect_left(leaves, end, key=lambda leaf: leaf[1])
-    for leaf in leaves[first:last]:
-        index, low, high, _ = leaf
+    last = len(starts) if end == ends[-1] else bisect_left(starts, end)
+    for position in range(first, last):
+        index, low, high = order[position], starts[position], ends[position]
         if begin <= low and high <= end:
-            yield leaf
+            yield index, low, high, None
             continue
         for box, nbytes in _boxes(items[index], max(begin, low) - low, min(end, high) - low):
             yield index, low + box.start, low + box.start + nbytes, box

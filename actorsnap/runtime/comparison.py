@@ -80,9 +80,8 @@ def compare(
     """Compares an app state with a snapshot.
 
     Args:
-        index: The index of the snapshot, as ``rank`` sees it.
+        index: As ``rank`` sees it.
         states: The states of ``app_state``, in load order.
-        rank: This process' rank in its group.
 
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.

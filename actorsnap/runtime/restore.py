@@ -49,7 +49,7 @@ logger = Log(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of the app state and the snapshot that a restore left out.
+    """The parts of the app state and the snapshot that a restore left out.
 
     Attributes:
         missing: Paths of modules and ``StateDict`` dicts that the snapshot lacks; they keep their
@@ -238,7 +238,7 @@ def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
     """Calls every ``state_dict()``, in the same order on all ranks.
 
     Generators come last, because other loads may draw numbers. Their ``state_dict()`` is not
-    called: a generator that only this process has must not fail the other ranks.
+    called: a generator that only this process has must not fail other ranks.
     """
     states: dict[str, Any] = {}
 
@@ -320,8 +320,7 @@ def _call_by_key(
 ) -> None:
     """Calls into statefuls; raises the first error.
 
-    These calls may be collective. So with several ranks, an error in one key does not skip the
-    calls of the other keys.
+    With several ranks, an error does not skip the other keys: these calls may be collective.
     """
     first: ActorSnapError | None = None
     for key in keys:

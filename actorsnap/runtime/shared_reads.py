@@ -44,10 +44,8 @@ class RestoreReads:
     """One rank's reads for a restore.
 
     Args:
-        index: The index of the snapshot.
         parts: By escaped top-level key.
         team: The ranks that restore; None for a single rank.
-        observation: Records work and waits.
     """
 
     def __init__(
@@ -93,9 +91,6 @@ class RestoreReads:
         Args:
             arrive: Waits until all ranks have arrived at the next round.
             scope: See ``transport.store.StoreSave``.
-
-        Raises:
-            ChecksumMismatch, StorageError: see ``Snapshot.restore``.
         """
         mark(self._parts.values())
         for number, turn in enumerate(plan.turns):
