@@ -51,7 +51,6 @@ class ChecksumLedger:
         return self.plan.key
 
     def block_bytes(self, item: int) -> int:
-        """Returns the size of an item's blocks, in bytes."""
         return self._block_bytes[item]
 
     def itemsizes(self, staged: StagedChunk) -> list[int]:
@@ -89,7 +88,6 @@ class ChecksumLedger:
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
 
     def to_record(self) -> ObjectRecord:
-        """Returns the object's record for the rank manifest."""
         return ObjectRecord(
             key=self.plan.key,
             size=self.plan.size,

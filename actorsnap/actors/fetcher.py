@@ -341,7 +341,6 @@ def _targets(requests: Sequence[RangeRequest], read: Read) -> Iterator[_Target]:
 
 
 def _batched(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
-    """Yields batches of at most one largest block."""
     batch: list[_Target] = []
     nbytes = 0
     for target in targets:
@@ -360,7 +359,6 @@ def _verify_all(targets: Sequence[_Target]) -> None:
 
 
 def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
-    """Verifies a leaf's bytes from ``start``, the beginning of a block."""
     stored = request.stored
     # A single block covers the whole view: the usual case where there are many leaves.
     block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
@@ -383,8 +381,6 @@ def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
 
 
 class _Window:
-    """Views of adjacent bytes of an object, beginning at ``start``."""
-
     def __init__(self, views: Sequence[memoryview], start: int) -> None:
         self.views = views
         self.start = start
@@ -446,7 +442,6 @@ def _decompress(
 
 
 def _name_leaves(requests: Sequence[RangeRequest], read: Read, start: int, stop: int) -> str:
-    """Names the leaves of a read that have bytes in ``[start, stop)`` of the object."""
     paths: dict[str, None] = {}
     at = read.start
     for gap, part in zip(read.gaps, read.parts, strict=True):

@@ -234,7 +234,6 @@ class SnapshotReader:
         return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:
-        """Describes the file at the URL; None if there is none."""
         head = None if self._read_head is None else await self._read_head()
         if head is None:
             return None

@@ -143,7 +143,6 @@ class UploaderActor:
 
 
 def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int], int]:
-    """Returns the views after the head, their block checksums, and the chunk's checksum."""
     views = list(staged.views())
     checksums: list[int] = []
     whole = crc32c(staged.head)
@@ -194,7 +193,6 @@ def _write(
     nbytes: int,
     row: Row,
 ) -> None:
-    """Writes a batch just hashed."""
     row.note(Work.HASH, key, at, nbytes)
     writer.write_at_blocking(at, batch)
     row.note(Work.STORE, key, at, nbytes)

@@ -297,7 +297,6 @@ class _Merger:
         )
 
     def _take_alike(self) -> None:
-        """Takes the private leaves that all ranks saved with equal content."""
         count = len(self._manifests)
         candidates = [
             path
@@ -355,7 +354,6 @@ class _Merger:
                     self._entries.setdefault(entry.path, entry)
 
     def _renumber(self, data: Stored, manifest: RankManifest) -> Stored:
-        """Returns the same bytes with the object's number in the index."""
         if manifest is self._template:
             return data
         record = manifest.objects[data.object]
@@ -399,7 +397,6 @@ class _Merger:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """Yields the paths of the containers that contain a path."""
     at = path.rfind("/")
     while at > 0:
         yield path[:at]
@@ -407,7 +404,6 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
-    """Returns a leaf's entry and the entries that it refers to."""
     closure: list[Entry] = []
     pending = [path]
     while pending:

@@ -68,7 +68,6 @@ def _select(runs: Sequence[Run], wanted: Iterable[Run]) -> list[Run]:
 
 
 def _runs(size: int, cuts: Iterable[Placement]) -> list[Run]:
-    """Returns the indices of a dim that a rank holds, in the order of its local tensor."""
     runs = [(0, size)] if size else []
     held = size
     for cut in cuts:

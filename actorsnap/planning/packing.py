@@ -82,7 +82,6 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_shard(self) -> bool:
-        """Whether the item may be only a part of a tensor."""
         return self.global_shape is not None
 
 
@@ -143,12 +142,10 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank writes."""
         return self.chunks[-1].stop - self.chunks[0].start
 
     @property
     def has_joiners(self) -> bool:
-        """Whether other ranks join this rank's object."""
         return self.opens and self.is_shared
 
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
@@ -440,7 +437,6 @@ def _plan_object(
     rules: PackingRules,
     part: ObjectPart | None,
 ) -> ObjectPlan:
-    """Lays out an object and plans ``part`` of it, or all of it if None."""
     layout = lay_out(
         [
             Slot(_name(item, strip), item.dtype, item.shape, item.nbytes)
@@ -506,7 +502,6 @@ def _leaves_within(
 
 
 def _boxes(item: Item, start: int, stop: int) -> Iterator[tuple[ItemBox, int]]:
-    """Yields the boxes of an item's bytes ``[start, stop)``, and their bytes."""
     origin = item.offsets or (0,) * len(item.shape)
     whole = item.shape if item.global_shape is None else item.global_shape
     for box in flat_range_boxes(item.shape, start // item.itemsize, stop // item.itemsize):

@@ -111,8 +111,6 @@ def plan_boxes(
 
 
 class _Finder:
-    """Finds the boxes that a given box may intersect."""
-
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._order = list(range(len(boxes)))
         ndim = boxes[0].ndim if boxes else 0

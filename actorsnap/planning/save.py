@@ -211,7 +211,6 @@ def _differing_holders(
     by_digest: Mapping[bytes, Mapping[int, int]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> list[str]:
-    """Describes ranks that lack a scope that names them, or list a scope that does not."""
     absent = sorted(set(ranks).difference(*by_digest.values()))
     complaints = []
     for digest, indices in by_digest.items():
@@ -323,8 +322,6 @@ def _fill(
 
 
 class _GroupBytes:
-    """The bytes of a group's items, one after the other as ``arrange`` orders them."""
-
     def __init__(
         self, items: Sequence[Item], objects: Sequence[Arranged], rules: PackingRules
     ) -> None:

@@ -226,8 +226,6 @@ def split_ranges(
 
 @dataclass(frozen=True, slots=True)
 class _RankSet:
-    """Ranks that want the same ranges."""
-
     ranks: RankRanges
     members: list[int]
     keys: tuple[str, ...]
@@ -276,7 +274,6 @@ def _in_turns(sets: Sequence[_RankSet], num_ranks: int) -> list[list[_RankSet]]:
 
 
 def _plan_turn(sets: Sequence[_RankSet], num_ranks: int, piece_bytes: int) -> list[SharedTurn]:
-    """Returns the part of each rank."""
     num_rounds = max(
         count_rounds(each.nbytes, num_readers=len(each.members), piece_bytes=piece_bytes)
         for each in sets
@@ -301,7 +298,6 @@ def _explain(sharing: Sequence[_RankSet], reading: Sequence[_RankSet], num_ranks
 
 
 def _describe(sets: Sequence[_RankSet], num_ranks: int) -> str:
-    """Describes the common bytes, by the number of ranks that want them."""
     nbytes_of: dict[int, list[int]] = {}
     for each in sets:
         nbytes_of.setdefault(len(each.members), []).append(each.nbytes)

@@ -204,7 +204,6 @@ class _Comparer:
         )
 
     def _must_keep(self, key: str, private: Sequence[str]) -> bool:
-        """Returns whether generators keep their states: only other ranks saved theirs."""
         index, rank = self._index, self._rank
         is_private = rank >= index.world_size and not all(
             getattr(entry, "replicated", True) for entry in self._entries.get(key, ())
@@ -236,7 +235,6 @@ class _Comparer:
 
 
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
-    """Returns, by path, a line per state that was saved from optimizers of another class."""
     return {
         path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
         "Options(allow_optimizer_change=True) restores it nevertheless"

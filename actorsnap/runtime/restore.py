@@ -254,7 +254,6 @@ def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
 def _agree(
     rounds: Rounds, compared: Compared, reads: RestoreReads, *, strict: bool
 ) -> Script[SharedReadPlan]:
-    """Reports this rank's mismatches and interest; returns its read plan."""
     interest = reads.interest(Host.get())
     message = compared.message(interest) if strict else Comparison(interest)
     try:

@@ -178,7 +178,6 @@ class RestoreReads:
         return [Range(self._key(s.stored), s.stored.start, s.stored.stop) for s in shared]
 
     def _pieces(self, turn: SharedTurn) -> tuple[list[list[list[Part]]], int]:
-        """Returns the pieces of all members, and the position of this rank among them."""
         assert self._team is not None
         members = turn.members
         ranges = self._ranges(self._shared(turn))
@@ -193,7 +192,6 @@ class RestoreReads:
         arrive: Callable[[], Awaitable[object]],
         scope: str,
     ) -> None:
-        """Reads pieces of the ranges of a turn, and exchanges them with the other members."""
         source, team, observation = self._source, self._team, self._observation
         assert team is not None
         pieces, rank = self._pieces(turn)
