@@ -24,7 +24,7 @@ import msgspec
 
 from actorsnap.format.layout import data_key
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Inventory, Scope, inventory_digest, item_digest
+from actorsnap.planning.inventory import Inventory, Scope, digest_of
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
 from actorsnap.protocol.messages import (
@@ -131,7 +131,7 @@ JOBS: dict[str, Callable[[int, int], list[Held]]] = {"DDP": ddp, "FSDP": fsdp, "
 
 
 def held(private_bytes: int, scopes: Mapping[tuple[int, ...] | None, tuple[Item, ...]]) -> Held:
-    lists = {item_digest(items): items for items in scopes.values()}
+    lists = {digest_of(items): items for items in scopes.values()}
     found = tuple(
         Scope(ranks, digest, sum(item.nbytes for item in lists[digest]))
         for ranks, digest in zip(scopes, lists, strict=True)
@@ -243,7 +243,7 @@ class Rank:
 
     def _work(self) -> Generator[Reached, bytes, None]:
         remembered = b"" if self.plan is None else self.plan[0]
-        joined = Joined(RELEASE, inventory_digest(self._held.inventory), remembered)
+        joined = Joined(RELEASE, digest_of(self._held.inventory), remembered)
         assignment = decode((yield Reached(encode(joined))), Assignment)
         if assignment.plan is not None:
             self.plan = (assignment.digest, assignment.plan)

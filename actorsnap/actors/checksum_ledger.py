@@ -1,7 +1,4 @@
-"""Collects the checksums of stored chunks, and makes the rank manifest from them.
-
-This module must not know when or how chunks are stored.
-"""
+"""Collects the checksums of stored chunks, and makes the rank manifest from them."""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ __all__ = ["ChecksumLedger", "manifest_of"]
 class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.
 
+    Blocks are numbered consecutively across items. A chunk's blocks are adjacent, because chunks
+    are split between blocks.
+
     Args:
         items: The items of the plan.
-
-    Blocks of an object are numbered consecutively across items. A chunk's blocks are adjacent,
-    because chunks are split between blocks.
     """
 
     def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
@@ -54,7 +51,6 @@ class ChecksumLedger:
         return self.plan.key
 
     def block_bytes(self, item: int) -> int:
-        """Returns the block size of an item, in bytes."""
         return self._block_bytes[item]
 
     def itemsizes(self, staged: StagedChunk) -> list[int]:
@@ -66,7 +62,7 @@ class ChecksumLedger:
         self._chunks[chunk.start] = chunk
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
-        """Records that a chunk is stored, and the checksums of its blocks."""
+        """Records a stored chunk and the checksums of its blocks."""
         self._recorded_bytes += staged.chunk.stop - staged.chunk.start
         if checksums:
             piece = staged.pieces[0]
@@ -86,17 +82,12 @@ class ChecksumLedger:
             )
 
     def stored(self, item: int, number: int) -> Stored:
-        """Returns the location of an item, in object number ``number`` of the rank manifest.
-
-        Raises:
-            AssertionError: A block was never recorded.
-        """
+        """Returns the location of an item, in object number ``number`` of the rank manifest."""
         values = tuple(self._values[self._first[item] : self._first[item + 1]])
         assert None not in values, "a block was never hashed"
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
 
     def to_record(self) -> ObjectRecord:
-        """Returns the object's record for the rank manifest."""
         return ObjectRecord(
             key=self.plan.key,
             size=self.plan.size,
@@ -114,11 +105,9 @@ def manifest_of(
     rank: int,
     save: SaveRecord,
 ) -> RankManifest:
-    """Returns the rank manifest.
+    """Returns the rank manifest, from the ledgers of all objects of the rank.
 
-    Args:
-        captured: The rank's state; leaves that other ranks store are in no plan.
-        ledgers: Complete ledgers of all objects of the rank.
+    Leaves of ``captured`` that other ranks store are in no plan.
     """
     for ledger in ledgers:
         ledger.check_complete()
@@ -133,7 +122,6 @@ def manifest_of(
 
 
 def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tuple[Entry, ...]:
-    """Returns the entries in traversal order."""
     num_leaves = sum(isinstance(part, Leaf) for part in parts)
     places: list[list[tuple[int, int]]] = [[] for _ in range(num_leaves)]
     for number, ledger in enumerate(ledgers):
@@ -141,15 +129,15 @@ def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tup
             places[item].append((number, position))
     entries: list[Entry] = []
     absent: set[str] = set()
-    waiting = iter(places)
+    places_left = iter(places)
     for part in parts:
         if not isinstance(part, Leaf):
             entries.append(part)
             continue
-        found = next(waiting)
-        if not found:
+        own = next(places_left)
+        if not own:
             absent.add(part.item.path)
-        for number, position in found:
+        for number, position in own:
             stored = ledgers[number].stored(position, number)
             entries.append(part.entry(stored, ledgers[number].plan.boxes[position]))
     if absent:

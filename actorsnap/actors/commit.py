@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
-from actorsnap.actors.fetcher import find_commit
+from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Work
 from actorsnap.errors import (
     ChecksumMismatch,

@@ -1,14 +1,15 @@
 """Compresses staged chunks and stores each as a separate object.
 
 Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Worker threads
-compress a chunk frame by frame, in short turns, into leased memory. A chunk that does not shrink is
-stored uncompressed. This module must not know the set of chunks, nor why they are compressed.
+compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
+uncompressed.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import anyio
@@ -31,14 +32,11 @@ _MIN_SAVED = 1 / 32
 """Smallest part of a chunk that compression must save to be worth decompressing."""
 
 _TRIAL_FRAMES = 4
-"""Number of frames tried: if they do not shrink, the chunk is stored uncompressed."""
+"""Number of frames after which a chunk that does not shrink is stored uncompressed."""
 
 
 class CompressedObject(ObjectWriter):
-    """Represents a compressed object among writers: there is nothing to open or complete.
-
-    ``Storage.delete`` removes its stored chunks.
-    """
+    """Represents a compressed object among writers: there is nothing to open or complete."""
 
     def __init__(self, key: str, size: int) -> None:
         self.key = key
@@ -51,7 +49,7 @@ class CompressedObject(ObjectWriter):
         raise AssertionError("each chunk is an object of its own")
 
     async def complete(self) -> None:
-        """Does nothing: each chunk was complete when it was stored."""
+        """Does nothing."""
 
     async def release(self) -> None:
         """Does nothing."""
@@ -64,9 +62,8 @@ class CompressedStore:
     """Stores chunks.
 
     Args:
-        num_threads: Chunks compressed at once. With more, in turns, all would be ready late, and
-            the link would idle.
-        max_bytes: Limit of the chunks compressed or sent at once, in bytes; None: the budget's.
+        num_threads: Chunks compressed at once. With more, all would be ready late.
+        max_bytes: Most bytes of chunks compressed or sent at once; None: limited by the budget.
     """
 
     def __init__(
@@ -128,14 +125,21 @@ class CompressedStore:
         itemsizes: Sequence[int],
         row: Row,
     ) -> tuple[Lease, _Packing]:
-        """Returns the memory of the frames, and their description."""
         async with self._threads:
             row.note(Wait.THREAD)
             lease = await self._budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
             row.note(Wait.MEMORY)
             try:
                 packing = _Packing(views, itemsizes, self._codec, lease.view)
-                while await self._run_blocking(_take_turn, packing, key, start, row):
+
+                def compress_turn() -> bool:
+                    row.note(Wait.THREAD)
+                    done = packing.done
+                    is_left = packing.compress_turn()
+                    row.note(Work.COMPRESS, key, start + done, packing.done - done)
+                    return is_left
+
+                while await self._run_blocking(compress_turn):
                     await anyio.lowlevel.checkpoint_if_cancelled()
             except BaseException:
                 lease.release()
@@ -156,20 +160,12 @@ def shrinks(done_bytes: int, packed_bytes: int, num_frames: int, *, of_bytes: in
     return not is_tried or packed_bytes <= done_bytes * (1 - _MIN_SAVED)
 
 
-def _take_turn(packing: _Packing, key: str, start: int, row: Row) -> bool:
-    row.note(Wait.THREAD)
-    done = packing.done
-    is_left = packing.turn()
-    row.note(Work.COMPRESS, key, start + done, packing.done - done)
-    return is_left
-
-
 class _Packing:
     """A chunk during compression.
 
     Attributes:
-        done: Bytes of the chunk that were processed.
-        frames: Stored sizes of the frames, in order; empty in the end if the chunk does not shrink.
+        done: Processed bytes of the chunk.
+        frames: Stored sizes of the frames; empty in the end if the chunk does not shrink.
         size: Sum of ``frames``.
         checksum: CRC32C of the frames.
     """
@@ -189,8 +185,8 @@ class _Packing:
         self.size = 0
         self.checksum = 0
 
-    def turn(self) -> bool:
-        """Compresses for one turn; returns whether more is left. For worker threads."""
+    def compress_turn(self) -> bool:
+        """Compresses for one turn; returns whether more is left."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
             head, body = pack_frame(source, width=width, codec=self._codec)
@@ -213,27 +209,26 @@ class _Packing:
 def _split_frames(
     views: Sequence[memoryview], itemsizes: Sequence[int]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yields the bytes of each frame and the width of its shuffle.
-
-    Bytes of several views are joined. The width suits the most frequent item size of the frame.
-    """
+    """Yields each frame and the width of its shuffle, which suits most of its bytes."""
     parts: list[memoryview] = []
-    num_bytes: dict[int, int] = {}
+    nbytes_by_itemsize: Counter[int] = Counter()
+
+    def frame() -> tuple[memoryview, int]:
+        joined = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        ((itemsize, _),) = nbytes_by_itemsize.most_common(1)
+        return joined, width_for(itemsize)
+
     room = FRAME_BYTES
     for view, itemsize in zip(views, itemsizes, strict=True):
         at = 0
         while at < len(view):
             part = view[at : at + room]
             parts.append(part)
-            num_bytes[itemsize] = num_bytes.get(itemsize, 0) + len(part)
+            nbytes_by_itemsize[itemsize] += len(part)
             at += len(part)
             room -= len(part)
             if not room:
-                yield _joined(parts), width_for(max(num_bytes, key=num_bytes.__getitem__))
-                parts, num_bytes, room = [], {}, FRAME_BYTES
+                yield frame()
+                parts, nbytes_by_itemsize, room = [], Counter(), FRAME_BYTES
     if parts:
-        yield _joined(parts), width_for(max(num_bytes, key=num_bytes.__getitem__))
-
-
-def _joined(parts: Sequence[memoryview]) -> memoryview:
-    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        yield frame()

@@ -2,7 +2,7 @@
 
 It belongs to the runtime's loop: the staging actor takes chunks from it and reports copied ones. A
 trainer's thread waits for a ``Watch``, which needs no cooperation of that thread or its event loop.
-``planning.backlog`` decides the order of copies.
+``planning.lazy_order`` decides the order of copies.
 """
 
 from __future__ import annotations

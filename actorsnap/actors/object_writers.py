@@ -1,7 +1,4 @@
-"""The objects that a rank writes in one save: opens, joins, completes, releases or deletes them.
-
-``actors.saver`` decides when. This module must not know their content.
-"""
+"""The objects that a rank writes in one save: opens, joins, completes, releases or deletes them."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ class RankObjects:
     """A rank's objects, numbered as its plans.
 
     Args:
-        storage: Owned by the caller.
         resumed: Dead attempts whose objects are reused, the newest first.
         is_compressed: Each chunk is a separate object: there is nothing to open.
     """
@@ -45,14 +41,14 @@ class RankObjects:
         self.plans = plans
         self.storage = storage
         self.attempt = attempt
-        self._resumed = resumed
+        self.resumed = resumed
         self._is_compressed = is_compressed
-        self._recorder = recorder
+        self.recorder = recorder
         self._number_of = {plan.key: number for number, plan in enumerate(plans)}
         self._writers: dict[int, ObjectWriter] = {}
         self._opened = [anyio.Event() for _ in plans]
         self._ended: set[int] = set()
-        self._beside: list[str] = []
+        self._other_keys: list[str] = []
 
     async def open(self) -> tuple[Token, ...]:
         """Opens this rank's own objects; returns the tokens of those that others join.
@@ -62,7 +58,7 @@ class RankObjects:
         Cancellation: Open objects stay open until ``delete``.
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
-        # Each may cost a request, and joining ranks wait for the last one.
+        # Each may cost a request, and joining ranks wait for all of them.
         await for_each(opens, self._open, at_once=_MAX_OPENING)
         return tuple(
             Token.of(self.attempt, self.plans[number].key, self._writers[number].token)
@@ -73,8 +69,8 @@ class RankObjects:
     async def _open(self, number: int) -> None:
         plan = self.plans[number]
         name = plan.key.removeprefix(f"{self.attempt}/")
-        older = [f"{attempt}/{name}" for attempt in self._resumed]
-        with self._recorder.row("objects") as row:
+        older = [f"{attempt}/{name}" for attempt in self.resumed]
+        with self.recorder.row("objects") as row:
             self._writers[number] = (
                 CompressedObject(plan.key, plan.size)
                 if self._is_compressed
@@ -91,12 +87,12 @@ class RankObjects:
         """
         for key, token in [each.opened(self.attempt) for each in tokens]:
             number = self._number_of[key]
-            if self._is_compressed:
-                self._writers[number] = CompressedObject(key, self.plans[number].size)
-                self._opened[number].set()
-                continue
             try:
-                self._writers[number] = await self.storage.join_writer(token)
+                self._writers[number] = (
+                    CompressedObject(key, self.plans[number].size)
+                    if self._is_compressed
+                    else await self.storage.join_writer(token)
+                )
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
@@ -113,8 +109,8 @@ class RankObjects:
         return self._writers[number]
 
     async def complete(self, number: int) -> None:
-        """Makes an object that this rank has opened durable."""
-        with self._recorder.row("objects") as row:
+        """Makes an object that this rank opened durable."""
+        with self.recorder.row("objects") as row:
             await self._writers[number].complete()
             row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
@@ -126,11 +122,11 @@ class RankObjects:
 
     async def put(self, key: str, data: bytes) -> None:
         """Stores an additional object, which ``delete`` removes too."""
-        self._beside.append(key)
+        self._other_keys.append(key)
         await self.storage.put(key, [memoryview(data)])
 
     async def delete(self) -> None:
-        """Deletes the objects that this rank has opened or put; aborts those that it has joined.
+        """Deletes the objects that this rank opened or put; aborts those that it joined.
 
         Raises:
             StorageError: Some objects remain.
@@ -143,6 +139,6 @@ class RankObjects:
         else:
             keys = [plan.key for plan in self.plans if plan.opens]
         # The manifest first: if deletion is interrupted, the rest does not look complete.
-        keys = [*self._beside, *keys]
+        keys = [*self._other_keys, *keys]
         if keys:
             await self.storage.delete(keys)

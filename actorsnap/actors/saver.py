@@ -33,7 +33,7 @@ from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import encode_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.inventory import Inventory, build_inventory, inventory_digest
+from actorsnap.planning.inventory import Inventory, build_inventory, digest_of
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Participant
@@ -271,7 +271,7 @@ class Saver:
                 return encode(Details(sharded=sharded))
             return encode(Details(lists={digest: lists[digest] for digest in question.lists}))
 
-        joined = Joined(self._settings.release, inventory_digest(inventory), remembered)
+        joined = Joined(self._settings.release, digest_of(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
         assignment = decode(payload, Assignment)
         if assignment.plan is None:
@@ -321,18 +321,15 @@ class Saver:
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
                             chunks=staged_out.clone(),
-                            writer_of=objects.writer_of,
+                            objects=objects,
                             ledgers=ledgers,
                             begin=begin,
                             run_blocking=self._errands.run_cpu,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
-                            has_blocking_io=objects.storage.capabilities.has_blocking_io,
-                            resumes=bool(assignment.resumed),
                             board=self._reports.board,
                             pace=self._settings.pace,
                             compressed=compressed,
-                            recorder=self._recorder,
                         )
                         tasks.start_soon(uploader.run)
                 watch.cancel_scope.cancel()

@@ -1,17 +1,18 @@
 """Reads ranges wanted by several ranks once: each rank reads pieces and sends them to the others.
 
-A round is one of ``protocol.rounds``: pieces are sent only after every rank has read its own, so no
-rank waits for one whose storage has failed. Reading the next round overlaps with sending, and
-copying a piece to its destination with sending the next one.
+Pieces are sent only after every rank has read its own (a round of ``protocol.rounds``), so no rank
+waits for one whose storage has failed. Reading the next round overlaps with sending, and copying a
+piece to its destination with sending the next one.
 
-A cancelled rank leaves in the middle of a round. Each exchange has its own channel, so an abandoned
-broadcast cannot be confused with another one.
+A cancelled rank leaves in the middle of a round. Each set and turn has its own ``Peers``, so an
+abandoned broadcast cannot be confused with another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
@@ -22,31 +23,41 @@ from actorsnap.state.restore import slice_stored
 from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["NUM_BUFFERS", "Common", "ExchangeActor"]
+__all__ = ["NUM_BUFFERS", "Peers", "SharedRange", "SharedReadActor"]
 
 NUM_BUFFERS = 4
 """Number of buffers: two for the rank's own pieces, of this round and the next; two for others'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Common:
+class SharedRange:
     """A stored range that all ranks of a set want, and its destinations on this rank."""
 
     stored: Stored
     sinks: Sequence[ByteSink]
 
 
-class ExchangeActor:
-    """One rank's part in an exchange. Ranks are counted within the set that shares.
+class Peers(Protocol):
+    """The other ranks of a set."""
+
+    async def meet(self) -> None:
+        """Connects to them. All call it at once, before the first broadcast."""
+        ...
+
+    async def broadcast(self, memory: memoryview, source: int) -> None:
+        """Sends the memory of rank ``source`` of the set to the memory of all others."""
+        ...
+
+
+class SharedReadActor:
+    """One rank's part in the reads of a set.
 
     Args:
-        commons: The shared ranges, in the same order on all ranks.
-        pieces: Their split by ``planning.exchange.cut``, for all ranks.
-        num_ranks: Number of ranks, and of pieces in a round.
+        ranges: In the same order on all ranks.
+        pieces: Their split by ``planning.shared_reads.split_ranges``.
+        rank: Position of this rank in the set.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
         read: Reads stored ranges into memory and verifies them.
-        meet: Connects to the other ranks. All call it at once, before the first broadcast.
-        broadcast: Sends the memory of the given rank to the memory of all others.
         arrive: Waits until all ranks of the group have arrived.
         run_blocking: Copies pieces; always awaited, as the memory is the caller's.
         errands: Runs all work that may hang.
@@ -55,27 +66,24 @@ class ExchangeActor:
     def __init__(
         self,
         *,
-        commons: Sequence[Common],
-        pieces: Sequence[Sequence[Part]],
+        ranges: Sequence[SharedRange],
+        pieces: Sequence[Sequence[Sequence[Part]]],
         rank: int,
-        num_ranks: int,
         memory: memoryview,
         read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]],
-        meet: Callable[[], Awaitable[None]],
-        broadcast: Callable[[memoryview, int], Awaitable[None]],
+        peers: Peers,
         arrive: Callable[[], Awaitable[object]],
         run_blocking: RunBlocking,
         errands: AbandonableTasks,
     ) -> None:
-        self._commons = commons
-        self._rounds = [pieces[at : at + num_ranks] for at in range(0, len(pieces), num_ranks)]
+        self._ranges = ranges
+        self._pieces = pieces
         self._rank = rank
         size = len(memory) // NUM_BUFFERS
         buffers = [memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
         self._own, self._theirs = buffers[:2], buffers[2:]
         self._read = read
-        self._meet = meet
-        self._broadcast = broadcast
+        self._peers = peers
         self._arrive = arrive
         self._run_blocking = run_blocking
         self._errands = errands
@@ -85,22 +93,22 @@ class ExchangeActor:
         """Fills every sink.
 
         Raises:
-            ChecksumMismatch, StorageError: Reading failed on this rank; raised only after the
-                pieces that others wait for are sent.
-            Exception: Raised by ``arrive``, ``meet`` or ``broadcast``.
+            ChecksumMismatch, StorageError: Reading failed on this rank; raised after the pieces
+                that others wait for are sent.
+            Exception: Raised by ``arrive`` or ``peers``.
         Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
         """
-        if self._rounds:
+        if self._pieces:
             await self._errands.run(self._read_own, 0)
-        for number in range(len(self._rounds)):
+        for number in range(len(self._pieces)):
             await self._arrive()
             async with anyio.create_task_group() as tasks:
-                if number + 1 < len(self._rounds):
+                if number + 1 < len(self._pieces):
                     tasks.start_soon(self._read_ahead, number + 1)
                 if number == 0:
                     # Not earlier: after a failed read, the others would wait here too.
-                    await self._errands.run(self._meet)
-                await self._pass_on(number)
+                    await self._errands.run(self._peers.meet)
+                await self._exchange(number)
             if self._error is not None:
                 raise self._error
 
@@ -113,26 +121,27 @@ class ExchangeActor:
     async def _read_own(self, number: int) -> None:
         memory, at = self._own[number % 2], 0
         wanted: list[tuple[Stored, memoryview]] = []
-        for part in self._rounds[number][self._rank]:
-            stored = self._commons[part.request].stored
+        for part in self._pieces[number][self._rank]:
+            stored = self._ranges[part.request].stored
             nbytes = part.stop - part.start
             wanted.append((slice_stored(stored, part.start, part.stop), memory[at : at + nbytes]))
             at += nbytes
         await self._read(wanted)
 
-    async def _pass_on(self, number: int) -> None:
-        before: tuple[Sequence[Part], memoryview] | None = None
-        for source, parts in enumerate(self._rounds[number]):
+    async def _exchange(self, number: int) -> None:
+        """Sends and receives the pieces of a round; copies each while the next one travels."""
+        previous: tuple[Sequence[Part], memoryview] | None = None
+        for source, parts in enumerate(self._pieces[number]):
             memory = self._memory(number, source, parts)
             if not memory:
                 continue
             async with anyio.create_task_group() as tasks:
-                if before is not None:
-                    tasks.start_soon(self._run_blocking, self._deliver, *before)
-                await self._errands.run(self._broadcast, memory, source)
-            before = parts, memory
-        if before is not None:
-            await self._run_blocking(self._deliver, *before)
+                if previous is not None:
+                    tasks.start_soon(self._run_blocking, self._deliver, *previous)
+                await self._errands.run(self._peers.broadcast, memory, source)
+            previous = parts, memory
+        if previous is not None:
+            await self._run_blocking(self._deliver, *previous)
 
     def _memory(self, number: int, source: int, parts: Sequence[Part]) -> memoryview:
         nbytes = sum(part.stop - part.start for part in parts)
@@ -146,6 +155,6 @@ class ExchangeActor:
         at = 0
         for part in parts:
             end = at + part.stop - part.start
-            for sink in self._commons[part.request].sinks:
+            for sink in self._ranges[part.request].sinks:
                 sink.copy_from(part.start, memory[at:end])
             at = end

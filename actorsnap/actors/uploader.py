@@ -1,14 +1,14 @@
 """The uploader actors: hash staged chunks and write them.
 
-A pool of uploaders takes chunks from one bounded stream. Each chunk is hashed once, in the memory
-that is written; its CRC32C, which the storage gets, is combined from those of its blocks. If the
-storage can be called from threads, each block is written right after hashing, by the same thread,
-while in the CPU cache.
+Each chunk is hashed once, in the memory that is written; its CRC32C, which the storage gets, is
+combined from those of its blocks. If the storage can be called from threads, each block is written
+right after hashing, by the same thread, while in the CPU cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import anyio
 import anyio.lowlevel
@@ -17,8 +17,9 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.compressor import CompressedStore
 from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.pace import Pace
-from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
+from actorsnap.actors.trace import ProgressBoard, Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
@@ -34,13 +35,10 @@ class UploaderActor:
 
     Args:
         chunks: A clone of the stream of staged chunks.
-        writer_of: Returns an object's writer, by number; waits until it is open.
         ledgers: Per object, the receiver of its checksums.
         begin: Nothing is stored before this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
-        has_blocking_io: Whether the writers may be called from worker threads.
-        resumes: Whether to reuse data of dead attempts.
         pace: Limits the time of work; None: no limit.
         compressed: Stores chunks of compressed objects; None if the objects are plain.
     """
@@ -49,32 +47,26 @@ class UploaderActor:
         self,
         *,
         chunks: MemoryObjectReceiveStream[StagedChunk],
-        writer_of: Callable[[int], Awaitable[ObjectWriter]],
+        objects: RankObjects,
         ledgers: Sequence[ChecksumLedger],
         begin: anyio.Event,
         run_blocking: RunBlocking,
         report: Callable[[int], None],
         is_stopped: Callable[[], bool],
-        has_blocking_io: bool,
-        resumes: bool,
         board: ProgressBoard,
-        pace: Pace | None = None,
-        compressed: CompressedStore | None = None,
-        recorder: Recorder = NULL_RECORDER,
+        pace: Pace | None,
+        compressed: CompressedStore | None,
     ) -> None:
-        self._compressed = compressed
         self._chunks = chunks
-        self._writer_of = writer_of
+        self._objects = objects
         self._ledgers = ledgers
         self._begin = begin
         self._run_blocking = run_blocking
         self._report = report
         self._is_stopped = is_stopped
-        self._has_blocking_io = has_blocking_io
-        self._resumes = resumes
         self._board = board
         self._pace = pace
-        self._recorder = recorder
+        self._compressed = compressed
 
     async def run(self) -> None:
         """Stores chunks.
@@ -85,9 +77,13 @@ class UploaderActor:
         """
         async with self._chunks:
             await self._begin.wait()
-            with self._recorder.row("uploader") as row:
+            recorder = self._objects.recorder
+            with recorder.row("uploader") as row:
                 async for staged in self._chunks:
-                    self._note_received(row)
+                    row.note(Wait.CHUNK)
+                    recorder.sample(
+                        "staged chunks", lambda: self._chunks.statistics().current_buffer_used
+                    )
                     try:
                         await self._store(staged, row)
                     finally:
@@ -95,56 +91,58 @@ class UploaderActor:
                             staged.lease.release()
                     self._report(staged.chunk.object)
 
-    def _note_received(self, row: Row) -> None:
-        row.note(Wait.CHUNK)
-        self._recorder.sample(
-            "staged chunks", lambda: self._chunks.statistics().current_buffer_used
-        )
-
     async def _store(self, staged: StagedChunk, row: Row) -> None:
-        writer = await self._writer_of(staged.chunk.object)
+        ledger = self._ledgers[staged.chunk.object]
+        writer = await self._objects.writer_of(staged.chunk.object)
         row.note(Wait.OBJECT)
-        if self._pace is None:
-            await self._store_now(staged, writer, row)
-            return
-        async with self._pace.working() as has_rested:
+        working: AbstractAsyncContextManager[bool | None] = (
+            nullcontext() if self._pace is None else self._pace.working()
+        )
+        has_blocking_io = self._objects.storage.capabilities.has_blocking_io
+        async with working as has_rested:
             if has_rested:
                 row.note(Wait.PACE)
-            await self._store_now(staged, writer, row)
-
-    async def _store_now(self, staged: StagedChunk, writer: ObjectWriter, row: Row) -> None:
-        ledger = self._ledgers[staged.chunk.object]
-        nbytes = staged.chunk.stop - staged.chunk.start
-        if self._has_blocking_io and self._compressed is None:
-            written = await self._run_blocking(
-                _hash_and_write, writer, staged, ledger, self._is_stopped, row
-            )
-            if written is None:
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
-            checksums = written
-            self._board.add(hashed=nbytes, stored=nbytes)
-        else:
-            key, at = ledger.key, staged.chunk.start
-            hashing = row.around(_hash, Work.HASH, key, at, nbytes)
-            views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
-            self._board.add(hashed=nbytes)
-            views = [staged.head, *views]
-            if self._compressed is not None:
-                itemsizes = [1, *ledger.itemsizes(staged)]
-                stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
-                ledger.record_chunk(stored)
+            if has_blocking_io and self._compressed is None:
+                checksums = await self._write_blocking(staged, ledger, writer, row)
             else:
-                is_reused = self._resumes and await writer.reuse(at, views, whole)
-                if not is_reused:
-                    await writer.write_at(at, views, whole)
-                row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
-            self._board.add(stored=nbytes)
-        ledger.record(staged, checksums)
+                checksums = await self._write(staged, ledger, writer, row)
+            ledger.record(staged, checksums)
+
+    async def _write_blocking(
+        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter, row: Row
+    ) -> list[int]:
+        checksums = await self._run_blocking(
+            _hash_and_write, writer, staged, ledger, self._is_stopped, row
+        )
+        if checksums is None:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
+        nbytes = staged.chunk.stop - staged.chunk.start
+        self._board.add(hashed=nbytes, stored=nbytes)
+        return checksums
+
+    async def _write(
+        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter, row: Row
+    ) -> list[int]:
+        key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
+        hashing = row.around(_hash, Work.HASH, key, at, nbytes)
+        views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
+        self._board.add(hashed=nbytes)
+        views = [staged.head, *views]
+        if self._compressed is not None:
+            itemsizes = [1, *ledger.itemsizes(staged)]
+            stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
+            ledger.record_chunk(stored)
+        else:
+            is_reused = bool(self._objects.resumed) and await writer.reuse(at, views, whole)
+            if not is_reused:
+                await writer.write_at(at, views, whole)
+            row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
+        self._board.add(stored=nbytes)
+        return checksums
 
 
 def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int], int]:
-    """Returns the views after the head, their block checksums, and the chunk's checksum."""
     views = list(staged.views())
     checksums: list[int] = []
     whole = crc32c(staged.head)
@@ -195,7 +193,6 @@ def _write(
     nbytes: int,
     row: Row,
 ) -> None:
-    """Writes a batch just hashed."""
     row.note(Work.HASH, key, at, nbytes)
     writer.write_at_blocking(at, batch)
     row.note(Work.STORE, key, at, nbytes)

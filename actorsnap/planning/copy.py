@@ -24,7 +24,7 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
-from actorsnap.planning.compressed_ranges import check_chunks
+from actorsnap.planning.restore import check_chunks
 
 __all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "ByteRange", "cut", "plan_copy", "sort_leftovers"]
 

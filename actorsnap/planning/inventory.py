@@ -1,12 +1,10 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. An inventory names it by a digest of fixed
-size; the list itself is sent once. Private items are not named.
+A *scope* is a list of items that several ranks hold. An inventory names it by a digest; the list
+itself is sent once. Private items are not named.
 
-Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are never
-compared: tensors of one name on several meshes are private (``docs/decisions``, 0007).
-
-Must not know the assignment of writes (``save``) or the messages between ranks.
+Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are not
+compared (``docs/decisions``, 0007).
 """
 
 from __future__ import annotations
@@ -31,28 +29,25 @@ __all__ = [
     "check_sharded",
     "digest_of",
     "index_runs",
-    "inventory_digest",
-    "item_digest",
     "on_several_meshes",
     "ranks_digest",
     "refuse",
-    "sharded_digest",
 ]
 
 _DIGEST_BYTES = 12
-"""Size of a digest, in bytes. Every rank sends two per save, and ranks are not adversaries."""
+"""Size of a digest. Every rank sends two per save, and ranks are not adversaries."""
 
 _MAX_LINES = 50
-"""Largest number of lines of an error message, which goes to every rank."""
+"""Most lines of an error message, which goes to every rank."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items that a rank holds together with other ranks, all with equal values.
+    """Items that a rank holds together with other ranks, with equal values.
 
     Attributes:
-        ranks: The holders, rising. Each of them lists this scope, though perhaps with other items.
-            None: all ranks of the job; a rank that lists no such scope has no such items.
-        digest: Digest of the item list, by ``item_digest``.
+        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all ranks
+            of the job; a rank that lists no such scope has no such items.
+        digest: Digest of the item list.
         nbytes: Bytes of the items.
     """
 
@@ -65,10 +60,9 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The items of a rank. Names each scope once.
 
     Attributes:
-        private_bytes: Bytes of the items not declared as shared.
-        scopes: The shared items.
-        globs: The caller's ``replicated`` patterns, the same on all ranks.
-        sharded: Digest of the rank's ``Sharded`` list; empty if the list is.
+        private_bytes: Bytes of the items in no scope.
+        globs: The caller's ``replicated`` patterns.
+        sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
     """
 
     private_bytes: int
@@ -81,10 +75,8 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor that several ranks hold parts of, as one of them describes it.
 
     Attributes:
-        path, dtype: The tensor's path and dtype.
-        shape: Shape of the whole tensor.
-        ranks: Digest of the ranks that hold parts (also empty ones), by ``ranks_digest``.
-        num_ranks: Number of these ranks.
+        shape: The whole tensor's.
+        ranks, num_ranks: The ranks that hold parts (also empty ones): ``ranks_digest`` and number.
     """
 
     path: str
@@ -98,29 +90,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def digest_of(value: Any) -> bytes:
-    """Returns a 12-byte digest of a value that msgpack can encode."""
+    """Returns a 12-byte digest of a value that msgpack can encode; equal in every process."""
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
-
-
-def item_digest(items: Sequence[Item]) -> bytes:
-    """Returns a 12-byte digest of a list of items; the same in every process."""
-    return digest_of(items)
-
-
-def inventory_digest(inventory: Inventory) -> bytes:
-    return digest_of(inventory)
 
 
 @functools.lru_cache
 def ranks_digest(ranks: tuple[int, ...]) -> bytes:
-    """Returns an 8-byte digest of ranks; cached, because a thousand tensors may share their
-    ranks."""
+    """Returns an 8-byte digest; cached, because a thousand tensors may share their ranks."""
     return digest_of(ranks)[:8]
-
-
-def sharded_digest(sharded: Sequence[Sharded]) -> bytes:
-    """Returns a 12-byte digest of a rank's sharded tensors; empty if there are no such tensors."""
-    return digest_of(sharded) if sharded else b""
 
 
 def build_inventory(
@@ -134,21 +111,22 @@ def build_inventory(
 
     Args:
         items: All items of the rank.
-        scopes: Per scope, its ranks and the indices of its items. Items in no scope are private.
+        scopes: Per scope, its ranks and the indices of its items. Other items are private.
         globs: The caller's ``replicated`` patterns.
         sharded: The tensors that the rank holds a part of, including empty parts.
     """
     private_bytes = sum([item.nbytes for item in items])
-    found: list[Scope] = []
+    listed: list[Scope] = []
     lists: dict[bytes, tuple[Item, ...]] = {}
     for ranks, indices in scopes:
         held = tuple([items[index] for index in indices])
         nbytes = sum([item.nbytes for item in held])
-        digest = item_digest(held)
+        digest = digest_of(held)
         private_bytes -= nbytes
-        found.append(Scope(ranks, digest, nbytes))
+        listed.append(Scope(ranks, digest, nbytes))
         lists[digest] = held
-    return Inventory(private_bytes, tuple(found), tuple(globs), sharded_digest(sharded)), lists
+    sharded_digest = digest_of(sharded) if sharded else b""
+    return Inventory(private_bytes, tuple(listed), tuple(globs), sharded_digest), lists
 
 
 def on_several_meshes(
@@ -159,12 +137,10 @@ def on_several_meshes(
     for _, tensors in lists:
         for tensor in tensors:
             meshes.setdefault(tensor.path, set()).add(tensor.ranks)
-    return frozenset([path for path, found in meshes.items() if len(found) > 1])
+    return frozenset([path for path, ranks in meshes.items() if len(ranks) > 1])
 
 
-def check_sharded(
-    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
-) -> None:
+def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> None:
     """Checks that ranks agree about sharded tensors, and that every holder has them.
 
     Args:
@@ -177,22 +153,22 @@ def check_sharded(
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
     disputed: set[str] = set()
-    having: dict[Sharded, list[Sequence[int]]] = {}
+    holders: dict[Sharded, list[Sequence[int]]] = {}
     for ranks, tensors in lists:
         for tensor in tensors:
             first, by = seen.setdefault(tensor.path, (tensor, ranks[0]))
-            having.setdefault(tensor, []).append(ranks)
+            holders.setdefault(tensor, []).append(ranks)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 disputed.add(tensor.path)
                 complaints.append(
                     f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
                     f"{tensor.dtype} {tensor.shape} on rank {ranks[0]}"
                 )
-    for tensor, found in having.items():
-        if tensor.path not in disputed and sum(map(len, found)) < tensor.num_ranks:
+    for tensor, ranks_of in holders.items():
+        if tensor.path not in disputed and sum(map(len, ranks_of)) < tensor.num_ranks:
             complaints.append(
                 f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
-                f"{named_ranks(sorted(chain.from_iterable(found)))} only"
+                f"{named_ranks(sorted(chain.from_iterable(ranks_of)))} only"
             )
     refuse(
         complaints,
@@ -202,7 +178,7 @@ def check_sharded(
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the first complaints; returns if there are none."""
+    """Raises ``UsageError`` with the first complaints, if there are any."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

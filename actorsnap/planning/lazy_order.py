@@ -6,13 +6,12 @@ Leaves, chunks and optimizers are numbers here. Order of copies:
 2. Chunks that a step waits for.
 3. Chunks that optimizers will touch, in that order.
 4. The other chunks, in the order in which they are to be stored.
-
-Must not know where bytes come from, or who waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, chain
 
 from actorsnap.planning.packing import Chunk, ObjectPlan
 
@@ -31,34 +30,30 @@ def leaves_in(objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> list[fr
 
 def set_aside(sizes: Sequence[int], limit_bytes: int) -> list[int]:
     """Returns the positions of as many sizes as fit into ``limit_bytes`` together."""
-    taken: list[int] = []
-    for position in sorted(range(len(sizes)), key=sizes.__getitem__):
-        limit_bytes -= sizes[position]
-        if limit_bytes < 0:
-            break
-        taken.append(position)
-    return sorted(taken)
+    smallest = sorted(range(len(sizes)), key=sizes.__getitem__)
+    total_bytes = accumulate([sizes[position] for position in smallest])
+    return sorted(smallest[: sum(total <= limit_bytes for total in total_bytes)])
 
 
 class Backlog:
     """The chunks of one rank's plan that are not copied yet.
 
     Args:
-        leaves_of: The leaves in each chunk, in the order in which chunks are to be stored.
+        leaves_of: The leaves in each chunk, in the order of storing.
         eager: The leaves that the caller waits for.
     """
 
     def __init__(self, leaves_of: Sequence[Collection[int]], *, eager: Collection[int]) -> None:
-        self._leaves_of = leaves_of
+        self._num_chunks = len(leaves_of)
         self._chunks_of: dict[int, list[int]] = {}
         for chunk, leaves in enumerate(leaves_of):
             for leaf in leaves:
                 self._chunks_of.setdefault(leaf, []).append(chunk)
-        self._eager = self.left_of(eager, set(range(len(leaves_of))))
+        self._left = set(range(len(leaves_of)))
+        self._eager = frozenset(self.left_of(eager))
         self._eager_left = set(self._eager)
         self._awaited: set[int] = set()
-        self._turns: dict[int, int] = {}
-        self._left = set(range(len(leaves_of)))
+        self._touched: dict[int, int] = {}
         self._queue = list(reversed(range(len(leaves_of))))
         self._sort()
 
@@ -79,19 +74,16 @@ class Backlog:
         self._left.remove(chunk)
         self._eager_left.discard(chunk)
 
-    def left_of(self, leaves: Iterable[int], among: Collection[int] | None = None) -> set[int]:
+    def left_of(self, leaves: Iterable[int]) -> set[int]:
         """Returns the chunks with bytes of these leaves that are not copied yet."""
-        left = self._left if among is None else among
-        return {
-            chunk for leaf in leaves for chunk in self._chunks_of.get(leaf, ()) if chunk in left
-        }
+        chunks = chain.from_iterable([self._chunks_of.get(leaf, ()) for leaf in leaves])
+        return self._left.intersection(chunks)
 
     def will_touch(self, leaves: Iterable[int]) -> None:
-        """Notes that an optimizer will touch these leaves, in this order, after those already
-        noted."""
+        """Notes that an optimizer will touch these leaves, in this order, after earlier ones."""
         for leaf in leaves:
             for chunk in self._chunks_of.get(leaf, ()):
-                self._turns.setdefault(chunk, len(self._turns))
+                self._touched.setdefault(chunk, len(self._touched))
         self._sort()
 
     def promote(self, chunks: Iterable[int]) -> None:
@@ -103,5 +95,5 @@ class Backlog:
         self._queue.sort(key=self._key, reverse=True)
 
     def _key(self, chunk: int) -> tuple[bool, bool, int, int]:
-        turn = self._turns.get(chunk, len(self._leaves_of))
+        turn = self._touched.get(chunk, self._num_chunks)
         return chunk not in self._eager, chunk not in self._awaited, turn, chunk

@@ -1,7 +1,6 @@
 """Computes the boxes of a distributed tensor that one rank of a mesh holds.
 
-Input: the shape, the coordinate on the mesh and how each axis cuts the tensor. Reproduces the index
-arithmetic of ``torch.chunk`` as DTensor applies it. Must not know tensors or other ranks.
+Reproduces the index arithmetic of ``torch.chunk`` as DTensor applies it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     """A mesh axis that cuts a dim of a tensor, seen from one rank.
 
     Attributes:
-        dim: The dim.
         parts: Number of ranks along the axis.
         index: This rank's position along the axis.
-        groups: Number of pieces that the dim is cut into first. Each piece is then cut into
-            ``parts``, and rank ``index`` holds that part of every piece. 1 for an ordinary shard.
-            FSDP2 uses more for dims that tensor parallelism cuts further to the right.
+        groups: Number of pieces that the dim is cut into first. Each is then cut into ``parts``,
+            of which the rank holds one. 1 for an ordinary shard. FSDP2 uses more for dims that
+            tensor parallelism cuts further to the right.
     """
 
     dim: int
@@ -39,20 +37,14 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """A box that a rank holds.
-
-    Attributes:
-        box: In global index space.
-        local: The same elements in the rank's local tensor.
-    """
+    """A box that a rank holds, and the same elements in its local tensor."""
 
     box: Box
     local: Box
 
 
 def _chunk(size: int, parts: int, index: int) -> Run:
-    """Returns part ``index`` of ``size`` indices; as in ``torch.chunk``, the last ones are
-    short."""
+    """Returns part ``index`` of ``size`` indices; the last parts are short."""
     step = -(-size // parts)
     return min(size, step * index), min(size, step * (index + 1))
 
@@ -76,7 +68,6 @@ def _select(runs: Sequence[Run], wanted: Iterable[Run]) -> list[Run]:
 
 
 def _runs(size: int, cuts: Iterable[Placement]) -> list[Run]:
-    """Returns the indices of a dim that a rank holds, in the order of its local tensor."""
     runs = [(0, size)] if size else []
     held = size
     for cut in cuts:
@@ -99,9 +90,7 @@ def _all_runs(shape: Sequence[int], cuts: Sequence[Placement]) -> list[list[Run]
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor, for a tensor of ``shape``.
-
-    Cuts are applied in the given order.
+    """Returns the shape of a rank's local tensor, after these cuts in this order.
 
     Raises:
         ValueError: A cut does not fit the shape.
@@ -112,9 +101,8 @@ def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, .
 def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
-    One box, or several if a dim is cut in groups; empty if the rank holds nothing. For a tensor
-    without elements every rank returns the whole (empty) box, so that a manifest names it. Cuts are
-    applied in the given order.
+    One box, or several if a dim is cut in groups; none if the rank holds nothing. Of a tensor
+    without elements every rank holds the whole (empty) box, so that a manifest names it.
 
     Raises:
         ValueError: A cut does not fit the shape.

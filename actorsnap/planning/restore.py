@@ -1,40 +1,50 @@
-"""Plans the reads of a restore: which bytes of which boxes, merged and cut.
+"""Plans the reads of a restore, from boxes of tensors to stored bytes.
 
-``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks, as
-verification needs. ``plan_reads`` turns byte ranges into reads. Neighbouring requests share a read
-if the gap between them is at most ``max_gap_bytes``; large requests are cut between checksum
-blocks.
-
-Must not know tensors or the ranks that want them.
+``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks.
+``plan_reads`` merges and splits byte ranges into reads. ``ChunkMap`` maps bytes of a compressed
+object to stored bytes (``docs/format.md``, "Compressed data object").
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import accumulate, product
 
 import msgspec
 
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
+from actorsnap.format.layout import chunk_key
+from actorsnap.format.manifest import ObjectRecord, StoredChunk
 
-__all__ = ["BoxRead", "Part", "Range", "Read", "find_hole", "plan_boxes", "plan_reads"]
+__all__ = [
+    "BoxRead",
+    "ChunkMap",
+    "Extent",
+    "Part",
+    "Range",
+    "Read",
+    "check_chunks",
+    "chunk_maps",
+    "find_hole",
+    "plan_boxes",
+    "plan_reads",
+]
 
 
 # Boxes of a tensor ----------------------------------------------------------------------------
 
 
 class BoxRead(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of a stored box, counted from its first byte: whole blocks.
+    """Whole checksum blocks ``[start, stop)`` of stored box number ``stored``, in bytes.
 
     Attributes:
-        stored: Number of the stored box.
-        start, stop: Multiples of the box's checksum block; ``stop`` may also be the box's end.
         wanted: Numbers of the wanted boxes that have elements of these bytes, rising.
-        at: If all these bytes belong to the only wanted box, in the same order: their offset in it,
-            in bytes. Else None: the elements are scattered or dropped.
+        at: Offset in the only wanted box, in bytes, if it has all these bytes in the same order.
+            Else None: the elements are scattered or dropped.
     """
 
     stored: int
@@ -55,14 +65,11 @@ def plan_boxes(
 ) -> list[BoxRead]:
     """Returns the reads of stored boxes that fill the wanted ones.
 
-    No block is read twice if wanted boxes do not overlap. Blocks without wanted elements are not
-    read.
+    Reads no block without wanted elements, and none twice if wanted boxes do not overlap.
 
     Args:
         path: For errors.
-        stored: Boxes in the tensor's index space, each with its own bytes in C order. Disjoint,
-            except for boxes that equal a wanted one.
-        wanted: Boxes in the same space.
+        stored: Boxes, each stored in C order. Disjoint, except for boxes that equal a wanted one.
         itemsize: Bytes of an element.
         block_bytes: Per stored box, the size of its checksum blocks.
         disputed: Numbers of stored boxes that may fill only an equal wanted box.
@@ -71,8 +78,7 @@ def plan_boxes(
         FormatError: Wanted elements are in no stored box, or in several.
     """
     finder = _Finder(stored)
-    # Usually the mesh is the same. Where other meshes have other tensors under this path, the equal
-    # box is the right one.
+    # The usual case; and where meshes have different tensors under this path, the right box.
     same = {box: index for index, box in enumerate(stored)}
     shares: dict[int, list[tuple[int, Box]]] = {}
     for number, box in enumerate(wanted):
@@ -88,8 +94,8 @@ def plan_boxes(
                 found.append(shared)
                 shares.setdefault(index, []).append((number, shared))
         if not covers_exactly(box, found):
-            hole = _hole(box, found)
-            what = (
+            hole = find_hole(box, found)
+            detail = (
                 "shards overlap"
                 if hole is None
                 else f"no shard has the elements from {hole.offsets} up to {hole.stops}, or "
@@ -97,16 +103,14 @@ def plan_boxes(
                 "restore its own, with the world size of the save; use separate keys at the next "
                 "take"
             )
-            raise FormatError(key=path, detail=what)
+            raise FormatError(key=path, detail=detail)
     reads: list[BoxRead] = []
-    for index, found_in in shares.items():
-        reads += _reads_of(index, stored[index], found_in, wanted, itemsize, block_bytes[index])
+    for index, parts in shares.items():
+        reads += _reads_of(index, stored[index], parts, wanted, itemsize, block_bytes[index])
     return reads
 
 
 class _Finder:
-    """Finds the boxes that a given box may intersect."""
-
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._order = list(range(len(boxes)))
         ndim = boxes[0].ndim if boxes else 0
@@ -125,11 +129,9 @@ class _Finder:
 
 
 def find_hole(whole: Box, parts: Sequence[Box]) -> Box | None:
-    """Returns a box in ``whole`` that no part covers, or None if the parts cover ``whole``."""
-    return None if covers_exactly(whole, parts) else _hole(whole, parts)
-
-
-def _hole(whole: Box, parts: Sequence[Box]) -> Box | None:
+    """Returns a box in ``whole`` that no part covers; None if there is none."""
+    if covers_exactly(whole, parts):
+        return None
     left = [whole]
     for part in parts:
         boxes, left = left, []
@@ -140,8 +142,8 @@ def _hole(whole: Box, parts: Sequence[Box]) -> Box | None:
                 continue
             for dim in range(box.ndim):
                 before, box = box.split(dim, shared.offsets[dim] - box.offsets[dim])
-                box, behind = box.split(dim, shared.sizes[dim])
-                left += [rest for rest in (before, behind) if not rest.is_empty]
+                box, after = box.split(dim, shared.sizes[dim])
+                left += [rest for rest in (before, after) if not rest.is_empty]
     return left[0] if left else None
 
 
@@ -162,19 +164,19 @@ def _reads_of(
         place = _only_run(wanted[number], shared)
         if run is None or place is None:
             spans = _spans(box, shared, itemsize, min_gap_bytes=block_bytes)
-            mixed += [(*_grown(*span, nbytes, block_bytes), number) for span in spans]
+            mixed += [(*_whole_blocks(*span, nbytes, block_bytes), number) for span in spans]
             continue
         start, stop = run * itemsize, (run + shared.volume) * itemsize
         low = start + -start % block_bytes
         high = stop if stop == nbytes else stop - stop % block_bytes
         if low >= high:
-            mixed.append((*_grown(start, stop, nbytes, block_bytes), number))
+            mixed.append((*_whole_blocks(start, stop, nbytes, block_bytes), number))
             continue
         reads.append(BoxRead(index, low, high, (number,), place * itemsize + low - start))
         if start < low:
             mixed.append((low - block_bytes, low, number))
         if high < stop:
-            mixed.append((*_grown(high, stop, nbytes, block_bytes), number))
+            mixed.append((*_whole_blocks(high, stop, nbytes, block_bytes), number))
     mixed.sort()
     at = 0
     while at < len(mixed):
@@ -189,20 +191,17 @@ def _reads_of(
 
 
 def _only_run(box: Box, part: Box) -> int | None:
-    """Returns where ``part`` begins in the C-order elements of ``box``; None if it is not one
-    run."""
+    """Returns where ``part`` begins in the C order of ``box``; None if it is not one run."""
     start, count = next(contiguous_runs(box.sizes, part.relative_to(box)))
     return start if count == part.volume else None
 
 
-def _grown(start: int, stop: int, nbytes: int, block_bytes: int) -> tuple[int, int]:
-    """Returns the bytes of the blocks that ``[start, stop)`` touches."""
+def _whole_blocks(start: int, stop: int, nbytes: int, block_bytes: int) -> tuple[int, int]:
     return start - start % block_bytes, min(stop + -stop % block_bytes, nbytes)
 
 
 def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the byte ranges of ``part`` in ``box``; smaller gaps than ``min_gap_bytes`` are
-    joined."""
+    """Yields the byte ranges of ``part`` in ``box``; joins them across smaller gaps."""
     inner = part.relative_to(box)
     first, length, pitch = 0, itemsize, itemsize
     rows: list[range] = []
@@ -225,7 +224,7 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
 
 
 class Range(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of the object ``key``, all of one stored leaf.
+    """Bytes ``[start, stop)`` of one leaf in the object ``key``.
 
     ``in_place``: they can be read directly into their destination.
     """
@@ -247,8 +246,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 class Read(msgspec.Struct, frozen=True, gc=False):
     """One read of ``[start, stop)`` of an object, and the parts that it serves, rising.
 
-    Parts do not overlap. ``gaps[i]`` is the number of bytes before ``parts[i]`` that are read and
-    discarded.
+    Parts do not overlap. ``gaps[i]`` bytes before ``parts[i]`` are read and discarded.
     """
 
     key: str
@@ -259,18 +257,16 @@ class Read(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: int) -> list[Read]:
-    """Merges and cuts requests into reads.
+    """Merges and splits requests into reads, by object and offset.
+
+    Covers each request's bytes exactly once. Splits a request at multiples of the largest checksum
+    block, counted from its start. A run of in-place bytes of at least that size does not share a
+    read with other bytes, because all of them would be copied.
 
     Args:
-        requests: In any order, over any number of objects; may overlap. Empty ones are dropped.
+        requests: In any order; may overlap. Empty ones are dropped.
         chunk_bytes: Largest read, unless a block of the largest size is larger.
-        max_gap_bytes: Largest number of unwanted bytes between two parts of a read.
-
-    Returns:
-        Reads, by object and offset. Each request's bytes are covered exactly once. Cuts inside a
-        request fall on multiples of the largest checksum block, counted from its start. A run of
-        in-place bytes of at least that size does not share a read with other bytes, because all of
-        them would be copied.
+        max_gap_bytes: Most unwanted bytes between two parts of a read.
     """
     stride = max(1, chunk_bytes // MAX_BLOCK_BYTES) * MAX_BLOCK_BYTES
     order = sorted(
@@ -314,3 +310,96 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
             end = request.start + high
     close()
     return reads
+
+
+# Compressed objects ---------------------------------------------------------------------------
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Neighbouring frames of one chunk, or some bytes of an uncompressed chunk.
+
+    Attributes:
+        key, offset: The chunk's key, and the first stored byte in it.
+        start, stop: Range of the object's bytes.
+        frames: Stored size of each frame; empty for an uncompressed chunk.
+    """
+
+    key: str
+    offset: int
+    start: int
+    stop: int
+    frames: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Stored bytes."""
+        return sum(self.frames) if self.frames else self.stop - self.start
+
+
+class ChunkMap:
+    """The chunks of one compressed object, from the records of any ranks that wrote to it."""
+
+    def __init__(self, records: Iterable[ObjectRecord]) -> None:
+        chunks: dict[int, StoredChunk] = {}
+        for record in records:
+            self._key = record.key
+            chunks.update((chunk.start, chunk) for chunk in record.chunks)
+        self._starts = sorted(chunks)
+        self._chunks = [chunks[start] for start in self._starts]
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """Yields the extents that hold bytes ``[start, stop)`` of the object, rising.
+
+        Raises:
+            FormatError: No chunk has some of the bytes.
+        """
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        at = start
+        for chunk in self._chunks[index:]:
+            if at >= stop or not chunk.start <= at < chunk.stop:
+                break
+            yield _extent(self._key, chunk, at, min(stop, chunk.stop))
+            at = chunk.stop
+        if at < stop:
+            raise FormatError(key=self._key, detail=f"no chunk has the bytes from {at}")
+
+
+def _extent(key: str, chunk: StoredChunk, start: int, stop: int) -> Extent:
+    if not chunk.frames:
+        return Extent(chunk_key(key, chunk.start), start - chunk.start, start, stop, ())
+    first = (start - chunk.start) // FRAME_BYTES
+    last = -(-(stop - chunk.start) // FRAME_BYTES)
+    return Extent(
+        key=chunk_key(key, chunk.start),
+        offset=sum(chunk.frames[:first]),
+        start=chunk.start + first * FRAME_BYTES,
+        stop=min(chunk.start + last * FRAME_BYTES, chunk.stop),
+        frames=chunk.frames[first:last],
+    )
+
+
+def chunk_maps(records: Iterable[ObjectRecord]) -> dict[str, ChunkMap]:
+    """Returns the chunks of each compressed object by its key."""
+    by_key: dict[str, list[ObjectRecord]] = {}
+    for record in records:
+        if record.chunks:
+            by_key.setdefault(record.key, []).append(record)
+    return {key: ChunkMap(of_object) for key, of_object in by_key.items()}
+
+
+def check_chunks(key: str, size: int, chunks: Iterable[StoredChunk]) -> list[StoredChunk]:
+    """Returns the chunks of an object of ``size`` bytes, rising.
+
+    Raises:
+        FormatError: The chunks have gaps, overlap, or do not add up to ``size``.
+    """
+    ordered = sorted(chunks, key=lambda chunk: chunk.start)
+    at = 0
+    for chunk in ordered:
+        if chunk.start != at:
+            break
+        at = chunk.stop
+    else:
+        if at == size:
+            return ordered
+    raise FormatError(key=key, detail=f"no chunk begins at {at}, or several have what comes before")

@@ -1,17 +1,15 @@
 """Assigns writes to ranks, from the ranks' inventories.
 
 The holders of common items write them together, once: each writes one range of the bytes, sized for
-equal total loads. Private items do not appear here. The planner reads each distinct list of items
-once, and the plan of a rank does not grow with the number of ranks or items.
+equal total loads. The planner reads each distinct list of items once, and the plan of a rank does
+not grow with the number of ranks or items.
 
-Theory of operation. Ranks that list the same items of a scope are a *group*. Groups with the fewest
-holders come first, because they have the least choice; each fills up its holders' loads like water
-(``_fill``). ``packing.arrange`` orders the bytes of a group, which are cut into one range per
-writer, in rank order (``_Line``). A cut falls on an object's or an item's edge if one is near, else
-between rows. Later, larger groups compensate for moved cuts. If several scopes of some ranks list a
-box under one path, it is not divided: each holder writes all of it.
-
-Must not know how bytes or messages travel.
+Ranks that list the same items of a scope are a *group*. Groups with the fewest holders come first,
+because they have the least choice; each fills up its holders' loads like water (``_fill``).
+``packing.arrange`` orders the bytes of a group, which are split into one range per writer, in rank
+order (``_GroupBytes``). A cut falls on an object's or an item's edge if one is near, else between
+rows; later, larger groups compensate. If several scopes of some ranks list a box under one path,
+each holder writes all of it.
 """
 
 from __future__ import annotations
@@ -39,39 +37,31 @@ from actorsnap.planning.packing import (
     canonical,
 )
 
-__all__ = ["SavePlan", "plan_digest", "plan_save"]
+__all__ = ["SavePlan", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
 """Largest row that is not cut inside, in bytes."""
 
 _MIN_RANGE_BYTES = 256 << 10
-"""Smallest range of a group for one rank, in bytes; for less, opening an object costs more."""
+"""Smallest range for one rank, in bytes; for less, opening an object costs more."""
 
 _SLACK = 64
-"""Largest move of a cut to an edge, as a fraction (1/64) of the adjacent ranges.
+"""Largest move of a cut to an edge: 1/64 of the adjacent ranges.
 
-If both ends of a range move, the busiest rank stays within 1.05 of the mean.
+Even if both ends of a range move, the busiest rank stays within 1.05 of the mean.
 """
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
-    """The plan of all ranks.
+    """The plans of all ranks and their digests.
 
-    Attributes:
-        ranks: Per rank, its plan.
-        digests: Per rank, the digest of its plan.
-        joiners: Per rank and shared object that it opens, in the order of ``pack``: the other ranks
-            that write to it, rising.
+    ``joiners``: per rank and shared object that it opens, in the order of ``pack``: the other ranks
+    that write to it, rising.
     """
 
     ranks: tuple[RankPlan, ...]
     digests: tuple[bytes, ...]
     joiners: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-def plan_digest(plan: RankPlan) -> bytes:
-    """Returns a rank's plan as a 12-byte digest."""
-    return digest_of(plan)
 
 
 def plan_save(
@@ -83,15 +73,12 @@ def plan_save(
     """Divides shared items among their holders. Deterministic.
 
     Args:
-        inventories: Per rank.
         lists: The items of every scope, by digest. A list has each path and offsets once.
-        rules: The same on all ranks.
         several: Paths that exist on several meshes; their items are divided only if all ranks share
             them.
 
     Raises:
-        UsageError: Ranks disagree about the dtype, shape or holders of shared items. Names all such
-            paths.
+        UsageError: Ranks disagree about the dtype, shape or holders of shared items; names all.
         ValueError: An inventory names a scope twice, or a list an item.
     """
     loads = [inventory.private_bytes for inventory in inventories]
@@ -103,12 +90,12 @@ def plan_save(
     for group in groups:
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
-        line = _Line(group.items, objects, rules)
+        group_bytes = _GroupBytes(group.items, objects, rules)
         # Twice as much, because cuts move to edges and rows nearby.
         least_bytes = max(_MIN_RANGE_BYTES, 2 * rules.min_write_bytes)
-        wanted = _fill(loads, group.holders, line.nbytes, least_bytes)
+        sizes = _fill(loads, group.holders, group_bytes.nbytes, least_bytes)
         writers: list[list[int]] = [[] for _ in objects]
-        for rank, parts in zip(wanted, line.divide(list(wanted.values())), strict=True):
+        for rank, parts in zip(sizes, group_bytes.split(list(sizes.values())), strict=True):
             if not parts:
                 continue
             scope, runs = group.places[rank]
@@ -120,17 +107,15 @@ def plan_save(
             if others:
                 joiners[opener].append(tuple(others))
         firsts[lowest] += len(objects)
-    plans = tuple(
-        [RankPlan(tuple(held), first) for held, first in zip(shares, firsts, strict=True)]
-    )
+    plans = [RankPlan(tuple(own), first) for own, first in zip(shares, firsts, strict=True)]
     return SavePlan(
-        ranks=plans,
-        digests=tuple([plan_digest(plan) for plan in plans]),
-        joiners=tuple([tuple(found) for found in joiners]),
+        ranks=tuple(plans),
+        digests=tuple(map(digest_of, plans)),
+        joiners=tuple(map(tuple, joiners)),
     )
 
 
-# Groups
+# Groups -----------------------------------------------------------------------------------------
 
 _Place: TypeAlias = tuple[str, tuple[int, ...] | None]
 """Path and offsets of an item."""
@@ -141,10 +126,8 @@ class _Group:
     """Ranks that hold the same items of a scope.
 
     Attributes:
-        holders: Rising.
         items: In the order in which each holder packs them.
-        places: Per rank (all holders and perhaps others), the scope's index in its inventory, and
-            ``Share.items``.
+        places: Per rank (also of others), the scope's index in its inventory, and ``Share.items``.
     """
 
     holders: tuple[int, ...]
@@ -167,17 +150,17 @@ def _groups(
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
     complaints = _differing_globs(inventories)
-    repeated = _repeated(scopes, lists)
+    repeated = _places_in_several_scopes(scopes, lists)
     for ranks, by_digest in scopes.items():
-        apart: Set[_Place] = frozenset()
+        undivided: Set[_Place] = frozenset()
         if ranks is not None:
-            complaints += _absent(ranks, by_digest, lists)
-            apart = repeated
+            complaints += _differing_holders(ranks, by_digest, lists)
+            undivided = repeated
             if several:
                 listed = chain.from_iterable([_places(lists[digest]) for digest in by_digest])
-                apart = apart | {place for place in listed if place[0] in several}
-        if len(by_digest) > 1 or apart:
-            groups += _resolve(by_digest, lists, apart, complaints)
+                undivided = undivided | {place for place in listed if place[0] in several}
+        if len(by_digest) > 1 or undivided:
+            groups += _group_by_holders(by_digest, lists, undivided, complaints)
             continue
         for digest, indices in by_digest.items():
             places = {rank: (index, None) for rank, index in indices.items()}
@@ -194,25 +177,24 @@ def _places(items: Iterable[Item]) -> set[_Place]:
     return {(item.path, item.offsets) for item in items}
 
 
-def _repeated(
+def _places_in_several_scopes(
     scopes: Mapping[tuple[int, ...] | None, Iterable[bytes]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> Set[_Place]:
     """Returns the items that appear in several scopes of some ranks.
 
-    Their values may differ: copies of a norm are equal, but parameters that an optimizer numbers
-    differ between the meshes of pipeline stages.
+    Their values may differ, as of parameters that the optimizers of pipeline stages number.
     """
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
         return frozenset()
     seen: set[_Place] = set()
-    found: set[_Place] = set()
+    repeated: set[_Place] = set()
     for digests in partial:
-        places = {place for digest in digests for place in _places(lists[digest])}
-        found |= seen & places
+        places = set().union(*[_places(lists[digest]) for digest in digests])
+        repeated |= seen & places
         seen |= places
-    return found
+    return repeated
 
 
 def _differing_globs(inventories: Sequence[Inventory]) -> list[str]:
@@ -224,71 +206,64 @@ def _differing_globs(inventories: Sequence[Inventory]) -> list[str]:
     ]
 
 
-def _absent(
+def _differing_holders(
     ranks: tuple[int, ...],
     by_digest: Mapping[bytes, Mapping[int, int]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> list[str]:
-    """Describes ranks that lack a scope that names them, or list a scope that does not."""
-    listing = {rank for found in by_digest.values() for rank in found}
+    absent = sorted(set(ranks).difference(*by_digest.values()))
     complaints = []
-    for digest, found in by_digest.items():
-        absent = sorted(set(ranks) - listing)
-        strangers = sorted(found.keys() - set(ranks))
+    for digest, indices in by_digest.items():
+        strangers = sorted(indices.keys() - set(ranks))
         example = lists[digest][0].path if lists[digest] else ""
+        shared = f"{example!r} is shared by {named_ranks(ranks)}, says"
         if absent:
             complaints.append(
-                f"{example!r} is shared by {named_ranks(ranks)}, says "
-                f"{named_ranks(sorted(found))}, but {named_ranks(absent)} shares nothing with them"
+                f"{shared} {named_ranks(sorted(indices))}, but {named_ranks(absent)} shares "
+                "nothing with them"
             )
         if strangers:
-            complaints.append(
-                f"{example!r} is shared by {named_ranks(ranks)}, says {named_ranks(strangers)}, "
-                "which is none of them"
-            )
+            complaints.append(f"{shared} {named_ranks(strangers)}, which is none of them")
     return complaints
 
 
-def _resolve(
+def _group_by_holders(
     by_digest: Mapping[bytes, Mapping[int, int]],
     lists: Mapping[bytes, Sequence[Item]],
-    apart: Set[_Place],
+    undivided: Set[_Place],
     complaints: list[str],
 ) -> list[_Group]:
-    """Groups the items of a scope whose ranks list different items, by their holders.
+    """Groups the items of a scope whose ranks list different items.
 
-    Items in ``apart`` are not divided: cuts of several scopes would cross, and a rank could not
-    find its own pieces. Each of their holders stores all of the item. Items with differing dtypes
-    or shapes are added to ``complaints``.
+    Each holder of an item in ``undivided`` stores all of it: cuts of several scopes would cross.
+    Adds items with differing dtypes or shapes to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
     # By path and offsets, then by the values that must agree: list number and index in the list.
-    found: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
+    variants_of: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
     for number, (items, _) in enumerate(listed):
         for index, item in enumerate(items):
             value = (item.dtype, item.shape, item.nbytes, item.itemsize, item.global_shape)
-            at = found.setdefault((item.path, item.offsets), {}).setdefault(value, [])
-            at.append((number, index))
-    # By list numbers and whether apart: the indices in those lists.
+            variants = variants_of.setdefault((item.path, item.offsets), {})
+            variants.setdefault(value, []).append((number, index))
+    # By list numbers and whether undivided: the indices in those lists.
     members: dict[tuple[tuple[int, ...], bool], list[tuple[int, ...]]] = {}
-    for place, variants in found.items():
+    for place, variants in variants_of.items():
         if len(variants) > 1:
-            complaints.append(_disagreement(listed, variants.values()))
+            complaints.append(_describe_variants(listed, variants.values()))
             continue
         for at in variants.values():
             numbers, indices = zip(*at, strict=True)
             if len(set(numbers)) < len(numbers):
                 raise ValueError(f"{listed[numbers[0]][0][indices[0]].path!r} is listed twice")
-            members.setdefault((numbers, place in apart), []).append(indices)
+            members.setdefault((numbers, place in undivided), []).append(indices)
     groups = []
-    for (numbers, is_apart), rows in members.items():
-        items = sorted(
-            [
-                _whole_if_any([listed[n][0][i] for n, i in zip(numbers, row, strict=True)])
-                for row in rows
-            ],
-            key=canonical,
-        )
+    for (numbers, is_undivided), rows in members.items():
+        items = [
+            _whole_if_any([listed[n][0][i] for n, i in zip(numbers, row, strict=True)])
+            for row in rows
+        ]
+        items.sort(key=canonical)
         places = {
             rank: (scope, runs)
             for number, column in zip(numbers, zip(*rows, strict=True), strict=True)
@@ -296,8 +271,8 @@ def _resolve(
             for rank, scope in listed[number][1].items()
         }
         holders = tuple(sorted(places))
-        together = [(rank,) for rank in holders] if is_apart else [holders]
-        groups += [_Group(ranks, items, places) for ranks in together]
+        writers = [(rank,) for rank in holders] if is_undivided else [holders]
+        groups += [_Group(ranks, items, places) for ranks in writers]
     return groups
 
 
@@ -307,33 +282,30 @@ def _whole_if_any(items: Sequence[Item]) -> Item:
     return msgspec.structs.replace(items[0], is_whole=True)
 
 
-def _disagreement(
+def _describe_variants(
     listed: Sequence[tuple[Sequence[Item], Mapping[int, int]]],
     variants: Iterable[Sequence[tuple[int, int]]],
 ) -> str:
-    """Describes each variant of an item and a rank that has it."""
-    seen = []
-    for at in variants:
-        number, index = at[0]
+    lines = []
+    for variant in variants:
+        number, index = variant[0]
         item = listed[number][0][index]
         whole = "" if item.global_shape is None else f" of {item.global_shape}"
-        rank = min([min(listed[n][1]) for n, _ in at])
-        seen.append((rank, f"{item.dtype} {item.shape}{whole} on rank {rank}"))
+        rank = min([min(listed[n][1]) for n, _ in variant])
+        lines.append((rank, f"{item.dtype} {item.shape}{whole} on rank {rank}"))
     offsets = "" if item.offsets is None else f" at {item.offsets}"
-    return f"{item.path!r}{offsets} is " + ", ".join([text for _, text in sorted(seen)])
+    return f"{item.path!r}{offsets} is " + ", ".join([text for _, text in sorted(lines)])
 
 
-# Levels and cuts
+# Levels and cuts --------------------------------------------------------------------------------
 
 
 def _fill(
     loads: Sequence[int], holders: Sequence[int], nbytes: int, least_bytes: int
 ) -> dict[int, int]:
-    """Distributes ``nbytes`` over the holders, the lightest ones first.
+    """Returns the bytes of each writer, in rank order, which make their loads equal.
 
-    Returns:
-        Bytes per writer, in rank order, so that all writers have equal loads. Each gets at least
-        ``least_bytes``, unless there is only one.
+    Each of several writers gets at least ``least_bytes``.
     """
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
@@ -349,9 +321,7 @@ def _fill(
     }
 
 
-class _Line:
-    """The concatenated bytes of a group's items, as ``arrange`` orders them in ``objects``."""
-
+class _GroupBytes:
     def __init__(
         self, items: Sequence[Item], objects: Sequence[Arranged], rules: PackingRules
     ) -> None:
@@ -362,12 +332,8 @@ class _Line:
         self._object_edges = [0, *[self._edges[count] for count in counts]]
         self.nbytes = self._edges[-1]
 
-    def divide(self, sizes: Sequence[int]) -> list[tuple[ObjectPart, ...]]:
-        """Cuts the line into ranges of about these sizes, which add up to ``nbytes``.
-
-        Returns:
-            Per range, its parts of the objects; empty for an empty range.
-        """
+    def split(self, sizes: Sequence[int]) -> list[tuple[ObjectPart, ...]]:
+        """Returns the parts of the objects in each of consecutive ranges of about these sizes."""
         cuts = [0]
         target = 0
         for left, right in pairwise(sizes):
@@ -395,7 +361,6 @@ class _Line:
         return ranges
 
     def _cut(self, target: int, slack: int) -> int:
-        """Returns a cut near ``target``, which is before the end."""
         for edges in (self._object_edges, self._edges):
             index = bisect_right(edges, target) - 1
             low, high = edges[index], edges[index + 1]
@@ -406,7 +371,7 @@ class _Line:
         return low + (target - low + row // 2) // row * row
 
     def _with_room(self, previous: int, cut: int) -> int:
-        """Returns ``cut``, or the edge or cut before it if less than a write is between them."""
+        """Returns ``cut``, or the edge or cut before it if the range between is too small."""
         index = bisect_right(self._object_edges, cut) - 1
         begin = max(previous, self._object_edges[index])
         if begin == cut:
@@ -418,7 +383,7 @@ class _Line:
 
 
 def _row_bytes(item: Item) -> int:
-    """Returns the granularity of cuts: the largest slab of inner dims within ``_MAX_ROW_BYTES``."""
+    """Returns the granularity of cuts: inner dims of at most ``_MAX_ROW_BYTES``."""
     if item.is_whole or prod(item.shape) * item.itemsize != item.nbytes:
         return item.nbytes
     row = item.itemsize

@@ -6,9 +6,9 @@ The rounds:
    ``state_dict()`` is called, which may be collective.
 1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to
    continue, and how to read (``planning.shared_reads``). A dry run ends with the next round,
-   *weighed*, which adds up costs.
-2. In shared mode one round per piece: each rank has read its piece, and all send theirs. A rank
-   without a piece only arrives.
+   *weighed*, which adds up the costs of all ranks.
+2. In shared mode one round per piece, for all turns of all sets of ranks that share: each rank has
+   read its piece, and all send theirs. A rank without a piece only arrives.
 3. *Read*: All data is in place. Only then ``load_state_dict()`` is called.
 4. *Loaded*: The last one.
 """
@@ -21,7 +21,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
-from actorsnap.planning.shared_reads import ReadInterest, ReadMode, plan_exchange
+from actorsnap.planning.shared_reads import ReadInterest, ReadMode, plan_shared_reads
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.rounds import Continue
 
@@ -46,7 +46,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
             with that key has a place for them; empty if allowed.
     """
 
-    wants: ReadInterest
+    interest: ReadInterest
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
@@ -101,9 +101,9 @@ class RestoreDecisions:
             return self._enter(Stage.READ if round < self._read else Stage.LOAD)
         return Continue(is_last=True)
 
-    def _enter(self, stage: Stage, payload: bytes = b"") -> Continue:
+    def _enter(self, stage: Stage) -> Continue:
         self.stage = stage
-        return Continue(common=payload)
+        return Continue()
 
     def _on_ready(self, ranks: Sequence[Ready]) -> Continue:
         first = ranks[0]
@@ -120,9 +120,10 @@ class RestoreDecisions:
                 raise IncompatibleState(
                     missing=missing, unexpected=unexpected, mismatched=mismatched
                 )
-        plan = plan_exchange([own.wants for own in ranks], self._mode)
-        self._read = 2 + plan.num_rounds
-        return self._enter(Stage.READ, msgspec.msgpack.encode(plan))
+        plans = plan_shared_reads([own.interest for own in ranks], self._mode)
+        self._read = 2 + plans[0].num_rounds
+        self.stage = Stage.READ
+        return Continue(payloads=dict(enumerate(map(msgspec.msgpack.encode, plans))))
 
     def _on_weighed(self, ranks: Sequence[Weighed]) -> Continue:
         totals = RestoreTotals(tuple(ranks), *_merged(self._compared))

@@ -1,7 +1,6 @@
 """Broadcasts CPU memory from one rank to others over a private gloo group.
 
-The group is made for one exchange. So no process group of the job is needed, and the job's own
-groups stay in step even if the exchange fails.
+The job needs no process group, and its own groups stay in step even if a broadcast fails.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ elif dist.is_available():
 else:
     _Store = object
 
-_PASSING_S = 30.0
-"""Time limit of a broadcast between responsive ranks, in seconds."""
+_BROADCAST_S = 30.0
+"""Time limit of a broadcast between responsive ranks."""
 
 _MAX_POLL_S = 0.25
 
-_NUM_KEEPERS = 2
-"""Number of ranks that remove the keys of others."""
+_NUM_CLEANERS = 2
+"""Number of ranks that remove the keys of others: one of them may be killed."""
 
 
 def obstacle() -> str:
@@ -50,12 +49,12 @@ def obstacle() -> str:
 
 
 class Broadcaster:
-    """The broadcasts of one exchange, one at a time.
+    """Broadcasts among some ranks, one at a time; see ``actors.shared_reads.Peers``.
 
     Args:
         connect: Returns a connection to the job's store. Blocks.
-        name: Name of the exchange, the same on all its ranks and unique at the store.
-        rank: This rank's position among the ``num_ranks`` of the exchange.
+        name: The same on all these ranks, and unique at the store.
+        rank: This rank's position among the ``num_ranks``.
         lost_after_s: See ``Options``.
     """
 
@@ -70,9 +69,9 @@ class Broadcaster:
         lost_after_s: float,
     ) -> None:
         self._host = host
-        # Errors here are caused by another rank, which rank 0 will identify.
+        # Errors are raised with a delay: rank 0 identifies the rank that caused them, first.
         self._patience_s = 2 * lost_after_s
-        self._timeout_s = _PASSING_S + lost_after_s
+        self._timeout_s = _BROADCAST_S + lost_after_s
         self._meeting = _Meeting(connect, name, rank, num_ranks, self._timeout_s)
         self._group: Any = None
 
@@ -80,19 +79,18 @@ class Broadcaster:
         """Makes the group together with the other ranks.
 
         Raises:
-            RuntimeError: ranks are missing. Raised with a delay, so that rank 0's verdict comes
-                first.
-        Cancellation: takes effect at once.
+            RuntimeError: Ranks are missing.
+        Cancellation: Takes effect at once.
         """
 
-        async def watch() -> None:
+        async def end_meeting_when_cancelled() -> None:
             try:
                 await anyio.sleep_forever()
             finally:
                 self._meeting.is_over = True
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
+            tasks.start_soon(end_meeting_when_cancelled)
             try:
                 await self._host.run_blocking(self._make)
             except RuntimeError:
@@ -100,14 +98,13 @@ class Broadcaster:
                 raise
             tasks.cancel_scope.cancel()
 
-    async def __call__(self, memory: memoryview, source: int) -> None:
-        """Sends ``memory`` if this is rank ``source`` of the exchange; otherwise receives into it.
+    async def broadcast(self, memory: memoryview, source: int) -> None:
+        """Sends ``memory`` if this is rank ``source``; otherwise receives into it.
 
         Raises:
-            RuntimeError: another rank is gone. Raised with a delay, so that rank 0's verdict comes
-                first.
-        Cancellation: delayed until the broadcast has ended, because the group uses the memory: at
-            the latest when another rank leaves the group, or at its timeout. Run it as an errand.
+            RuntimeError: Another rank is gone.
+        Cancellation: Delayed while the group uses the memory: until another rank leaves the group,
+            or its timeout. Run it as an errand.
         """
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         ended = anyio.Event()
@@ -122,17 +119,17 @@ class Broadcaster:
             raise
 
     async def close(self, *, is_done: bool) -> None:
-        """Leaves the group. Only after the last broadcast has ended on this rank.
+        """Leaves the group, after the last broadcast.
 
         Args:
-            is_done: Whether the exchange has succeeded on this rank.
+            is_done: Whether all broadcasts succeeded on this rank.
         """
         await self._host.run_blocking(self._close, is_done)
 
     def _make(self) -> None:
         gloo = _dist.ProcessGroupGloo
-        # As gloo does by default, except that it connects to a rank on first use. Connections to
-        # all ranks could exceed the limit of open files.
+        # gloo's defaults, but it connects to a rank on first use: connections to all ranks could
+        # exceed the limit of open files.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         options = gloo._Options()
         options._devices = [
@@ -144,7 +141,7 @@ class Broadcaster:
         options._timeout = timedelta(seconds=self._timeout_s)
         meeting = self._meeting
         self._group = gloo(meeting, meeting.rank, meeting.num_ranks, options)
-        meeting.hear()
+        meeting.exchange()
 
     def _begin(self, tensor: torch.Tensor, source: int) -> Any:
         options = _dist.BroadcastOptions()
@@ -162,8 +159,8 @@ class _Meeting(_Store):
     """The store passed to gloo, through which ranks exchange addresses.
 
     With the job's store, each rank would ask for every other rank, wait there without a way to
-    cancel, and leave its address behind. This one sends all own entries at once and receives all
-    entries at once. The last rank to do so removes them.
+    cancel, and leave its address. This one sends and receives all entries at once. The last rank
+    removes them.
     """
 
     def __init__(
@@ -182,30 +179,30 @@ class _Meeting(_Store):
         self._keys = [f"{name}/{other}" for other in range(num_ranks)]
         self._count = f"{name}/count"
         self._timeout_s = timeout_s
-        self._said: dict[str, bytes] = {}
-        self._heard: dict[str, bytes] = {}
+        self._own: dict[str, bytes] = {}
+        self._entries: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        assert not self._heard
-        self._said[key] = value
+        assert not self._entries
+        self._own[key] = value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Called when gloo connects: possibly much later, on its own thread."""
-        self.hear()
+        self.exchange()
 
     def get(self, key: str) -> bytes:
-        return self._heard[key]
+        return self._entries[key]
 
-    def hear(self) -> None:
+    def exchange(self) -> None:
         """Publishes the own entries and waits for those of all ranks. Later calls do nothing.
 
         Raises:
-            RuntimeError: ranks are missing at the timeout or at the end of the meeting.
+            RuntimeError: Ranks are missing at the timeout or at the end of the meeting.
         """
-        if self._heard:
+        if self._entries:
             return
         store = self._connect()
-        store.set(self._keys[self.rank], msgspec.msgpack.encode(self._said))
+        store.set(self._keys[self.rank], msgspec.msgpack.encode(self._own))
         num_here = store.add(self._count, 1)
         deadline, poll_s = time.monotonic() + self._timeout_s, 0.001
         while num_here < self.num_ranks:
@@ -214,17 +211,16 @@ class _Meeting(_Store):
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
             num_here = store.add(self._count, 0)
-        for said in store.multi_get(self._keys):
-            self._heard |= msgspec.msgpack.decode(said, type=dict[str, bytes])
+        for encoded in store.multi_get(self._keys):
+            self._entries |= msgspec.msgpack.decode(encoded, type=dict[str, bytes])
         if store.add(self._count, 1) == 2 * self.num_ranks:
             self._remove(self._keys)
 
     def clear(self) -> None:
         """Removes the keys of a meeting that may be incomplete."""
-        if not self._said:
+        if not self._own:
             return  # this rank has published nothing
-        # A killed rank cannot remove its keys. Two ranks do it for all: one may be killed.
-        self._remove(self._keys if self.rank < _NUM_KEEPERS else [self._keys[self.rank]])
+        self._remove(self._keys if self.rank < _NUM_CLEANERS else [self._keys[self.rank]])
 
     def _remove(self, keys: list[str]) -> None:
         store = self._connect()

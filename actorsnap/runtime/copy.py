@@ -20,7 +20,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
-from actorsnap.actors.fetcher import SnapshotReader, find_commit, read_intact
+from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,

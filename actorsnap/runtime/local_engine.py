@@ -16,10 +16,10 @@ import anyio.abc
 
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import CommitActor, CommitTemplate
-from actorsnap.actors.fetcher import find_commit, read_commits
 from actorsnap.actors.items import Staging
 from actorsnap.actors.rounds import CoordinatorActor
 from actorsnap.actors.saver import Saver, SaveReports, SaveSettings
+from actorsnap.actors.snapshot_reader import find_commit, read_commits
 from actorsnap.actors.staging import StagingActor
 from actorsnap.errors import (
     ActorSnapError,
@@ -291,7 +291,7 @@ class LocalEngine:
                 older = await find_commit(storage)
             else:
                 # Reads both names at once: usually neither exists.
-                older = (await read_commits(storage)).counting()
+                older = (await read_commits(storage)).valid()
             exists = older is not None
             if older is not None and older.attempt == self._previous_attempt:
                 raise _CommittedBefore

@@ -20,13 +20,8 @@ from typing import Any, TypeAlias
 import anyio
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
-from actorsnap.actors.fetcher import (
-    Commits,
-    FetcherPool,
-    SnapshotReader,
-    is_complete,
-    read_commits,
-)
+from actorsnap.actors.fetcher import FetcherPool
+from actorsnap.actors.snapshot_reader import Commits, SnapshotReader, is_complete, read_commits
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -491,7 +486,7 @@ class _Sweep:
         """Returns the attempts to keep, the complete ones among them that are not committed, and
         whether the snapshot is damaged."""
         try:
-            commit = commits.counting()
+            commit = commits.valid()
         except ChecksumMismatch:
             # It named one of the complete attempts. Deleting the snapshot also deletes that one.
             complete = await self._complete(self._attempts)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actorsnap.actors.fetcher import (
-    RangeRequest,
+from actorsnap.actors.fetcher import RangeRequest
+from actorsnap.actors.snapshot_reader import (
     SnapshotReader,
     find_commit,
     is_complete,
@@ -45,8 +45,8 @@ from actorsnap.format.manifest import (
     TensorEntry,
 )
 from actorsnap.log import Log
-from actorsnap.planning.compressed_ranges import check_chunks
 from actorsnap.planning.index import holes
+from actorsnap.planning.restore import check_chunks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import (
     MAX_SMALL_READS,

@@ -112,7 +112,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     index = yield from load_view(source, 0)
     by_key = entries_by_key(index.entries)
     if key not in by_key:
-        for path, ranks in index.elsewhere.items():
+        for path, ranks in index.held_by_other_ranks.items():
             if path.partition("/")[0] == escape(key):
                 raise UsageError(
                     f"only {named_ranks(ranks)} saved the key {key!r}, each for itself; "
@@ -148,7 +148,9 @@ def read_object(
             raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
         number, path = int(rank), rest
     index = yield from _view(source, manifests, number)
-    part = read_one(index.entries, path, out, source.options.allow_pickle, index.elsewhere)
+    part = read_one(
+        index.entries, path, out, source.options.allow_pickle, index.held_by_other_ranks
+    )
     yield lambda host: fetch(host, source, index, [part], memory_budget_bytes)
     return part.build()
 

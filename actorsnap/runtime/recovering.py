@@ -14,7 +14,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.abandonable import AbandonableTasks
-from actorsnap.actors.fetcher import SnapshotReader, find_commit, read_commits, read_intact
+from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_commits, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
 from actorsnap.actors.trace import Wait, Work
 from actorsnap.errors import (
@@ -20,41 +17,25 @@ from actorsnap.errors import (
     IncompatibleState,
     RestoreAborted,
     describe,
-    did_you_mean,
     printable,
 )
-from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.log import Log
-from actorsnap.options import Options
-from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
-from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan
+from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
+from actorsnap.runtime.comparison import Compared, compare
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
-from actorsnap.runtime.shared_reads import Reading
+from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, error_text, observe
 from actorsnap.runtime.validation import AppState, check_flag
-from actorsnap.state.capture import optimizers_in
-from actorsnap.state.distributed import is_distributed
-from actorsnap.state.optim import class_names, takes_state_of
-from actorsnap.state.restore import KeyRestore, entries_by_key, find_conflicts, prepare
-from actorsnap.state.stateful import (
-    Matching,
-    RNGState,
-    Stateful,
-    adapts,
-    can_assign,
-    loader,
-    matching_of,
-    torch_complaints,
-    validate_app_state,
-)
-from actorsnap.state.tree import escape, join, unescape
+from actorsnap.state.restore import KeyRestore
+from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
+from actorsnap.state.tree import escape, join
 
 __all__ = [
     "RestorePlan",
@@ -68,7 +49,7 @@ logger = Log(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of the app state and the snapshot that a restore left out.
+    """The parts of the app state and the snapshot that a restore left out.
 
     Attributes:
         missing: Paths of modules and ``StateDict`` dicts that the snapshot lacks; they keep their
@@ -109,8 +90,8 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
         num_requests: Number of read requests to the storage.
         bytes_read_by_rank: Bytes to read, by rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. Log that not all ranks have in
-            common begin with the rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. A line that not all ranks have
+            in common begins with the rank.
     """
 
     mode: str
@@ -137,26 +118,23 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 def restore(
     source: Source, app_state: AppState, *, strict: bool, group: Any, store: Any
 ) -> Script[RestoreReport]:
-    """Restores on all ranks of a group together, in the rounds of ``protocol.restore``.
-
-    Compares everything first, then reads everything, then loads key by key.
-    """
+    """Restores on all ranks of a group together, in the rounds of ``protocol.restore``."""
     team = find_team(group, store)
+    label = Label(CallKind.RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return _watched(rounds, source, app_state, strict=strict)
+        return _observed_restore(rounds, source, app_state, strict)
 
-    label = Label(CallKind.RESTORE, source.location.canonical)
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
-def _watched(
-    rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
+def _observed_restore(
+    rounds: Rounds, source: Source, app_state: AppState, strict: bool
 ) -> Script[RestoreReport]:
-    """``restore_by`` with an observation, for trace files and telemetry."""
+    """Runs ``restore_by`` with an observation, for trace files and telemetry."""
     observation = observe("restore", source.options)
-    end = functools.partial(
+    end = partial(
         observation.end,
         url=source.location.display_url,
         rank=rounds.rank,
@@ -167,13 +145,13 @@ def _watched(
             rounds, source, app_state, strict=strict, observation=observation
         )
     except Exception as error:
-        yield functools.partial(end, outcome="failed", error=error_text(error))
+        yield partial(end, outcome="failed", error=error_text(error))
         raise
     except BaseException:
         host = Host.get()
         host.submit(end(host, outcome="cancelled"))
         raise
-    yield functools.partial(end, outcome="restored")
+    yield partial(end, outcome="restored")
     return report
 
 
@@ -185,29 +163,22 @@ def restore_by(
     strict: bool,
     observation: Observation | None = None,
 ) -> Script[RestoreReport]:
-    """Runs this rank's part of a restore."""
+    """Runs this rank's part: compares everything, reads everything, then loads key by key."""
     check_flag("strict", strict)
     observation = observation or Observation("restore")
-    compared, reading = yield from _compare(rounds, source, app_state, observation)
-    wants = reading.wants(Host.get())
-    try:
-        plan = yield from _agree(rounds, compared.message(wants) if strict else Comparison(wants))
-    except IncompatibleState as error:
-        for hint in compared.hints:
-            error.add_note(hint)
-        raise
-    observation.caller.note(Work.AGREE)
+    note = observation.caller.note
+    compared, reads = yield from _compare(rounds, source, app_state, observation)
+    plan = yield from _agree(rounds, compared, reads, strict=strict)
+    note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
     yield from rounds.perform(
-        lambda host, arrive: reading.read(host, plan, arrive, rounds.scope),
+        lambda host, arrive: reads.read(host, plan, arrive, rounds.scope),
     )
-    observation.caller.note(Wait.READS)
+    note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)
-    report = load(
-        compared, states, loaders, strict=strict, nbytes=reading.bytes_needed, team=rounds.team
-    )
-    observation.caller.note(Work.LOAD)
+    report = _load(compared, states, loaders, strict, reads.bytes_needed, rounds.team)
+    note(Work.LOAD)
     yield from rounds.arrive()
     return report
 
@@ -218,12 +189,13 @@ def plan_restore(
 ) -> Script[RestorePlan]:
     """Runs ``restore`` without reading data, and reports the plan."""
     team = find_team(group, store)
+    label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
-        compared, reading = yield from _compare(rounds, source, app_state, Observation("restore"))
-        plan = yield from _agree(rounds, compared.message(reading.wants(Host.get())))
-        weighed: Weighed = yield lambda host: host.run_blocking(reading.weigh, host, plan)
+        compared, reads = yield from _compare(rounds, source, app_state, Observation("restore"))
+        plan = yield from _agree(rounds, compared, reads, strict=True)
+        weighed: Weighed = yield lambda host: host.run_blocking(reads.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
         totals = msgspec.msgpack.decode(payload, type=RestoreTotals)
         return RestorePlan(
@@ -238,16 +210,15 @@ def plan_restore(
             mismatched=totals.mismatched,
         )
 
-    label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
+# The steps --------------------------------------------------------------------------------------
+
+
 def _compare(
-    rounds: Rounds,
-    source: Source,
-    app_state: AppState,
-    observation: Observation,
-) -> Script[tuple[Compared, Reading]]:
+    rounds: Rounds, source: Source, app_state: AppState, observation: Observation
+) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index and, once all ranks have read the same one, compares."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
@@ -255,231 +226,54 @@ def _compare(
     observation.caller.note(Work.INDEX)
     ready = Ready(printable(source.location.display_url), index.attempt)
     yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
-    states = state_dicts(app_state, rounds.team)
+    states = _state_dicts(app_state, rounds.team)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
     # Escaped names, which can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)
-    return compared, Reading(source, index, parts, rounds.team, observation)
+    return compared, RestoreReads(source, index, parts, rounds.team, observation)
 
 
-def _agree(rounds: Rounds, message: Comparison) -> Script[ReadPlan]:
-    """Sends this rank's mismatches and wants; returns the common read plan."""
-    payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
-    return msgspec.msgpack.decode(payload, type=ReadPlan)
-
-
-class _Turns:
-    """Calls into statefuls, key by key. These calls may be collective. So with several ranks, an
-    error in one key does not skip the calls of the other keys."""
-
-    def __init__(self, team: Team | None, stage: Stage) -> None:
-        self._team = team
-        self._stage = stage
-        self._error: ActorSnapError | None = None
-
-    @contextmanager
-    def of(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._team is None:
-                raise
-            logger.debug("rank %d, key %r", self._team.rank, key, exc_info=True)
-            if self._error is None:
-                self._error = self._named(error, key, self._team.rank)
-
-    def _named(self, error: Exception, key: str, rank: int) -> ActorSnapError:
-        if isinstance(error, ActorSnapError):
-            return error
-        named = RestoreAborted(
-            reason=describe(error), rank=rank, stage=str(self._stage), key=escape(key)
-        )
-        named.__cause__ = error
-        return named
-
-    def end(self) -> None:
-        """Raises the first error."""
-        if self._error is not None:
-            raise self._error
-
-
-def state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
+def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
     """Calls every ``state_dict()``, in the same order on all ranks.
 
     Generators come last, because other loads may draw numbers. Their ``state_dict()`` is not
-    called: a generator that only this process has must not fail the other ranks.
+    called: a generator that only this process has must not fail other ranks.
     """
-    turns = _Turns(team, Stage.COMPARE)
     states: dict[str, Any] = {}
-    for key in sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key)):
+
+    def call(key: str) -> None:
         stateful = app_state[key]
-        with turns.of(key):
-            states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
-    turns.end()
+        states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
+
+    keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
+    _call_by_key(keys, call, team, Stage.COMPARE)
     return states
 
 
-@dataclass(slots=True)
-class Compared:
-    """The result of comparing an app state with a snapshot.
-
-    Attributes:
-        parts: The restorable part of each key, in load order.
-            adapting: The comparison with each module that adapts the loaded state itself.
-        missing, unexpected, mismatched, kept: See ``RestoreReport``.
-        without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
-        unplaced: Paths without a place here, by escaped key. Other ranks may have a place, as with
-            layers of other pipeline stages.
-        hints: A line per missing key that resembles a key of the snapshot.
-    """
-
-    parts: dict[str, KeyRestore] = field(default_factory=dict)
-    adapting: dict[str, KeyRestore] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    hints: list[str] = field(default_factory=list)
-    without_optim: list[str] = field(default_factory=list)
-
-    def build(self) -> dict[str, Any]:
-        """Returns the restored states, by key, for ``load_state_dict``."""
-        states = {key: part.build() for key, part in self.parts.items()}
-        for key in self.without_optim:
-            if key in states:
-                states[key].pop("optim", None)
-        return states
-
-    def message(self, wants: ReadInterest) -> Comparison:
-        return Comparison(
-            wants,
-            tuple(self.missing),
-            tuple(self.unexpected),
-            tuple(self.mismatched),
-            self.unplaced,
-        )
+def _agree(
+    rounds: Rounds, compared: Compared, reads: RestoreReads, *, strict: bool
+) -> Script[SharedReadPlan]:
+    interest = reads.interest(Host.get())
+    message = compared.message(interest) if strict else Comparison(interest)
+    try:
+        payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
+    except IncompatibleState as error:
+        for hint in compared.hints:
+            error.add_note(hint)
+        raise
+    return msgspec.msgpack.decode(payload, type=SharedReadPlan)
 
 
-def compare(
-    index: Index,
-    app_state: AppState,
-    states: Mapping[str, Any],
-    *,
-    rank: int,
-    options: Options,
-) -> Compared:
-    """Compares an app state with a snapshot; reads no data and changes nothing.
-
-    Args:
-        index: The index of the snapshot, as ``rank`` sees it.
-        states: The states of ``app_state``, in load order.
-        rank: This process' rank in its group.
-
-    Raises:
-        UsageError, FormatError, MemoryError: See ``prepare``.
-    """
-    by_key = entries_by_key(index.entries)
-    elsewhere: dict[str, list[str]] = {}
-    for path in index.elsewhere:
-        elsewhere.setdefault(path.partition("/")[0], []).append(path)
-    found = Compared()
-    changed = {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
-    found.without_optim = [key for key in states if join(key, "optim") in changed]
-    states = {
-        key: {name: value for name, value in state.items() if name != "optim"}
-        if key in found.without_optim
-        else state
-        for key, state in states.items()
-    }
-
-    def open_key(key: str, *, is_fresh: bool = False, apart: Iterable[str] = ()) -> KeyRestore:
-        return prepare(
-            key,
-            by_key[key],
-            target=None if is_fresh else states[key],
-            allow_pickle=options.allow_pickle,
-            matching=Matching.KEYS if is_fresh else matching_of(app_state[key]),
-            unshared=apart,
-            world_size=index.world_size,
-        )
-
-    for key in states:
-        private = elsewhere.get(escape(key), [])
-        if isinstance(app_state[key], RNGState) and (
-            private or (rank >= index.world_size and _is_each_ranks_own(by_key.get(key, ())))
-        ):
-            ranks = sorted({rank for path in private for rank in index.elsewhere[path]})
-            ranks = ranks or list(range(index.world_size))
-            found.kept.append(
-                f"{escape(key)}: rank {rank} keeps the states of its random generators, because "
-                f"only {named_ranks(ranks)} of {index.world_size} saved theirs, each for itself"
-            )
-            continue
-        if key not in by_key:
-            found.missing.append(escape(key))
-            if hint := did_you_mean(key, by_key.keys() - states.keys()):
-                found.hints.append(f"the snapshot has no key {key!r}; {hint}")
-            found.mismatched += _explain_private(key, private, index, rank)
-            continue
-        stateful = app_state[key]
-        if escape(key) in changed:
-            found.mismatched.append(changed[escape(key)])
-            continue
-        if key in found.without_optim:
-            found.mismatched.append(changed[join(key, "optim")])
-        if unprimed := _unprimed(key, stateful, by_key[key], states[key]):
-            found.mismatched += unprimed
-            continue
-        part = open_key(key)
-        private = [path for path in private if part.match.has_target(path)]
-        found.mismatched += _explain_private(key, private, index, rank)
-        if private and matching_of(stateful) in (Matching.GROUPS, Matching.NOTHING):
-            continue  # its state would have holes
-        stuck = _stuck_on_meta(key, stateful, part)
-        found.mismatched += stuck
-        if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.match.mismatched):
-            found.mismatched += part.match.mismatched
-            continue  # an optimizer loads all of its state or none
-        differs = (
-            part.match.missing
-            or part.match.unexpected
-            or part.match.unplaced
-            or part.match.mismatched
-        )
-        if differs and adapts(stateful):
-            found.adapting[key] = part
-            # Into fresh memory: a module that adapts may move a leaf to another name.
-            part = open_key(key, is_fresh=True)
-        found.missing += part.match.missing
-        found.unexpected += part.match.unexpected
-        found.unplaced[escape(key)] = tuple(part.match.unplaced)
-        found.mismatched += part.match.mismatched
-        found.parts[key] = part
-    shared, apart = _settle(app_state, found.parts)
-    found.mismatched += shared
-    for key, paths in apart.items():
-        found.parts[key] = open_key(key, apart=paths)
-    return found
-
-
-def load(
+def _load(
     compared: Compared,
     states: Mapping[str, Any],
     loaders: Mapping[str, Callable[[Any], Any]],
-    *,
     strict: bool,
     nbytes: int,
     team: Team | None,
 ) -> RestoreReport:
-    """Loads the restored states, key by key.
-
-    Args:
-        states: The restored states, by key.
-        loaders: ``load_state_dict`` by key.
-        strict: As in the comparison.
-        nbytes: Bytes read into place.
+    """Calls every ``load_state_dict``.
 
     Raises:
         IncompatibleState: A module that adapts what it loads refuses it.
@@ -489,27 +283,28 @@ def load(
     if not strict:  # in a strict restore, other ranks have a place for them
         unexpected += [path for paths in compared.unplaced.values() for path in paths]
     mismatched = list(compared.mismatched)
-    turns = _Turns(team, Stage.LOAD)
-    for number, (key, state) in enumerate(states.items()):
-        with turns.of(key):
-            try:
-                if key in compared.adapting:
-                    left_out = _load_adapting(
-                        key, loaders[key], state, compared.adapting[key], strict=strict
-                    )
-                    missing.extend(left_out.missing)
-                    unexpected.extend(left_out.unexpected)
-                    mismatched.extend(left_out.mismatched)
-                else:
-                    loaders[key](state)
-            except Exception as error:
-                loaded = ", ".join(map(repr, list(states)[:number])) or "none"
-                error.add_note(
-                    f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
-                    f"keys that were loaded before: {loaded}"
+    loaded: list[str] = []
+
+    def call(key: str) -> None:
+        try:
+            if key in compared.adapting:
+                left_out = _load_adapting(
+                    key, loaders[key], states[key], compared.adapting[key], strict=strict
                 )
-                raise
-    turns.end()
+                missing.extend(left_out.missing)
+                unexpected.extend(left_out.unexpected)
+                mismatched.extend(left_out.mismatched)
+            else:
+                loaders[key](states[key])
+        except Exception as error:
+            error.add_note(
+                f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
+                f"keys that were loaded before: {', '.join(map(repr, loaded)) or 'none'}"
+            )
+            raise
+        loaded.append(key)
+
+    _call_by_key(states, call, team, Stage.LOAD)
     return RestoreReport(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
@@ -519,103 +314,32 @@ def load(
     )
 
 
-def _explain_private(key: str, paths: Sequence[str], index: Index, rank: int) -> list[str]:
-    """Returns a line per set of ranks with private leaves that the app state wants."""
-    by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for path in paths:
-        by_ranks.setdefault(index.elsewhere[path], []).append(path)
-    return [
-        f"{escape(key)}: rank {rank} wants what {named_ranks(ranks)} of {index.world_size} saved, "
-        f"each for itself: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}. Only the "
-        "same rank gets it back. If it is equal on all ranks, name it in replicated=[...] at the "
-        "next take; else leave the key out, or restore with strict=False"
-        for ranks, found in by_ranks.items()
-    ]
+def _call_by_key(
+    keys: Iterable[str], call: Callable[[str], None], team: Team | None, stage: Stage
+) -> None:
+    """Calls into statefuls; raises the first error.
 
-
-def _is_each_ranks_own(entries: Iterable[AnyEntry]) -> bool:
-    """Returns whether ranks saved private leaves."""
-    return not all([getattr(entry, "replicated", True) for entry in entries])
-
-
-def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
-    """Returns, by path, a line per state that was saved from optimizers of another class."""
-    return {
-        path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
-        "Options(allow_optimizer_change=True) restores it nevertheless"
-        for path, optimizers in optimizers_in(app_state).items()
-        if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
-    }
-
-
-def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
-    """Returns a line if an optimizer of distributed parameters has no state to restore into."""
-    if not isinstance(stateful, torch.optim.Optimizer):
-        return []
-    held = [p for group in stateful.param_groups for p in group["params"]]
-    if not any(map(is_distributed, held)):
-        return []
-    below = f"{escape(key)}/state/"
-    for entry in entries:
-        if isinstance(entry, TensorEntry | ShardedEntry | ViewEntry) and entry.shape:
-            number = entry.path.removeprefix(below).partition("/")[0]
-            if entry.path.startswith(below) and not state["state"].get(unescape(number)):
-                return [
-                    f"{escape(key)}: the optimizer has no state yet, and its parameters are "
-                    "distributed tensors; call prime_optimizer(optimizer) before"
-                ]
-    return []
-
-
-def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
-    """Returns a line per leaf on the meta device that its stateful cannot replace."""
-    if can_assign(stateful):
-        return []
-    if isinstance(stateful, torch.optim.Optimizer):
-        held = [p for group in stateful.param_groups for p in group["params"]]
-        if any(parameter.is_meta for parameter in held):
-            return [
-                f"{escape(key)}: its parameters are on the meta device, and its state would go "
-                "there; make the optimizer after the module was restored"
-            ]
-    kind = type(stateful).__qualname__
-    return [
-        f"{path}: it is on the meta device, and a {kind} cannot take over another tensor; "
-        "materialise it with to_empty(...)"
-        for path in part.match.on_meta
-    ]
-
-
-def _settle(
-    app_state: AppState, parts: Mapping[str, KeyRestore]
-) -> tuple[list[str], dict[str, set[str]]]:
-    """Finds memory that leaves share in the app state but not in the snapshot.
-
-    A module's parameters keep the memory, because the module computes with it. Among other leaves
-    the first keeps it.
-
-    Returns:
-        A line per conflict with a leaf of a module; and, by key, the paths that get separate
-        memory.
+    With several ranks, an error does not skip the other keys: these calls may be collective.
     """
-    # Of two modules' leaves the last wins, as when load_state_dict copies.
-    in_modules = [key for key in parts if isinstance(app_state[key], torch.nn.Module)]
-    others = [key for key in parts if key not in in_modules]
-    # load_state_dict copies a module's leaves into the module's own memory.
-    fixed = [each for key in in_modules for each in parts[key].memory.destinations]
-    destinations = [each for key in others for each in parts[key].memory.destinations]
-    lines: dict[str, None] = {}
-    apart: dict[str, set[str]] = {}
-    key_of = {escape(key): key for key in parts}
-    for owner, other in find_conflicts(destinations, fixed):
-        key = key_of[other.path.partition("/")[0]]
-        apart.setdefault(key, set()).add(other.path)
-        if key in in_modules:
-            lines[
-                f"{owner.path}, {other.path}: they share memory in the app state, but not in the "
-                "snapshot"
-            ] = None
-    return list(lines), apart
+    first: ActorSnapError | None = None
+    for key in keys:
+        try:
+            call(key)
+        except Exception as error:
+            if team is None:
+                raise
+            logger.debug("rank %d, key %r", team.rank, key, exc_info=True)
+            if first is not None:
+                continue
+            if isinstance(error, ActorSnapError):
+                first = error
+                continue
+            first = RestoreAborted(
+                reason=describe(error), rank=team.rank, stage=str(stage), key=escape(key)
+            )
+            first.__cause__ = error
+    if first is not None:
+        raise first
 
 
 def _load_adapting(

@@ -1,29 +1,28 @@
-"""The reads of each rank in a restore, for itself or for others (``planning.exchange``)."""
+"""The reads of each rank in a restore, for itself or for others (``planning.shared_reads``)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
 from actorsnap.actors.budget import Purpose
-from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.actors.shared_reads import NUM_BUFFERS, Common, ExchangeActor
+from actorsnap.actors.fetcher import FetcherPool, RangeRequest
+from actorsnap.actors.shared_reads import NUM_BUFFERS, SharedRange, SharedReadActor
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
-from actorsnap.planning.compressed_ranges import chunk_maps
 from actorsnap.planning.index import Index
-from actorsnap.planning.restore import Part, Range, plan_reads
+from actorsnap.planning.restore import Part, Range, chunk_maps, plan_reads
 from actorsnap.planning.shared_reads import (
+    RankRanges,
     ReadInterest,
-    ReadPlan,
-    ReadShare,
-    Runs,
-    cut,
-    runs_of,
-    shares_of,
-    want_of,
+    SharedReadPlan,
+    SharedTurn,
+    digest_ranges,
+    rank_ranges,
+    split_ranges,
 )
 from actorsnap.protocol.restore import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
@@ -35,20 +34,18 @@ from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import KeyRestore, Wanted
 from actorsnap.state.sources import ByteSink, HostMemory
 
-__all__ = ["Reading"]
+__all__ = ["RestoreReads"]
 
-_Place: TypeAlias = tuple[str, Runs | None]
-"""Key and ranks of a ``Want``."""
+_Common: TypeAlias = tuple[str, RankRanges]
+"""A top-level key, and the ranks likely to want the same ranges of it."""
 
 
-class Reading:
+class RestoreReads:
     """One rank's reads for a restore.
 
     Args:
-        index: The index of the snapshot.
         parts: By escaped top-level key.
         team: The ranks that restore; None for a single rank.
-        observation: Records work and waits.
     """
 
     def __init__(
@@ -64,10 +61,9 @@ class Reading:
         self._parts = parts
         self._team = team
         self._observation = observation
-        self._positions: dict[int, int] = {}
-        if team is not None:
-            self._positions = {rank: number for number, rank in enumerate(team.ranks)}
-        self._commons = self._find_commons()
+        self._positions = {} if team is None else {r: at for at, r in enumerate(team.ranks)}
+        self._sets: dict[tuple[int, ...] | None, RankRanges] = {}
+        self._shareable = self._find_shareable()
 
     @property
     def bytes_needed(self) -> int:
@@ -75,194 +71,158 @@ class Reading:
         wanted = sum(_size(want) for part in self._parts.values() for want in part.memory.reads)
         return wanted - sum(part.memory.surplus_bytes for part in self._parts.values())
 
-    def wants(self, host: Host) -> ReadInterest:
-        """Returns this rank's message about shared wants."""
-        # The buffers of an exchange must fit into the budget.
+    def interest(self, host: Host) -> ReadInterest:
+        """Returns this rank's message about the ranges that it could share."""
+        # The buffers must fit into the budget.
         piece_bytes = chunk_within(
             self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
         )
-        alike = [want_of(*place, self._ranges(own)) for place, own in self._commons.items()]
-        return ReadInterest(tuple(alike), piece_bytes, obstacle())
+        digests = [
+            digest_ranges(key, ranks, self._ranges(shareable))
+            for (key, ranks), shareable in self._shareable.items()
+        ]
+        return ReadInterest(tuple(digests), piece_bytes, obstacle())
 
     async def read(
-        self, host: Host, plan: ReadPlan, arrive: Callable[[], Awaitable[object]], scope: str
+        self, host: Host, plan: SharedReadPlan, arrive: Callable[[], Awaitable[object]], scope: str
     ) -> None:
-        """Reads everything.
+        """Reads everything: shared ranges turn by turn, then the others.
 
         Args:
             arrive: Waits until all ranks have arrived at the next round.
             scope: See ``transport.store.StoreSave``.
-
-        Raises:
-            ChecksumMismatch, StorageError: see ``Snapshot.restore``.
         """
         mark(self._parts.values())
-        for number, share in enumerate(self._shares(plan)):
-            if share.members:
-                await self._exchange(host, plan, share, arrive, f"{scope}/{number}")
+        for number, turn in enumerate(plan.turns):
+            if turn.ranks:
+                await self._share(host, plan.piece_bytes, turn, arrive, f"{scope}/{number}")
             else:
-                for _ in range(share.num_rounds):
+                for _ in range(turn.num_rounds):
                     await arrive()
         await fetch_wanted(
-            host,
-            self._source,
-            self._index,
-            self._rest(plan),
-            observation=self._observation,
+            host, self._source, self._index, self._unshared(plan), observation=self._observation
         )
 
-    def weigh(self, host: Host, plan: ReadPlan) -> Weighed:
+    def weigh(self, host: Host, plan: SharedReadPlan) -> Weighed:
         """Returns the cost of ``read``. Blocks; for worker threads."""
-        rest = [
-            Range(self._key(want.stored), want.stored.start, want.stored.stop, _in_place(want))
-            for want in self._rest(plan)
+        batches = [
+            [
+                Range(self._key(w.stored), w.stored.start, w.stored.stop, w.sink.is_addressable)
+                for w in self._unshared(plan)
+            ]
         ]
-        batches = [rest]
-        for share in self._shares(plan):
-            if share.members:
-                assert self._team is not None
-                position = share.members.index(self._team.rank)
-                commons = self._shared(share)
-                pieces = self._pieces(share, commons)[position :: len(share.members)]
-                batches += [self._cut_ranges(commons, piece) for piece in pieces]
+        for turn in plan.turns:
+            if turn.ranks:
+                ranges = self._ranges(self._shared(turn))
+                pieces, rank = self._pieces(turn)
+                batches += [[_slice(ranges, part) for part in by_rank[rank]] for by_rank in pieces]
         options = self._source.options
-        reads = [
-            read
-            for ranges in batches
-            for read in plan_reads(
-                ranges,
-                chunk_bytes=chunk_within(options.chunk_bytes, host.budget.limit_bytes),
-                max_gap_bytes=options.max_gap_bytes,
-            )
-        ]
+        chunk_bytes = chunk_within(options.chunk_bytes, host.budget.limit_bytes)
         chunks = chunk_maps(self._index.objects)
         bytes_read = num_requests = 0
-        for read in reads:
-            if read.key in chunks:
-                for extent in chunks[read.key].extents(read.start, read.stop):
-                    bytes_read += extent.size
-                    num_requests += 1
-            else:
-                bytes_read += read.stop - read.start
-                num_requests += 1
+        for batch in batches:
+            for read in plan_reads(
+                batch, chunk_bytes=chunk_bytes, max_gap_bytes=options.max_gap_bytes
+            ):
+                if read.key in chunks:
+                    sizes = [e.size for e in chunks[read.key].extents(read.start, read.stop)]
+                else:
+                    sizes = [read.stop - read.start]
+                bytes_read += sum(sizes)
+                num_requests += len(sizes)
         return Weighed(self.bytes_needed, bytes_read, num_requests)
 
-    def _find_commons(self) -> dict[_Place, list[Common]]:
+    # Ranges that ranks may share
+
+    def _find_shareable(self) -> dict[_Common, list[SharedRange]]:
         """Returns ranges that other ranks are likely to want, each once, in a common order."""
-        sinks: dict[_Place, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
+        found: dict[_Common, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
         for key, part in self._parts.items():
             for want in part.memory.reads:
-                place = self._place(key, want)
-                if place is not None and _size(want):
-                    stored = want.stored
+                ranks, stored = self._ranks_alike(want), want.stored
+                if ranks and _size(want):
                     at = self._key(stored), stored.start, stored.stop
-                    found = sinks.setdefault(place, {})
-                    found.setdefault(at, (stored, []))[1].append(want.sink)
+                    by_place = found.setdefault((key, ranks), {})
+                    by_place.setdefault(at, (stored, []))[1].append(want.sink)
         return {
-            place: [Common(*found[at]) for at in sorted(found)] for place, found in sinks.items()
+            common: [SharedRange(*by_place[at]) for at in sorted(by_place)]
+            for common, by_place in found.items()
         }
 
-    def _place(self, key: str, want: Wanted) -> _Place | None:
-        """Ranks likely to want the same range; None if only this rank does."""
-        if self._team is None or want.holders == ():
-            return None
-        if want.holders is None:
-            return key, None
-        # Some ranks of a mesh may not restore.
-        members = sorted(self._positions[rank] for rank in want.holders if rank in self._positions)
-        if len(members) < 2:
-            return None
-        return key, None if len(members) == len(self._positions) else runs_of(members)
-
-    def _key(self, stored: Stored) -> str:
-        return self._index.objects[stored.object].key
-
-    def _ranges(self, commons: Iterable[Common]) -> list[Range]:
-        return [Range(self._key(one.stored), one.stored.start, one.stored.stop) for one in commons]
-
-    def _cut_ranges(self, commons: Sequence[Common], piece: Iterable[Part]) -> list[Range]:
-        found = []
-        for part in piece:
-            stored = commons[part.request].stored
-            begin = stored.start
-            found.append(Range(self._key(stored), begin + part.start, begin + part.stop))
+    def _ranks_alike(self, want: Wanted) -> RankRanges:
+        """Returns the ranks likely to want the same range; empty if only this rank does."""
+        found = self._sets.get(want.holders)
+        if found is None:
+            # Some ranks of a mesh may not restore.
+            holders = self._positions if want.holders is None else want.holders
+            members = sorted(self._positions[r] for r in holders if r in self._positions)
+            found = self._sets[want.holders] = rank_ranges(members) if len(members) > 1 else ()
         return found
 
-    def _shares(self, plan: ReadPlan) -> list[ReadShare]:
-        team = self._team
-        return [] if team is None else shares_of(plan, team.rank, team.world_size)
+    def _shared(self, turn: SharedTurn) -> list[SharedRange]:
+        return [each for key in turn.keys for each in self._shareable[key, turn.ranks]]
 
-    def _shared(self, share: ReadShare) -> list[Common]:
-        return [one for key in share.keys for one in self._commons[key, share.ranks]]
-
-    def _rest(self, plan: ReadPlan) -> list[Wanted]:
-        shared = {(key, share.ranks) for share in self._shares(plan) for key in share.keys}
+    def _unshared(self, plan: SharedReadPlan) -> list[Wanted]:
+        shared = {(key, turn.ranks) for turn in plan.turns for key in turn.keys}
         return [
             want
             for key, part in self._parts.items()
             for want in part.memory.reads
-            if self._place(key, want) not in shared
+            if (key, self._ranks_alike(want)) not in shared
         ]
 
-    def _pieces(self, share: ReadShare, commons: Sequence[Common]) -> list[tuple[Part, ...]]:
-        return cut(
-            self._ranges(commons),
-            num_readers=len(share.members),
-            num_rounds=share.num_rounds,
-        )
+    def _key(self, stored: Stored) -> str:
+        return self._index.objects[stored.object].key
 
-    async def _exchange(
+    def _ranges(self, shared: Iterable[SharedRange]) -> list[Range]:
+        return [Range(self._key(s.stored), s.stored.start, s.stored.stop) for s in shared]
+
+    def _pieces(self, turn: SharedTurn) -> tuple[list[list[list[Part]]], int]:
+        assert self._team is not None
+        members = turn.members
+        ranges = self._ranges(self._shared(turn))
+        pieces = split_ranges(ranges, num_readers=len(members), num_rounds=turn.num_rounds)
+        return pieces, members.index(self._team.rank)
+
+    async def _share(
         self,
         host: Host,
-        plan: ReadPlan,
-        share: ReadShare,
+        piece_bytes: int,
+        turn: SharedTurn,
         arrive: Callable[[], Awaitable[object]],
         scope: str,
     ) -> None:
-        source, team = self._source, self._team
+        source, team, observation = self._source, self._team, self._observation
         assert team is not None
-        commons = self._shared(share)
-        rank = share.members.index(team.rank)
-        observation = self._observation
+        pieces, rank = self._pieces(turn)
         opened = source.opened(host, "read", self._index.attempt, observation.on_retry)
         async with opened as (storage, _, errands):
             fetcher = source.fetcher(host, storage, recorder=observation.recorder)
-
-            async def read(wanted: Sequence[tuple[Stored, memoryview]]) -> None:
-                requests = []
-                for stored, memory in wanted:
-                    raw = np.frombuffer(memory, np.uint8)
-                    sink = HostMemory(raw.ctypes.data, len(memory), raw)
-                    requests.append(RangeRequest(self._index, stored, sink))
-                await fetcher.fetch(requests)
-
             # One lease for all buffers: with two, the second might wait for ever.
-            lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, Purpose.READING)
-
-            is_done = False
+            lease = await host.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
+            members = turn.members
             broadcaster = Broadcaster(
                 host,
                 team.connection,
-                name=f"{scope}/{share.members[0]}",
+                name=f"{scope}/{members[0]}",
                 rank=rank,
-                num_ranks=len(share.members),
+                num_ranks=len(members),
                 lost_after_s=source.options.lost_after_s,
             )
+            is_done = False
 
             async def end() -> None:
                 lease.release()
                 await broadcaster.close(is_done=is_done)
 
             try:
-                await ExchangeActor(
-                    commons=commons,
-                    pieces=self._pieces(share, commons),
+                await SharedReadActor(
+                    ranges=self._shared(turn),
+                    pieces=pieces,
                     rank=rank,
-                    num_ranks=len(share.members),
                     memory=lease.view,
-                    read=read,
-                    meet=broadcaster.meet,
-                    broadcast=broadcaster,
+                    read=partial(_fetch_into, fetcher, self._index),
+                    peers=broadcaster,
                     arrive=arrive,
                     run_blocking=host.run_blocking,
                     errands=errands,
@@ -273,9 +233,20 @@ class Reading:
                 await errands.clean_up(end)
 
 
+async def _fetch_into(
+    fetcher: FetcherPool, index: Index, wanted: Sequence[tuple[Stored, memoryview]]
+) -> None:
+    requests = []
+    for stored, memory in wanted:
+        raw = np.frombuffer(memory, np.uint8)
+        requests.append(RangeRequest(index, stored, HostMemory(raw.ctypes.data, len(memory), raw)))
+    await fetcher.fetch(requests)
+
+
+def _slice(ranges: Sequence[Range], part: Part) -> Range:
+    whole = ranges[part.request]
+    return Range(whole.key, whole.start + part.start, whole.start + part.stop)
+
+
 def _size(want: Wanted) -> int:
     return want.stored.stop - want.stored.start
-
-
-def _in_place(want: Wanted) -> bool:
-    return want.sink.is_addressable

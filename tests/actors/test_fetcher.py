@@ -83,7 +83,9 @@ async def test_what_another_rank_compressed_may_be_a_gap(tmp_path: Path) -> None
         records.append(
             ObjectRecord(key=key, size=30, header_bytes=0, header_crc32c=0, chunks=chunks)
         )
-    index = Index(attempt="a", world_size=3, objects=tuple(records), entries=(), elsewhere={})
+    index = Index(
+        attempt="a", world_size=3, objects=tuple(records), entries=(), held_by_other_ranks={}
+    )
     target = np.zeros(20, np.uint8)
     pool = FetcherPool(
         storage,

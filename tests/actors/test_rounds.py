@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -14,21 +14,20 @@ import trio.testing
 
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
-from actorsnap.actors.shared_reads import NUM_BUFFERS, Common, ExchangeActor
+from actorsnap.actors.shared_reads import NUM_BUFFERS, SharedRange, SharedReadActor
 from actorsnap.errors import ActorSnapError, RestoreAborted, StorageError
 from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part, Range
 from actorsnap.planning.shared_reads import (
+    RankRanges,
     ReadInterest,
     ReadMode,
-    ReadShare,
-    Runs,
-    cut,
-    plan_exchange,
-    runs_of,
-    shares_of,
-    want_of,
+    SharedTurn,
+    digest_ranges,
+    plan_shared_reads,
+    rank_ranges,
+    split_ranges,
 )
 from actorsnap.protocol.failure import (
     Failure,
@@ -255,25 +254,38 @@ class Passing:
             self._met.set()
         await self._met.wait()
 
-    def of(self, rank: int) -> Callable[[memoryview, int], Awaitable[None]]:
-        async def broadcast(memory: memoryview, source: int) -> None:
-            assert self.num_met == self._num_ranks
-            self._here[rank] = memory, source
-            everybody = self._all
-            if len(self._here) == self._num_ranks:
-                here, self._here, self._all = self._here, {}, anyio.Event()
-                assert len({(len(view), source) for view, source in here.values()}) == 1
-                for view, _ in here.values():
-                    view[:] = here[source][0]
-                self.num_passed += 1
-                everybody.set()
-            await everybody.wait()
+    async def broadcast(self, rank: int, memory: memoryview, source: int) -> None:
+        assert self.num_met == self._num_ranks
+        self._here[rank] = memory, source
+        everybody = self._all
+        if len(self._here) == self._num_ranks:
+            here, self._here, self._all = self._here, {}, anyio.Event()
+            assert len({(len(view), source) for view, source in here.values()}) == 1
+            for view, _ in here.values():
+                view[:] = here[source][0]
+            self.num_passed += 1
+            everybody.set()
+        await everybody.wait()
 
-        return broadcast
+    def of(self, rank: int) -> Peer:
+        return Peer(self, rank)
 
     @property
     def num_waiting(self) -> int:
         return len(self._here)
+
+
+class Peer(NamedTuple):
+    """One rank's ``Peers``."""
+
+    passing: Passing
+    rank: int
+
+    async def meet(self) -> None:
+        await self.passing.meet()
+
+    async def broadcast(self, memory: memoryview, source: int) -> None:
+        await self.passing.broadcast(self.rank, memory, source)
 
 
 class SharedWorld(World):
@@ -287,20 +299,21 @@ class SharedWorld(World):
         rng = np.random.default_rng(7)
         total = sum(sum(sizes) for sizes in sets.values())
         self.object = rng.integers(0, 256, total, np.uint8)
-        self.stored: dict[Runs, list[Stored]] = {}
+        self.stored: dict[RankRanges, list[Stored]] = {}
         at = 0
         for members, sizes in sets.items():
-            stored = self.stored[runs_of(members)] = []
+            stored = self.stored[rank_ranges(members)] = []
             for size in sizes:
                 block_bytes = choose_block_bytes(size, is_shard=True)
                 crc = block_checksums(self.object[at : at + size].data, block_bytes)
                 stored.append(Stored(0, at, at + size, crc))
                 at += size
-        wants = [
+        interests = [
             ReadInterest(
                 tuple(
-                    want_of("k", runs_of(members), ranges_of(self.stored[runs_of(members)]))
+                    digest_ranges("k", ranks, ranges_of(self.stored[ranks]))
                     for members in sets
+                    for ranks in [rank_ranges(members)]
                     if rank in members
                 ),
                 PIECE,
@@ -308,11 +321,11 @@ class SharedWorld(World):
             )
             for rank in range(num_ranks)
         ]
-        self.plan = plan_exchange(wants, ReadMode.SHARED)
-        super().__init__(num_ranks, self.plan.num_rounds + 1)
+        self.plans = plan_shared_reads(interests, ReadMode.SHARED)
+        super().__init__(num_ranks, self.plans[0].num_rounds + 1)
         self.passing = {
             (turn, members): Passing(len(members))
-            for turn in range(len(self.plan.turns))
+            for turn in range(len(self.plans[0].turns))
             for members in sets
         }
         self.targets = [np.zeros((2, total), np.uint8) for _ in range(num_ranks)]
@@ -320,10 +333,9 @@ class SharedWorld(World):
         self.reads = 0
         self.fail_at = -1
 
-    def pieces(self, share: ReadShare) -> list[tuple[Part, ...]]:
-        assert share.ranks is not None
-        ranges = ranges_of(self.stored[share.ranks])
-        return cut(ranges, num_readers=len(share.members), num_rounds=share.num_rounds)
+    def pieces(self, turn: SharedTurn) -> list[list[list[Part]]]:
+        ranges = ranges_of(self.stored[turn.ranks])
+        return split_ranges(ranges, num_readers=len(turn.members), num_rounds=turn.num_rounds)
 
     async def read(self, rank: int, wanted: Sequence[tuple[Stored, memoryview]]) -> None:
         self.reads += 1
@@ -340,15 +352,14 @@ class SharedWorld(World):
             await self.read(rank, wanted)
 
         async def exchange() -> None:
-            for turn, share in enumerate(shares_of(self.plan, rank, self.num_ranks)):
-                if not share.members:
-                    for _ in range(share.num_rounds):
+            for number, turn in enumerate(self.plans[rank].turns):
+                if not turn.ranks:
+                    for _ in range(turn.num_rounds):
                         await participant.arrive()
                     continue
-                assert share.ranks is not None
-                passing = self.passing[turn, share.members]
-                commons = [
-                    Common(
+                position = turn.members.index(rank)
+                ranges = [
+                    SharedRange(
                         stored,
                         [
                             HostMemory(
@@ -357,18 +368,16 @@ class SharedWorld(World):
                             for row in self.targets[rank]
                         ],
                     )
-                    for stored in self.stored[share.ranks]
+                    for stored in self.stored[turn.ranks]
                 ]
                 async with anyio.create_task_group() as tasks:
-                    await ExchangeActor(
-                        commons=commons,
-                        pieces=self.pieces(share),
-                        rank=share.members.index(rank),
-                        num_ranks=len(share.members),
+                    await SharedReadActor(
+                        ranges=ranges,
+                        pieces=self.pieces(turn),
+                        rank=position,
                         memory=memoryview(bytearray(NUM_BUFFERS * PIECE)),
                         read=read,
-                        meet=passing.meet,
-                        broadcast=passing.of(share.members.index(rank)),
+                        peers=self.passing[number, tuple(turn.members)].of(position),
                         arrive=participant.arrive,
                         run_blocking=run_inline,
                         errands=AbandonableTasks(
@@ -424,8 +433,8 @@ async def test_what_the_ranks_of_a_set_want_is_read_once() -> None:
             (3, 4): [3 * MIB],
         },
     )
-    sets = [sum(e.num_sets for e in turn.exchanges) for turn in world.plan.turns]
-    assert sets == [1, 2, 1, 1]
+    turns = zip(*[plan.turns for plan in world.plans], strict=True)
+    assert [len({part.ranks for part in turn} - {()}) for turn in turns] == [1, 2, 1, 1]
     await world.run(world.body)
     world.check()
     assert world.bytes_read[6] == 0
@@ -456,9 +465,9 @@ async def test_a_read_that_fails_fails_everywhere_and_leaves_nobody_behind() -> 
         if outcome is None:
             break
         assert "read of 'o' in of rank" in outcome
-        pieces = world.pieces(shares_of(world.plan, 0, 3)[0])
-        filled = [bool(piece) for piece in pieces]
-        whole_rounds = [sum(filled[:end]) for end in range(0, len(filled), 3)]
+        pieces = world.pieces(world.plans[0].turns[0])
+        filled = [sum(map(bool, pieces_of_round)) for pieces_of_round in pieces]
+        whole_rounds = [sum(filled[:end]) for end in range(len(filled))]
         assert passing.num_passed in whole_rounds
         fail_at += 1
     assert fail_at > 12

@@ -29,7 +29,7 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
-from actorsnap.planning.compressed_ranges import chunk_maps
+from actorsnap.planning.restore import chunk_maps
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
 from actorsnap.protocol.save import Question, decode

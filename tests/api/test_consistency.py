@@ -287,7 +287,7 @@ def staging_taken_out() -> Iterator[None]:
     async def store_late(self: Any, staged: StagedChunk, row: Row) -> None:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
-            writer = await self._writer_of(staged.chunk.object)
+            writer = await self._objects.writer_of(staged.chunk.object)
             await writer.inner.storage.gate.pass_through(nbytes)  # below the outermost wrapper
             late.pop(id(staged.lease.view))()
         await store(self, staged, row)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import FormatError
 from actorsnap.format.compression import FRAME_BYTES, count_frames
 from actorsnap.format.manifest import ObjectRecord, StoredChunk
-from actorsnap.planning.compressed_ranges import check_chunks, chunk_maps
+from actorsnap.planning.restore import check_chunks, chunk_maps
 
 KEY = "attempt/data/model/0-0.chunks"
 

@@ -89,7 +89,7 @@ def test_one_rank_is_everybodys_and_costs_nothing() -> None:
         index = index_of(manifests, rank=rank)
         assert index.entries is manifests[0].entries
         assert index.objects is manifests[0].objects
-        assert not index.elsewhere
+        assert not index.held_by_other_ranks
 
 
 def test_shards_are_joined_over_all_ranks() -> None:
@@ -112,7 +112,7 @@ def test_one_rank_with_shards() -> None:
     for rank in (0, 1):
         index = index_of(manifests, rank=rank)
         assert paths(index) == ["m/w", "m/v"]
-        assert not index.elsewhere
+        assert not index.held_by_other_ranks
 
 
 def test_equal_boxes_stand_once_the_own_first_and_others_are_nobodys() -> None:
@@ -198,7 +198,7 @@ def test_what_is_replicated_is_everybodys() -> None:
         assert sorted(paths(index)) == ["m/a", "m/b", "m/n"]
         assert keys(index)["m/a"] == [("o0", (7,))]
         assert keys(index)["m/b"][0][0] == "o1"
-        assert not index.elsewhere
+        assert not index.held_by_other_ranks
 
 
 def test_the_rest_is_private() -> None:
@@ -206,10 +206,10 @@ def test_the_rest_is_private() -> None:
         [value("m/n", 0), tensor("m/only0")], [value("m/n", 1), value("m/more")], [value("m/n", 2)]
     )
     assert paths(index_of(manifests, rank=1)) == ["m/n", "m/more"]
-    assert index_of(manifests, rank=1).elsewhere == {"m/only0": (0,)}
+    assert index_of(manifests, rank=1).held_by_other_ranks == {"m/only0": (0,)}
     beyond = index_of(manifests, rank=3)
     assert paths(beyond) == []
-    assert beyond.elsewhere == {"m/n": (0, 1, 2), "m/only0": (0,), "m/more": (1,)}
+    assert beyond.held_by_other_ranks == {"m/n": (0, 1, 2), "m/only0": (0,), "m/more": (1,)}
 
 
 def test_what_all_saved_alike_is_for_new_ranks_too() -> None:
@@ -234,7 +234,7 @@ def test_what_all_saved_alike_is_for_new_ranks_too() -> None:
 
     index = index_of(world(of(0, 5), of(1, 5)), rank=2)
     assert paths(index) == ["s", "s/step", "s/same", "s/q", "s/q@int_repr", "s/q@storage"]
-    assert index.elsewhere == {"s/other": (0, 1)}
+    assert index.held_by_other_ranks == {"s/other": (0, 1)}
     # What a leaf is made of counts as well.
     index = index_of(world(of(0, 5), of(1, 6)), rank=2)
     assert paths(index) == ["s", "s/step", "s/same"]
@@ -254,7 +254,7 @@ def test_a_list_that_would_lose_an_item_is_left_out() -> None:
     manifests = world(of(0), of(1))
     index = index_of(manifests, rank=2)
     assert paths(index) == ["s/d", "s/d/0", "s/empty"]
-    assert index.elsewhere == {"s/l/0": (0, 1), "s/l/1": (0, 1)}
+    assert index.held_by_other_ranks == {"s/l/0": (0, 1), "s/l/1": (0, 1)}
     assert index_of(manifests, rank=1).entries == manifests[1].entries
 
 
@@ -337,7 +337,7 @@ def test_every_rank_gets_its_own_and_everybodys(
             boxes = [each.box for each in joined.shards]
             assert len(set(boxes)) == len(boxes)
             assert all(Box.whole(joined.shape).contains(box) for box in boxes)
-    for path, ranks in index.elsewhere.items():
+    for path, ranks in index.held_by_other_ranks.items():
         assert path not in found
         for other, manifest in manifests.items():
             assert (other in ranks) == (path in [e.path for e in manifest.entries])

@@ -20,8 +20,7 @@ from actorsnap.planning.inventory import (
     Sharded,
     build_inventory,
     check_sharded,
-    inventory_digest,
-    item_digest,
+    digest_of,
     on_several_meshes,
     ranks_digest,
 )
@@ -33,7 +32,7 @@ from actorsnap.planning.packing import (
     check_memory,
     pack,
 )
-from actorsnap.planning.save import SavePlan, plan_digest, plan_save
+from actorsnap.planning.save import SavePlan, plan_save
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 MIB = 1 << 20
@@ -75,7 +74,7 @@ class World:
                 self.items[-1] += items
                 if ranks != ():
                     own.append(range(first, first + len(items)))
-                    digest = item_digest(items)
+                    digest = digest_of(items)
                     lists[digest] = items
                     found.append(Scope(ranks, digest, sum(item.nbytes for item in items)))
             private = sum(item.nbytes for item in held.get((), ()))
@@ -87,7 +86,7 @@ class World:
             encoded = msgspec.msgpack.encode(self.plan.ranks[rank])
             plan = msgspec.msgpack.decode(encoded, type=RankPlan)
             assert plan == self.plan.ranks[rank]
-            assert self.plan.digests[rank] == plan_digest(plan)
+            assert self.plan.digests[rank] == digest_of(plan)
             self.objects.append(
                 pack(items, attempt=ATTEMPT, rank=rank, rules=self.rules, scopes=own, plan=plan)
             )
@@ -398,7 +397,7 @@ def test_the_busiest_rank_is_near_the_level(
 @pytest.mark.parametrize("world", [2, 4, 8, 64, 4096])
 def test_a_data_parallel_job_is_balanced_and_its_plans_stay_small(world: int) -> None:
     items = [make(f"{key}/layers.{i}.w", 256 + i % 100, 4096) for i in range(1000) for key in "mo"]
-    digest = item_digest(items)
+    digest = digest_of(items)
     scope = Scope(None, digest, sum(item.nbytes for item in items))
     plan = plan_save([Inventory(0, (scope,))] * world, {digest: items}, RULES)
     loads = [
@@ -615,7 +614,7 @@ def test_many_complaints_are_counted() -> None:
 
 
 def test_what_stands_twice_is_refused() -> None:
-    scope = Scope(None, item_digest([]), 0)
+    scope = Scope(None, digest_of([]), 0)
     with pytest.raises(ValueError, match="lists a scope twice"):
         plan_save([Inventory(0, (scope, scope))], {scope.digest: []}, RULES)
     item = make("m/a", 1)
@@ -625,9 +624,9 @@ def test_what_stands_twice_is_refused() -> None:
 
 def test_digests_tell_lists_and_inventories_apart_and_are_stable() -> None:
     items = [make("m/a", 2, 3), make("m/b", 4)]
-    assert item_digest(items) == item_digest(tuple(items))
-    assert item_digest(items) != item_digest(items[::-1])
-    assert item_digest([make("m/a", 1)]).hex() == "87292dc8a55d2bb9e8e42e34"
+    assert digest_of(items) == digest_of(tuple(items))
+    assert digest_of(items) != digest_of(items[::-1])
+    assert digest_of([make("m/a", 1)]).hex() == "87292dc8a55d2bb9e8e42e34"
     one = Inventory(0, (Scope((0, 1), b"x", 1),))
-    assert inventory_digest(one) == inventory_digest(Inventory(0, (Scope((0, 1), b"x", 1),)))
-    assert inventory_digest(one) != inventory_digest(Inventory(1, one.scopes))
+    assert digest_of(one) == digest_of(Inventory(0, (Scope((0, 1), b"x", 1),)))
+    assert digest_of(one) != digest_of(Inventory(1, one.scopes))

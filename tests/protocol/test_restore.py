@@ -8,13 +8,19 @@ import msgspec
 import pytest
 
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
-from actorsnap.planning.shared_reads import ReadInterest, ReadMode, ReadPlan, Want
+from actorsnap.planning.shared_reads import (
+    RangesDigest,
+    RankRange,
+    ReadInterest,
+    ReadMode,
+    SharedReadPlan,
+)
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
 from actorsnap.protocol.rounds import Continue
 
 MIB = 1 << 20
-WANTS = ReadInterest((Want("model", None, b"d", 9 * MIB),), 2 * MIB, "")
+INTEREST = ReadInterest((RangesDigest("model", (RankRange(0, 2, 1),), b"d", 9 * MIB),), 2 * MIB, "")
 
 
 def decide(decisions: RestoreDecisions, round: int, *ranks: Any) -> Continue:
@@ -39,15 +45,16 @@ def test_the_rounds_of_a_shared_restore() -> None:
     decisions = RestoreDecisions(mode=ReadMode.SHARED)
     assert decide(decisions, 0, ready(), ready()) == Continue()
     assert str(decisions.stage) == "compare"
-    decision = decide(decisions, 1, *[Comparison(WANTS)] * 2)
-    plan = msgspec.msgpack.decode(decision.common, type=ReadPlan)
-    assert (plan.mode, plan.num_rounds) == (ReadMode.SHARED, 5)
+    decision = decide(decisions, 1, *[Comparison(INTEREST)] * 2)
+    for rank in range(2):
+        plan = msgspec.msgpack.decode(decision.payloads[rank], type=SharedReadPlan)
+        assert (plan.mode, plan.num_rounds) == (ReadMode.SHARED, 5)
     assert stages_after(decisions, 7) == [Stage.READ] * 5 + [Stage.LOAD, None]
 
 
 def test_the_rounds_of_a_direct_restore() -> None:
     decisions = RestoreDecisions(mode=ReadMode.AUTO)
-    decide(decisions, 1, *[Comparison(WANTS)] * 2)
+    decide(decisions, 1, *[Comparison(INTEREST)] * 2)
     assert stages_after(decisions, 2) == [Stage.LOAD, None]
 
 
@@ -61,10 +68,10 @@ def test_what_does_not_fit_is_named_with_its_rank() -> None:
         decide(
             RestoreDecisions(mode=ReadMode.AUTO),
             1,
-            Comparison(WANTS, missing=("m/a", "m/b")),
-            Comparison(WANTS, missing=("m/b", "m/c"), mismatched=("m/d: other",)),
-            Comparison(WANTS, missing=("m/b",)),
-            Comparison(WANTS, missing=("m/b",)),
+            Comparison(INTEREST, missing=("m/a", "m/b")),
+            Comparison(INTEREST, missing=("m/b", "m/c"), mismatched=("m/d: other",)),
+            Comparison(INTEREST, missing=("m/b",)),
+            Comparison(INTEREST, missing=("m/b",)),
         )
     assert caught.value.missing == ("m/b", "rank 0: m/a", "rank 1: m/c")
     assert caught.value.mismatched == ("rank 1: m/d: other",)
@@ -72,7 +79,7 @@ def test_what_does_not_fit_is_named_with_its_rank() -> None:
 
 def test_a_dry_run_adds_up() -> None:
     decisions = RestoreDecisions(mode=ReadMode.AUTO, is_dry_run=True)
-    decide(decisions, 1, *[Comparison(WANTS, missing=("m/a",))] * 2)
+    decide(decisions, 1, *[Comparison(INTEREST, missing=("m/a",))] * 2)
     weighed = (Weighed(10, 12, 3), Weighed(10, 10, 1))
     decision = decide(decisions, 2, *weighed)
     assert decision.is_last
@@ -82,7 +89,7 @@ def test_a_dry_run_adds_up() -> None:
 
 def test_what_has_a_place_on_no_rank_is_unexpected() -> None:
     def unplaced(**paths: tuple[str, ...]) -> Comparison:
-        return Comparison(WANTS, unplaced=paths)
+        return Comparison(INTEREST, unplaced=paths)
 
     stages = unplaced(m=("m/1",)), unplaced(m=("m/0",)), unplaced(other=())
     decisions = RestoreDecisions(mode=ReadMode.AUTO)

@@ -14,9 +14,7 @@ from actorsnap.planning.inventory import (
     Inventory,
     Scope,
     Sharded,
-    inventory_digest,
-    item_digest,
-    sharded_digest,
+    digest_of,
 )
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.protocol.failure import Failure, Stage
@@ -46,10 +44,8 @@ def decisions(world_size: int, **more: Any) -> SaveDecisions:
 
 
 def inventory_of(*items: Item, sharded: tuple[Sharded, ...] = ()) -> Inventory:
-    scope = Scope(None, item_digest(items), sum(item.nbytes for item in items))
-    return Inventory(
-        7, (scope,) if items else (), sharded=sharded_digest(sharded) if sharded else b""
-    )
+    scope = Scope(None, digest_of(items), sum(item.nbytes for item in items))
+    return Inventory(7, (scope,) if items else (), sharded=digest_of(sharded) if sharded else b"")
 
 
 class Ranks:
@@ -74,7 +70,7 @@ class Ranks:
         self.decisions = decisions(len(self.items), memory=self.memory)
         digests = plans or (b"",) * len(self.items)
         payloads = {
-            rank: encode(Joined("1", inventory_digest(own), digests[rank]))
+            rank: encode(Joined("1", digest_of(own), digests[rank]))
             for rank, own in enumerate(self.inventories)
         }
         decision = self.decisions.decide(0, payloads)
@@ -92,7 +88,7 @@ class Ranks:
             return encode(Details(self.inventories[rank]))
         if question.sharded:
             return encode(Details(sharded=self.sharded[rank]))
-        own = {item_digest(self.items[rank]): self.items[rank]}
+        own = {digest_of(self.items[rank]): self.items[rank]}
         return encode(Details(lists={digest: own[digest] for digest in question.lists}))
 
     def assignments(self, *plans: bytes) -> list[Assignment]:
@@ -104,7 +100,7 @@ class Ranks:
 def test_what_is_unknown_is_asked_of_one_rank_and_then_remembered() -> None:
     ranks = Ranks(*[(LARGE,)] * 4)
     assignments = ranks.assignments()
-    digest = item_digest((LARGE,))
+    digest = digest_of((LARGE,))
     assert ranks.asked == [{0: ALL_INVENTORY}, {0: Question(lists=(digest,))}]
     again = Ranks(*[(LARGE,)] * 4, memory=ranks.memory)
     known = again.assignments(*[own.digest for own in assignments])
@@ -122,7 +118,7 @@ def test_each_rank_lists_other_items_of_a_scope() -> None:
     ranks.assignments()
     assert ranks.asked == [
         {0: ALL_INVENTORY, 1: ALL_INVENTORY},
-        {0: Question(lists=(item_digest((LARGE,)),)), 1: Question(lists=(item_digest(more),))},
+        {0: Question(lists=(digest_of((LARGE,)),)), 1: Question(lists=(digest_of(more),))},
     ]
 
 

@@ -64,10 +64,10 @@ def go(me: Rank, trouble: str, whom: int) -> dict[str, Any]:
             lost_after_s=OPTIONS.lost_after_s,
         )
         await broadcaster.meet()
-        await broadcaster(memoryview(data), 0)
+        await broadcaster.broadcast(memoryview(data), 0)
         if trouble == "kill in a broadcast" and me.rank == whom:
             os.kill(os.getpid(), signal.SIGKILL)
-        await broadcaster(memoryview(data), 0)
+        await broadcaster.broadcast(memoryview(data), 0)
         await broadcaster.close(is_done=True)
 
     def body(rounds: Rounds) -> Script[list[str]]:

@@ -44,7 +44,7 @@ def test_everybody_gets_it_and_nothing_is_left(store: Any) -> None:
     async def run(rank: int, member: Broadcaster) -> None:
         await member.meet()
         for source in (1, 0):
-            await member(memoryview(memories[rank])[source * 1000 :][:1000], source)
+            await member.broadcast(memoryview(memories[rank])[source * 1000 :][:1000], source)
         await member.close(is_done=True)
 
     async def work(host: Host) -> None:
@@ -88,8 +88,8 @@ def test_a_broadcast_ends_when_another_rank_leaves(store: Any) -> None:
             tasks.start_soon(leaves.meet)
             await stays.meet()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(leaves, memory, 0)
-            await stays(memory, 0)
+            tasks.start_soon(leaves.broadcast, memory, 0)
+            await stays.broadcast(memory, 0)
 
         async def leave() -> None:
             await anyio.sleep(0.2)
@@ -99,7 +99,7 @@ def test_a_broadcast_ends_when_another_rank_leaves(store: Any) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leave)
             with pytest.raises(RuntimeError):
-                await stays(memory, 1)
+                await stays.broadcast(memory, 1)
         assert anyio.current_time() - begun_s < 15
         await stays.close(is_done=False)
 

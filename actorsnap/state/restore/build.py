@@ -136,7 +136,7 @@ def read_one(
         path: A path of the manifest, or an unambiguous one as typed (``optim/state/0``).
         out: A tensor or array to restore a leaf into, or None.
         allow_pickle: See ``prepare``.
-        held_by_other_ranks: See ``Index.elsewhere``; for the message.
+        held_by_other_ranks: See ``Index.held_by_other_ranks``; for the message only.
 
     Raises:
         UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.

@@ -1,0 +1,241 @@
+"""Finds the commit object of a snapshot, and reads its rank manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    ObjectNotFound,
+    SnapshotReplaced,
+    StorageError,
+)
+from actorsnap.format.foreign import attempts_in, recognize, recognize_file
+from actorsnap.format.layout import manifest_key, manifest_prefix
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    COMMIT_KEYS,
+    Commit,
+    ManifestRecord,
+    RankManifest,
+    decode_commit,
+    decode_rank_manifest,
+    world_size_of,
+)
+from actorsnap.log import Log
+from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.many import for_each
+
+__all__ = [
+    "Commits",
+    "SnapshotReader",
+    "find_commit",
+    "is_complete",
+    "read_commits",
+    "read_intact",
+]
+
+logger = Log(__name__)
+
+T = TypeVar("T")
+
+_MAX_LISTED = 10_000
+"""Maximum number of keys listed to explain why there is no snapshot."""
+
+
+async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
+    """Returns the commit object; None if there is none.
+
+    Args:
+        folder: Folder below the storage's root.
+
+    Raises:
+        FormatError: The commit object is damaged, or of a newer or another format.
+        StorageError: Reading failed.
+    """
+    # The first name again: an older snapshot may have been replaced between the two reads.
+    for key in (*COMMIT_KEYS, COMMIT_KEY):
+        commit = await _read_commit(storage, key, folder)
+        if commit is not None:
+            return commit
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """The commits under ``COMMIT_KEY`` and ``OLDER_COMMIT_KEY``; errors where they are unusable."""
+
+    newer: Commit | FormatError | None
+    older: Commit | FormatError | None
+
+    def valid(self) -> Commit | None:
+        """Returns ``newer`` if it exists, else ``older``.
+
+        Raises:
+            FormatError: It is unusable.
+        """
+        commit = self.older if self.newer is None else self.newer
+        if isinstance(commit, FormatError):
+            raise commit
+        return commit
+
+
+async def read_commits(storage: Storage) -> Commits:
+    """Reads both names of the commit object at once: may miss a snapshot that is being replaced.
+
+    Raises:
+        StorageError: Reading failed.
+    """
+    commits: dict[str, Commit | FormatError | None] = {}
+    failures: list[Exception] = []
+
+    async def read(key: str) -> None:
+        try:
+            commits[key] = await _read_commit(storage, key)
+        except FormatError as error:
+            commits[key] = error
+        except Exception as error:
+            failures.append(error)
+
+    await for_each(COMMIT_KEYS, read, at_once=len(COMMIT_KEYS))
+    if failures:
+        raise failures[0]
+    return Commits(*[commits[key] for key in COMMIT_KEYS])
+
+
+async def _read_commit(storage: Storage, key: str, folder: str = "") -> Commit | None:
+    async def read() -> Commit:
+        return decode_commit(await storage.get(f"{folder}/{key}" if folder else key), key)
+
+    try:
+        return await read_intact(storage, read)
+    except ObjectNotFound:
+        return None
+
+
+async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str) -> bool:
+    """Returns whether an attempt lacks only a commit object: every rank has stored its manifest.
+
+    If manifests do not record the world size, the manifest of rank 0 suffices.
+
+    Raises:
+        StorageError: Reading or listing failed.
+    """
+    try:
+        data = await storage.get(manifest_key(attempt, 0))
+    except ObjectNotFound:
+        return False
+    world_size = await run_blocking(world_size_of, data)
+    if world_size <= 1:
+        return True
+    keys = {info.key async for info in storage.list(manifest_prefix(attempt))}
+    return all(manifest_key(attempt, rank) in keys for rank in range(world_size))
+
+
+async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
+    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit."""
+    if not storage.capabilities.has_blocking_io:
+        try:
+            return await read()
+        except ChecksumMismatch as error:
+            logger.warning("%s; reading it again", error)
+    return await read()
+
+
+class SnapshotReader:
+    """Reads the index of a committed snapshot, which may be replaced in the meantime.
+
+    Args:
+        attempt: The attempt, if the commit object was read before.
+        read_head: Returns the first bytes of a file at the storage's own URL, or None.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        run_blocking: RunBlocking,
+        attempt: str | None = None,
+        read_head: Callable[[], Awaitable[bytes | None]] | None = None,
+    ) -> None:
+        self.storage = storage
+        self._run_blocking = run_blocking
+        self._attempt = attempt
+        self._read_head = read_head
+
+    async def commit(self) -> Commit:
+        """Reads the commit object.
+
+        Raises:
+            NotASnapshot: There is none; describes the content found instead.
+            FormatError: It is damaged, or of a newer format.
+            StorageError: Reading failed.
+        """
+        try:
+            commit = await find_commit(self.storage)
+        except StorageError as error:
+            if what := await self.explain(error):
+                raise what from error
+            raise
+        if commit is None:
+            raise await self._explain_absence()
+        self._attempt = commit.attempt
+        return commit
+
+    async def explain(self, error: Exception) -> NotASnapshot | None:
+        """Returns the error for a file in place of the folder; None for other errors."""
+        if isinstance(error, StorageError) and isinstance(error.__cause__, NotADirectoryError):
+            return await self._explain_file()
+        return None
+
+    async def check_replaced(self) -> None:
+        """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed."""
+        with suppress(FormatError):  # a damaged one proves nothing
+            commit = await find_commit(self.storage)
+            if commit is None or commit.attempt != self._attempt:
+                raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
+
+    async def manifest(self, record: ManifestRecord) -> RankManifest:
+        """Reads the rank manifest named by ``record``.
+
+        Raises:
+            FormatError: It is missing or damaged.
+            StorageError: Reading failed.
+        """
+
+        async def read() -> RankManifest:
+            data = await self.storage.get(record.key)
+            return await self._run_blocking(decode_rank_manifest, data, record, record.key)
+
+        try:
+            return await read_intact(self.storage, read)
+        except ObjectNotFound as error:
+            raise ChecksumMismatch(key=record.key, detail="the rank manifest is missing") from error
+
+    async def _explain_absence(self) -> NotASnapshot:
+        keys: list[str] = []
+        async for info in self.storage.list(""):
+            keys.append(info.key)
+            if len(keys) >= _MAX_LISTED:
+                break
+        if not keys and (file := await self._explain_file()):
+            return file
+        url = self.storage.url
+        complete = [
+            name
+            for name in attempts_in(keys)
+            if await is_complete(self.storage, self._run_blocking, name)
+        ]
+        found, detail = recognize(keys, url=url, complete=complete)
+        return NotASnapshot(key=url, detail=detail, found=found)
+
+    async def _explain_file(self) -> NotASnapshot | None:
+        head = None if self._read_head is None else await self._read_head()
+        if head is None:
+            return None
+        found, detail = recognize_file(head, self.storage.url)
+        return NotASnapshot(key=self.storage.url, detail=detail, found=found)

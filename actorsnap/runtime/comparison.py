@@ -1,0 +1,289 @@
+"""Compares an app state with a snapshot: reads no data and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from actorsnap.errors import did_you_mean
+from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.options import Options
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.planning.shared_reads import ReadInterest
+from actorsnap.protocol.restore import Comparison
+from actorsnap.runtime.validation import AppState
+from actorsnap.state.capture import optimizers_in
+from actorsnap.state.distributed import is_distributed
+from actorsnap.state.optim import class_names, takes_state_of
+from actorsnap.state.restore import KeyRestore, entries_by_key, find_conflicts, prepare
+from actorsnap.state.stateful import (
+    Matching,
+    RNGState,
+    Stateful,
+    adapts,
+    can_assign,
+    matching_of,
+)
+from actorsnap.state.tree import escape, join, unescape
+
+__all__ = ["Compared", "compare"]
+
+
+@dataclass(slots=True)
+class Compared:
+    """The result of comparing an app state with a snapshot.
+
+    Attributes:
+        parts: The restorable part of each key, in load order.
+        adapting: The comparison with each module that adapts the loaded state itself.
+        missing, unexpected, mismatched, kept: See ``RestoreReport``.
+        without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
+        unplaced: Paths without a place here, by escaped key. Other ranks may have a place, as with
+            layers of other pipeline stages.
+        hints: A line per missing key that resembles a key of the snapshot.
+    """
+
+    parts: dict[str, KeyRestore] = field(default_factory=dict)
+    adapting: dict[str, KeyRestore] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
+    without_optim: list[str] = field(default_factory=list)
+
+    def build(self) -> dict[str, Any]:
+        """Returns the restored states, by key, for ``load_state_dict``."""
+        states = {key: part.build() for key, part in self.parts.items()}
+        for key in self.without_optim:
+            if key in states:
+                states[key].pop("optim", None)
+        return states
+
+    def message(self, interest: ReadInterest) -> Comparison:
+        return Comparison(
+            interest,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            tuple(self.mismatched),
+            self.unplaced,
+        )
+
+
+def compare(
+    index: Index, app_state: AppState, states: Mapping[str, Any], *, rank: int, options: Options
+) -> Compared:
+    """Compares an app state with a snapshot.
+
+    Args:
+        index: As ``rank`` sees it.
+        states: The states of ``app_state``, in load order.
+
+    Raises:
+        UsageError, FormatError, MemoryError: See ``prepare``.
+    """
+    comparer = _Comparer(index, app_state, states, rank, options)
+    for key in states:
+        comparer.compare(key)
+    comparer.separate_memory()
+    return comparer.compared
+
+
+class _Comparer:
+    def __init__(
+        self,
+        index: Index,
+        app_state: AppState,
+        states: Mapping[str, Any],
+        rank: int,
+        options: Options,
+    ) -> None:
+        self._index = index
+        self._app_state = app_state
+        self._rank = rank
+        self._options = options
+        self._entries = entries_by_key(index.entries)
+        self._private: dict[str, list[str]] = {}
+        for path in index.held_by_other_ranks:
+            self._private.setdefault(path.partition("/")[0], []).append(path)
+        self._changed = (
+            {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
+        )
+        self.compared = Compared(
+            without_optim=[key for key in states if join(key, "optim") in self._changed]
+        )
+        self._states = {
+            key: {name: value for name, value in state.items() if name != "optim"}
+            if key in self.compared.without_optim
+            else state
+            for key, state in states.items()
+        }
+
+    def compare(self, key: str) -> None:
+        compared, stateful = self.compared, self._app_state[key]
+        private = self._private.get(escape(key), [])
+        if isinstance(stateful, RNGState) and self._must_keep(key, private):
+            return
+        if key not in self._entries:
+            compared.missing.append(escape(key))
+            if hint := did_you_mean(key, self._entries.keys() - self._states.keys()):
+                compared.hints.append(f"the snapshot has no key {key!r}; {hint}")
+            compared.mismatched += self._explain_private(key, private)
+            return
+        if escape(key) in self._changed:
+            compared.mismatched.append(self._changed[escape(key)])
+            return
+        if key in compared.without_optim:
+            compared.mismatched.append(self._changed[join(key, "optim")])
+        if unprimed := _unprimed(key, stateful, self._entries[key], self._states[key]):
+            compared.mismatched += unprimed
+            return
+        part = self._prepare(key)
+        private = [path for path in private if part.match.has_target(path)]
+        compared.mismatched += self._explain_private(key, private)
+        if private and matching_of(stateful) in (Matching.GROUPS, Matching.NOTHING):
+            return  # its state would have holes
+        stuck = _stuck_on_meta(key, stateful, part)
+        compared.mismatched += stuck
+        if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.match.mismatched):
+            compared.mismatched += part.match.mismatched
+            return  # an optimizer loads all of its state or none
+        differs = (
+            part.match.missing
+            or part.match.unexpected
+            or part.match.unplaced
+            or part.match.mismatched
+        )
+        if differs and adapts(stateful):
+            compared.adapting[key] = part
+            # Into fresh memory: a module that adapts may move a leaf to another name.
+            part = self._prepare(key, is_fresh=True)
+        compared.missing += part.match.missing
+        compared.unexpected += part.match.unexpected
+        compared.unplaced[escape(key)] = tuple(part.match.unplaced)
+        compared.mismatched += part.match.mismatched
+        compared.parts[key] = part
+
+    def separate_memory(self) -> None:
+        """Separates leaves that share memory in the app state but not in the snapshot.
+
+        A module's parameters keep the memory, because the module computes with it. Among other
+        leaves the first keeps it.
+        """
+        parts = self.compared.parts
+        # load_state_dict copies a module's leaves into the module's own memory: the last one wins.
+        in_modules = [key for key in parts if isinstance(self._app_state[key], torch.nn.Module)]
+        others = [key for key in parts if key not in in_modules]
+        fixed = [each for key in in_modules for each in parts[key].memory.destinations]
+        destinations = [each for key in others for each in parts[key].memory.destinations]
+        lines: dict[str, None] = {}
+        unshared: dict[str, set[str]] = {}
+        key_of = {escape(key): key for key in parts}
+        for owner, other in find_conflicts(destinations, fixed):
+            key = key_of[other.path.partition("/")[0]]
+            unshared.setdefault(key, set()).add(other.path)
+            if key in in_modules:
+                lines[
+                    f"{owner.path}, {other.path}: they share memory in the app state, but not in "
+                    "the snapshot"
+                ] = None
+        self.compared.mismatched += lines
+        for key, paths in unshared.items():
+            parts[key] = self._prepare(key, unshared=paths)
+
+    def _prepare(
+        self, key: str, *, is_fresh: bool = False, unshared: Iterable[str] = ()
+    ) -> KeyRestore:
+        return prepare(
+            key,
+            self._entries[key],
+            target=None if is_fresh else self._states[key],
+            allow_pickle=self._options.allow_pickle,
+            matching=Matching.KEYS if is_fresh else matching_of(self._app_state[key]),
+            unshared=unshared,
+            world_size=self._index.world_size,
+        )
+
+    def _must_keep(self, key: str, private: Sequence[str]) -> bool:
+        index, rank = self._index, self._rank
+        is_private = rank >= index.world_size and not all(
+            getattr(entry, "replicated", True) for entry in self._entries.get(key, ())
+        )
+        if not private and not is_private:
+            return False
+        ranks = sorted({rank for path in private for rank in index.held_by_other_ranks[path]})
+        self.compared.kept.append(
+            f"{escape(key)}: rank {rank} keeps the states of its random generators, because only "
+            f"{named_ranks(ranks or range(index.world_size))} of {index.world_size} saved theirs, "
+            "each for itself"
+        )
+        return True
+
+    def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
+        """Returns a line per set of ranks with private leaves that the app state wants."""
+        index = self._index
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for path in paths:
+            by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
+        return [
+            f"{escape(key)}: rank {self._rank} wants what {named_ranks(ranks)} of "
+            f"{index.world_size} saved, each for itself: {', '.join(own[:3])}"
+            f"{', ...' if len(own) > 3 else ''}. Only the same rank gets it back. If it is equal "
+            "on all ranks, name it in replicated=[...] at the next take; else leave the key out, "
+            "or restore with strict=False"
+            for ranks, own in by_ranks.items()
+        ]
+
+
+def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
+    return {
+        path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
+        "Options(allow_optimizer_change=True) restores it nevertheless"
+        for path, optimizers in optimizers_in(app_state).items()
+        if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
+    }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
+    """Returns a line if an optimizer of distributed parameters has no state to restore into."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    if not any(map(is_distributed, _parameters(stateful))):
+        return []
+    prefix = f"{escape(key)}/state/"
+    for entry in entries:
+        if isinstance(entry, TensorEntry | ShardedEntry | ViewEntry) and entry.shape:
+            number = entry.path.removeprefix(prefix).partition("/")[0]
+            if entry.path.startswith(prefix) and not state["state"].get(unescape(number)):
+                return [
+                    f"{escape(key)}: the optimizer has no state yet, and its parameters are "
+                    "distributed tensors; call prime_optimizer(optimizer) before"
+                ]
+    return []
+
+
+def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
+    """Returns a line per leaf on the meta device that its stateful cannot replace."""
+    if can_assign(stateful):
+        return []
+    if isinstance(stateful, torch.optim.Optimizer) and any(
+        parameter.is_meta for parameter in _parameters(stateful)
+    ):
+        return [
+            f"{escape(key)}: its parameters are on the meta device, and its state would go "
+            "there; make the optimizer after the module was restored"
+        ]
+    kind = type(stateful).__qualname__
+    return [
+        f"{path}: it is on the meta device, and a {kind} cannot take over another tensor; "
+        "materialise it with to_empty(...)"
+        for path in part.match.on_meta
+    ]
