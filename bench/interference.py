@@ -342,7 +342,7 @@ def first(way: str, gib: float, root: str) -> list[float]:
 
 def wait_ready(*, for_ranks: bool) -> None:
     """The uploader process starts beside the trainer's first steps."""
-    uploader, deadline = Host.get().uploader, time.monotonic() + 60.0
+    uploader, deadline = Host.get().resources.uploader, time.monotonic() + 60.0
     while uploader is not None and time.monotonic() < deadline:
         if uploader.is_ready if for_ranks else uploader.is_ready:
             return

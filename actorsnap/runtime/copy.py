@@ -145,7 +145,7 @@ async def _destination(
     host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
     """Yields the destination storage and the name of the copy's own attempt."""
-    copier = host.new_attempt()
+    copier = host.resources.attempts.new()
     try:
         target = await open_location(
             host,
@@ -160,7 +160,7 @@ async def _destination(
         finally:
             await errands.close(target.aclose)
     finally:
-        host.end_attempt(copier)
+        host.resources.attempts.end(copier)
 
 
 class _Copy:
@@ -191,7 +191,7 @@ class _Copy:
         self._report = CopyReport(attempt="")
         self._done_bytes = self._total_bytes = 0
         options = source.options
-        self._chunk_bytes = chunk_within(options.chunk_bytes, host.budget.limit_bytes)
+        self._chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
         self._moving = anyio.CapacityLimiter(options.num_uploaders)
 
     async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
@@ -532,7 +532,7 @@ class _Copy:
 
         async def check(spans: tuple[ByteRange, ...]) -> None:
             nbytes = spans[-1].stop - spans[0].start
-            with await self._host.budget.lease(nbytes) as lease:
+            with await self._host.resources.budget.lease(nbytes) as lease:
                 with self._writing():
                     await self._read(self._target, copied, spans, lease.view)
 
@@ -567,7 +567,7 @@ class _Copy:
     ) -> None:
         start = spans[0].start
         nbytes = spans[-1].stop - start
-        with await self._host.budget.lease(nbytes) as lease:
+        with await self._host.resources.budget.lease(nbytes) as lease:
             with self._reading():
                 checksum = await self._read(self._storage, copied, spans, lease.view)
             with self._writing():

@@ -1,4 +1,4 @@
-"""The runtime: an event loop on its own thread, worker threads and the memory budget.
+"""The runtime: an event loop on its own thread, and worker threads.
 
 There is one ``Host`` per process. The first call starts it. Callers enter its loop only through
 this module; a caller on another event loop is woken without blocking either loop. All threads
@@ -17,13 +17,11 @@ import copy
 import multiprocessing
 import multiprocessing.util
 import os
-import secrets
 import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -32,23 +30,16 @@ import anyio.lowlevel
 # saves before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
-from actorsnap.actors.budget import Budget
-from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError, notes_of, text_of
-from actorsnap.format.layout import Attempt
 from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
-from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.async_call import how_to_await
-from actorsnap.runtime.commit_order import CommitOrder
-from actorsnap.runtime.limits import default_budget_bytes, usable_cores
+from actorsnap.runtime.limits import usable_cores
 from actorsnap.runtime.pool import WorkerPool
-from actorsnap.runtime.process import host_id, is_running
+from actorsnap.runtime.process import host_id
+from actorsnap.runtime.resources import Resources
 from actorsnap.storage.foreign_errors import ends_this_task
-
-if TYPE_CHECKING:
-    from actorsnap.runtime.uploader_client import Uploader
 
 __all__ = [
     "Call",
@@ -74,8 +65,6 @@ steps for the runtime's loop, and receives their results."""
 
 _MAX_WORKERS = 8
 
-_MAX_ENDED = 64
-"""Maximum number of ended attempts to remember."""
 _RELIEF_S = 0.25
 """Interval between checks for jobs that wait for hanging threads, in seconds."""
 
@@ -129,7 +118,7 @@ class Call(Generic[T]):
                 self.future.set_exception(error)
                 raise
             # The caller must not mistake it for its own Ctrl-C, exit or cancellation.
-            self.future.set_exception(_contained(first_error(error), "in the runtime"))
+            self.future.set_exception(_wrap_fatal(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
                 self.future.set_exception(CallCancelled())
@@ -170,7 +159,11 @@ class PendingSave:
 
 
 class Host:
-    """The runtime of this process. Use ``Host.get()``."""
+    """The runtime of this process. Use ``Host.get()``.
+
+    Attributes:
+        resources: What the calls share. The host itself makes and frees it only.
+    """
 
     _instance: Host | None = None
     _instance_lock = threading.Lock()
@@ -178,26 +171,13 @@ class Host:
     def __init__(self) -> None:
         self.pid = os.getpid()
         host_id()  # cached here: its reads would block an event loop
-        limit = default_budget_bytes()
-        self.arena = Arena(limit)
-        self.budget = Budget(
-            limit, allocate=self.arena.allocate, free=self.arena.free, pin=self.arena.pin
-        )
-        self.pace = Pace()
-        self.commit_order = CommitOrder()
-        self.uploader: Uploader | None = None  # see ``runtime.offload.find_uploader``
+        self.resources = Resources(self.call_on_loop)
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
         self._is_relieving = False
         self._is_stopping = False
         self._calls: set[Call[Any]] = set()
         self._services: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], PendingSave] = {}
-        self._running: set[Attempt] = set()
-        # Dicts as ordered sets, the oldest first.
-        self._ended: dict[str, None] = {}
-        self._discarded: dict[tuple[str, str], None] = {}
-        self._ended_beside: dict[str, None] = {}
-        self.on_attempt_ended: Callable[[str], None] = lambda _: None
         with contextlib.ExitStack() as undo:
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
@@ -256,7 +236,7 @@ class Host:
                 future.set_exception(error)
             else:
                 # A future rejects it, or it would end the loop or look like a cancellation.
-                future.set_exception(_contained(error, "on a worker thread"))
+                future.set_exception(_wrap_fatal(error, "on a worker thread"))
 
         def done(result: Any, error: BaseException | None) -> None:
             # The loop is closed only when the process drops the runtime.
@@ -268,17 +248,10 @@ class Host:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
         # Always waits, because the call may write to the caller's memory. Callers that can do
-        # without the result use ``actors.errands``.
+        # without the result use ``AbandonableTasks``.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
-
-    def set_duty(self, duty: float) -> None:
-        """Sets the share of time in which saves are stored, here and in the uploader process. On
-        the loop only."""
-        self.pace.set(duty)
-        if self.uploader is not None:
-            self.uploader.set_duty(duty)
 
     def lower_bulk(self) -> None:
         """Moves bulk work to its own threads, with lower CPU and disk priority."""
@@ -305,23 +278,7 @@ class Host:
     def check_process(self) -> None:
         """Raises ``UsageError`` in a process forked from the one that owns the runtime."""
         if self.pid != os.getpid():
-            raise _forked(self.pid)
-
-    def set_budget(self, limit_bytes: int | None) -> None:
-        """Changes the memory budget, at once if on the loop. None keeps it."""
-        if limit_bytes is None:
-            return
-
-        def change() -> None:
-            if limit_bytes != self.budget.limit_bytes:
-                self.arena.limit_bytes = limit_bytes
-                self.arena.trim()
-                self.budget.limit_bytes = limit_bytes
-
-        if threading.current_thread() is self._thread:
-            change()
-        else:
-            self._loop.call_soon_threadsafe(change)
+            raise _forked_error(self.pid)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         call = Call(self, coroutine)
@@ -350,6 +307,13 @@ class Host:
         self.check_process()
         self._loop.call_soon_threadsafe(callback)
 
+    def call_on_loop(self, callback: Callable[[], None]) -> None:
+        """``call_soon``, but at once if this is the loop's thread."""
+        if threading.current_thread() is self._thread:
+            callback()
+        else:
+            self._loop.call_soon_threadsafe(callback)
+
     def track_save(self, save: PendingSave) -> None:
         """Makes interpreter exit wait for the save or abort it."""
         self._saves[save.future] = save
@@ -357,67 +321,6 @@ class Host:
 
     def pending_saves(self) -> list[PendingSave]:
         return list(self._saves.values())
-
-    def new_attempt(self) -> Attempt:
-        """Returns a unique name. The attempt counts as running until ``end_attempt``."""
-        attempt = Attempt(
-            created_s=int(time.time()),
-            host=host_id(),
-            pid=os.getpid(),
-            nonce=secrets.token_hex(4),
-        )
-        self._running.add(attempt)
-        return attempt
-
-    def end_attempt(self, attempt: Attempt) -> None:
-        """Records that the attempt has committed or can no longer commit. On the loop only."""
-        if attempt in self._running:
-            self._running.remove(attempt)
-            _remember(self._ended, str(attempt))
-            self.on_attempt_ended(str(attempt))
-
-    def ended_attempts(self) -> list[str]:
-        """Returns the latest ended attempts of this process. On the loop only."""
-        return list(self._ended)
-
-    def all_ended(self) -> frozenset[str]:
-        """Returns the latest ended attempts of trainer and uploader process. On the loop only."""
-        return frozenset([*self._ended, *self._ended_beside])
-
-    def discard_attempt(self, url: str, attempt: str) -> None:
-        """Records that this process aborted the attempt or deletes its snapshot. On the loop only.
-
-        Args:
-            url: The storage. An attempt of the same name at another URL is a copy and is kept.
-        """
-        _remember(self._discarded, (url, attempt))
-
-    def forget_discarded(self, url: str, attempt: str) -> None:
-        """Records that the attempt is deleted; one of its name is now a copy. On the loop only."""
-        self._discarded.pop((url, attempt), None)
-
-    def discarded_attempts(self, url: str) -> frozenset[str]:
-        """Returns the latest attempts at ``url`` that are not needed. On the loop only."""
-        return frozenset(attempt for place, attempt in self._discarded if place == url)
-
-    def note_ended(self, attempts: Iterable[str]) -> None:
-        """Records ended attempts of the trainer or uploader process. On the loop only."""
-        for attempt in attempts:
-            _remember(self._ended_beside, attempt)
-
-    def runs(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt runs in this process. On the loop only."""
-        return attempt in self._running
-
-    def may_run(self, attempt: Attempt) -> bool:
-        """Returns whether an attempt of this machine and process namespace may be running.
-
-        Attempts with this process' id are known if they began here. All others are older: the
-        system has reused the id.
-        """
-        if attempt.pid == os.getpid():
-            return attempt in self._running
-        return str(attempt) not in self._ended_beside and is_running(attempt.pid)
 
     def stop(self) -> None:
         """Cancels all calls and ends all threads. For tests and for exit.
@@ -439,20 +342,14 @@ class Host:
         self._thread.join(_STOP_S)
         for pool in (self._workers, self._bulk):
             pool.stop(timeout_s=_STOP_S)
-        self.arena.close()
+        self.resources.arena.close()
 
 
-def _contained(error: BaseException, where: str) -> RuntimeError:
+def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
     """Wraps an error that a future rejects, or that would end a loop or a task."""
     fault = RuntimeError(f"{type(error).__name__} {where}: {text_of(error)}")
     fault.__cause__ = error
     return fault
-
-
-def _remember(attempts: dict[T, None], attempt: T) -> None:
-    attempts[attempt] = None
-    if len(attempts) > _MAX_ENDED:
-        del attempts[next(iter(attempts))]
 
 
 def shutdown() -> None:
@@ -486,7 +383,7 @@ def _forget_in_child() -> None:
     global _forked_from
     if Host._instance is not None:
         _forked_from = Host._instance.pid
-        Host._instance.arena.forget()
+        Host._instance.resources.arena.forget()
     Host._instance = None
     Host._instance_lock = threading.Lock()
 
@@ -494,7 +391,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _forked(pid: int) -> UsageError:
+def _forked_error(pid: int) -> UsageError:
     return UsageError(
         f"this object belongs to process {pid}, which this process was forked "
         "from: its runtime does not run here. Wait for pending snapshots before you "
@@ -525,7 +422,7 @@ async def run_async(script: Script[T]) -> T:
                 raise
             error = call.future.exception()
             if error is not None:
-                step = script.throw(_plain(error))
+                step = script.throw(_unwrap_group(error))
             else:
                 step = script.send(call.future.result())
     except StopIteration as end:
@@ -537,7 +434,7 @@ def _require_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         if _forked_from is not None:
-            raise _forked(_forked_from) from None
+            raise _forked_error(_forked_from) from None
         raise UsageError(
             "no asyncio event loop runs here: use asyncio, or the same call of actorsnap.sync in "
             "a worker thread"
@@ -655,7 +552,7 @@ def run_sync(script: Script[T], *, name: str) -> T:
                 script.close()
                 raise
             if error is not None:
-                step = script.throw(_plain(error))
+                step = script.throw(_unwrap_group(error))
             else:
                 step = script.send(call.future.result())
     except StopIteration as end:
@@ -701,7 +598,7 @@ def _is_in_kernel() -> bool:
     return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
-def _plain(error: BaseException) -> BaseException:
+def _unwrap_group(error: BaseException) -> BaseException:
     """Unwraps an exception group to one of its errors, with the group as the cause.
 
     Errors of this package are copied, because the future keeps the original. Raising the original

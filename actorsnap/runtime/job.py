@@ -134,12 +134,12 @@ class Job(abc.ABC):
     # From any thread
 
     def start(self) -> None:
-        self._host.set_budget(self.options.memory_budget_bytes)
+        self._host.resources.set_budget(self.options.memory_budget_bytes)
         abort = self.cancel if self.options.at_exit == "abort" else None
         future = self._awaited_at_exit()
         self._host.track_save(PendingSave(future=future, label=self.label, abort=abort))
         if self._turn is None and self.rank == 0 and self._request.overwrite:
-            self._turn = self._host.commit_order.join(self._request.location.canonical)
+            self._turn = self._host.resources.commit_order.join(self._request.location.canonical)
         self._host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:

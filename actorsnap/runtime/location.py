@@ -220,7 +220,7 @@ class Source:
             NotASnapshot: instead of ``StorageError`` if the URL is a file.
             StorageError: timed out; quotes the last error that was retried.
         """
-        host.set_budget(self.options.memory_budget_bytes)
+        host.resources.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
             with anyio.CancelScope(deadline=self._begin()) as scope:
                 run_blocking = errands.run_blocking
@@ -314,9 +314,11 @@ class Source:
     def fetcher(self, host: Host, storage: Storage, **changes: Any) -> FetcherPool:
         settings: dict[str, Any] = {
             "run_blocking": host.run_blocking,
-            "budget": host.budget,
+            "budget": host.resources.budget,
             "verify": self.options.verify,
-            "chunk_bytes": chunk_within(self.options.chunk_bytes, host.budget.limit_bytes),
+            "chunk_bytes": chunk_within(
+                self.options.chunk_bytes, host.resources.budget.limit_bytes
+            ),
             "max_gap_bytes": self.options.max_gap_bytes,
             "num_fetchers": self.options.num_uploaders,
         }
@@ -411,7 +413,7 @@ async def collect_garbage(
         storage,
         attempts,
         was_vacant=was_vacant,
-        expendable={*expendable, *mine, *host.discarded_attempts(storage.url)},
+        expendable={*expendable, *mine, *host.resources.attempts.discarded(storage.url)},
     )
     if force:
         return await sweep.delete(attempts, NO_CLAIMS)
@@ -430,13 +432,13 @@ async def collect_garbage(
 @asynccontextmanager
 async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
     """Announces a collection of copies' leftovers in the storage."""
-    collector = host.new_attempt()
+    collector = host.resources.attempts.new()
     try:
         await storage.put(collection_key(str(collector)), [memoryview(b"{}")])
         yield
         await storage.delete_folder(str(collector))
     finally:
-        host.end_attempt(collector)
+        host.resources.attempts.end(collector)
 
 
 class _Sweep:
@@ -476,7 +478,7 @@ class _Sweep:
                 # If interrupted, no attempt looks complete.
                 keys += await self._storage.delete_folder(manifest_prefix(name).rstrip("/"))
             keys += await self._storage.delete_folder(name)
-            self._host.forget_discarded(self._storage.url, name)
+            self._host.resources.attempts.forget_discarded(self._storage.url, name)
         if keys:
             logger.info("%s: deleted %d objects that were garbage", self._storage.url, len(keys))
         kept = [name for name in complete if name in garbage]
@@ -516,7 +518,7 @@ class _Sweep:
     def _runs(self, name: str) -> bool:
         """Returns whether this process is saving the attempt."""
         attempt = Attempt.parse(name)
-        return attempt is not None and self._host.runs(attempt)
+        return attempt is not None and self._host.resources.attempts.is_running(attempt)
 
     async def _complete(self, attempts: Sequence[str]) -> list[str]:
         run_blocking = self._host.run_blocking
@@ -571,7 +573,9 @@ async def _find_ended(
     host: Host, attempts: Sequence[str], committed: str | None = None
 ) -> list[str]:
     def find() -> list[str]:
-        return resumable(attempts, host=host_id(), may_run=host.may_run, committed=committed)
+        return resumable(
+            attempts, host=host_id(), may_run=host.resources.attempts.may_run, committed=committed
+        )
 
     return await host.run_blocking(find)
 
@@ -586,7 +590,7 @@ async def find_collectable(
             attempts,
             now_s=now_s,
             host=host_id(),
-            may_run=host.may_run,
+            may_run=host.resources.attempts.may_run,
             superseded=superseded,
         )
 

@@ -120,7 +120,7 @@ def delete(source: Source) -> Script[None]:
                 older = (await read_commits(storage)).older
                 superseded = [each.attempt for each in (newer, older) if isinstance(each, Commit)]
                 for attempt in superseded:
-                    host.discard_attempt(storage.url, attempt)
+                    host.resources.attempts.discard(storage.url, attempt)
                 if older is not None:
                     # First, and in a separate request: a crash must not make it the valid one.
                     await storage.delete([OLDER_COMMIT_KEY])

@@ -237,7 +237,7 @@ class OffloadedSave(Job):
             # The trainer writes the trace, and its path may not be UTF-8.
             options=msgspec.msgpack.encode(msgspec.structs.replace(request.options, trace=None)),
             left_s=request.left_s,
-            budget_bytes=self._host.budget.limit_bytes,
+            budget_bytes=self._host.resources.budget.limit_bytes,
             overwrite=request.overwrite,
             resume=request.resume,
             metadata=msgspec.json.encode(request.metadata),
@@ -499,7 +499,7 @@ class OffloadedSave(Job):
             order,
             sources=[sources_of(plan, leaves) for plan in objects],
             copies=True,
-            budget=self._host.budget,
+            budget=self._host.resources.budget,
             run_blocking=self._host.run_blocking,
             # A waiting chunk per thread keeps threads busy while the loop passes on the last one.
             num_copiers=2 * self._host.num_workers,
@@ -528,7 +528,7 @@ class OffloadedSave(Job):
             number = numbers[chunk.chunk.object, chunk.chunk.index]
             offset = None
             if chunk.lease is not None:
-                offset = self._host.arena.offset_of(chunk.lease.view)
+                offset = self._host.resources.arena.offset_of(chunk.lease.view)
             self._memory[number] = chunk.lease
             self._offsets[number] = offset
             self._say(ChunksStaged(self._number, [(number, offset)]))

@@ -161,7 +161,7 @@ class _Pacer:
             if duty != before:
                 assert self._host is not None
                 logger.debug("uploaders work for %.0f %% of the time", 100 * duty)
-                self._host.call_soon(partial(self._host.set_duty, duty))
+                self._host.call_soon(partial(self._host.resources.set_duty, duty))
 
 
 os.register_at_fork(after_in_child=_Pacer.forget)

@@ -114,7 +114,7 @@ class SaveJob(Job):
         self._recorder = self._observation.recorder
         self._resumed: tuple[str, ...] = ()
         # On rank 0; the coordinator sends it to the others.
-        self._attempt = host.new_attempt() if self.rank == 0 else None
+        self._attempt = host.resources.attempts.new() if self.rank == 0 else None
         self._told = "" if self._attempt is None else str(self._attempt)
         if self._attempt is not None:
             self.board.label += f" attempt {self._attempt}"
@@ -168,9 +168,9 @@ class SaveJob(Job):
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._host.end_attempt(self._attempt)
+            self._host.resources.attempts.end(self._attempt)
             if not self._is_committed and self._storage is not None:
-                self._host.discard_attempt(self._storage.url, str(self._attempt))
+                self._host.resources.attempts.discard(self._storage.url, str(self._attempt))
 
     async def _conclude(self, errands: AbandonableTasks) -> None:
         """Saves and reports the outcome."""
@@ -244,7 +244,7 @@ class SaveJob(Job):
     async def _save(self, errands: AbandonableTasks) -> None:
         deadline = anyio.current_time() + self._request.left_s
         fsync = self.options.fsync
-        self._ended_before = self._host.all_ended()
+        self._ended_before = self._host.resources.attempts.all_ended()
         await self._leave_gil_to_caller()
         try:
             if self.rank == 0 and not isinstance(self._captured, Failure):
@@ -398,9 +398,11 @@ class SaveJob(Job):
                 copies=self._copies,
                 num_uploaders=options.num_uploaders,
                 num_copiers=self._host.num_workers,
-                pace=self._host.pace if self._copies else None,  # otherwise the trainer waits
+                pace=self._host.resources.pace
+                if self._copies
+                else None,  # otherwise the trainer waits
             ),
-            budget=self._host.budget,
+            budget=self._host.resources.budget,
             errands=errands,
             board=self.board,
             on_staged=self._on_staged,
@@ -465,7 +467,7 @@ class SaveJob(Job):
             save=save,
             release=RELEASE,
             rules=PackingRules(
-                chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
+                chunk_bytes=chunk_within(chunk_bytes, self._host.resources.budget.limit_bytes),
                 max_objects=min(options.max_objects, can.preferred_parallel_objects),
                 min_object_bytes=options.min_object_bytes,
                 min_write_bytes=can.min_write_bytes,
@@ -545,7 +547,7 @@ class SaveJob(Job):
                 superseded=[committer.replaced] if committer.replaced else [],
                 was_vacant=committer.was_vacant,
                 # Attempts that committed here in the meantime were replaced.
-                expendable=self._host.all_ended() - self._ended_before,
+                expendable=self._host.resources.attempts.all_ended() - self._ended_before,
             )
 
         async def lose_patience() -> None:

@@ -79,7 +79,7 @@ class Reading:
         """Returns this rank's message about shared wants."""
         # The buffers of an exchange must fit into the budget.
         piece_bytes = chunk_within(
-            self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
+            self._source.options.chunk_bytes, host.resources.budget.limit_bytes // NUM_BUFFERS
         )
         alike = [want_of(*place, self._ranges(own)) for place, own in self._commons.items()]
         return ReadInterest(tuple(alike), piece_bytes, obstacle())
@@ -131,7 +131,7 @@ class Reading:
             for ranges in batches
             for read in plan_reads(
                 ranges,
-                chunk_bytes=chunk_within(options.chunk_bytes, host.budget.limit_bytes),
+                chunk_bytes=chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes),
                 max_gap_bytes=options.max_gap_bytes,
             )
         ]
@@ -237,7 +237,9 @@ class Reading:
                 await fetcher.fetch(requests)
 
             # One lease for all buffers: with two, the second might wait for ever.
-            lease = await host.budget.lease(NUM_BUFFERS * plan.piece_bytes, Purpose.READING)
+            lease = await host.resources.budget.lease(
+                NUM_BUFFERS * plan.piece_bytes, Purpose.READING
+            )
 
             is_done = False
             broadcaster = Broadcaster(

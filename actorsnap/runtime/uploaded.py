@@ -125,7 +125,7 @@ class UploadedSave:
         current = list(values)
         for number, value in frame.values:
             current[number] = value
-        host.set_budget(frame.budget_bytes)
+        host.resources.set_budget(frame.budget_bytes)
         options = msgspec.msgpack.decode(frame.options, type=Options)
         self._team = team
         self._ends: RelayedEnds | None = None
@@ -181,7 +181,9 @@ class UploadedSave:
         self._absences.append(AbsenceReported(self._number, None))
         self._has_absence.set()
         if self._turn is not None:
-            self._turn.leave_trainer(self._host.commit_order.join(self._job.location.canonical))
+            self._turn.leave_trainer(
+                self._host.resources.commit_order.join(self._job.location.canonical)
+            )
 
     def _ask_turn(self) -> None:
         self._trainer.send(TurnAsked(self._number))

@@ -129,7 +129,9 @@ class _Service:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.flush_forever)
             tasks.start_soon(self._tick)
-            self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
+            self._host.resources.attempts.on_end = lambda attempt: self.send(
+                AttemptsEnded([attempt])
+            )
             self._link.send(ProcessStarted(RELEASE))
             while (frame := await self._link.receive()) is not None:
                 self._take(frame)
@@ -202,7 +204,7 @@ class _Service:
             case ChangeLogLevel():
                 self.forwarder.follow(frame.level)
             case ChangePace():
-                self._host.set_duty(frame.duty)
+                self._host.resources.set_duty(frame.duty)
             case CancelSave():
                 if frame.number in self._saves:
                     self._saves[frame.number].cancel(frame.reason)
@@ -210,7 +212,7 @@ class _Service:
                 if frame.number in self._saves:
                     self._saves[frame.number].end(frame.reason)
             case AttemptsEnded():
-                self._host.note_ended(frame.attempts)
+                self._host.resources.attempts.note_ended(frame.attempts)
             case LeaveTeam():
                 self._teams.pop(frame.team, None)
             case Alive():

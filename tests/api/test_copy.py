@@ -119,7 +119,7 @@ async def assert_whole_copy(url: str) -> None:
 
 
 async def test_memory_is_bounded_by_the_budget(saved: str, memory: str) -> None:
-    budget = Host.get().budget
+    budget = Host.get().resources.budget
     before = budget.limit_bytes
     most: list[int] = []
 
@@ -130,7 +130,7 @@ async def test_memory_is_bounded_by_the_budget(saved: str, memory: str) -> None:
         options = Options(memory_budget_bytes=4 << 20)
         await Snapshot(saved, options=options).copy_to(memory, on_event=look)
     finally:
-        Host.get().set_budget(before)
+        Host.get().resources.set_budget(before)
     assert 0 < max(most) <= 4 << 20
     await assert_whole_copy(memory)
 
@@ -583,7 +583,7 @@ async def test_a_dead_copys_leftovers_are_garbage(saved: str, tmp_path: Path) ->
 async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None:
     to = tmp_path / "to"
     await interrupted(saved, str(to))
-    collector = Host.get().new_attempt()
+    collector = Host.get().resources.attempts.new()
     flag = to / collection_key(str(collector))
     flag.parent.mkdir(parents=True)
     flag.write_bytes(b"{}")
@@ -591,7 +591,7 @@ async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None
     await asyncio.wait([copy], timeout=1.2)
     assert not copy.done()
     assert not (to / COMMIT_KEY).exists()
-    Host.get().end_attempt(collector)
+    Host.get().resources.attempts.end(collector)
     await copy
     assert await number_at_or_none(str(to))
 

@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def set_duty(duty: float) -> None:
     host = Host.get()
-    host.call_soon(lambda: host.set_duty(duty))
+    host.call_soon(lambda: host.resources.set_duty(duty))
 
 
 def stored_bytes(pending: PendingSnapshot) -> int:
@@ -116,10 +116,10 @@ def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -
     pending = save(f"held://{tmp_path}/s", offload)
     wait_until((tmp_path / "held-manifest").exists)
     trainer.steps(100)
-    wait_until(lambda: 0.0 < Host.get().pace.duty < 0.1)
+    wait_until(lambda: 0.0 < Host.get().resources.pace.duty < 0.1)
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
-    wait_until(lambda: Host.get().pace.duty == 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty == 1.0)
     check(f"held://{tmp_path}/s")
 
 
@@ -131,8 +131,8 @@ def test_it_is_not_slowed_when_the_trainer_stops(offload: str, tmp_path: Path) -
     pending = save(f"held://{tmp_path}/s", offload)
     wait_until((tmp_path / "held-manifest").exists)
     Trainer().steps(100)
-    wait_until(lambda: Host.get().pace.duty < 1.0)
-    wait_until(lambda: Host.get().pace.duty == 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty < 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty == 1.0)
     assert not pending.done()
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
@@ -146,7 +146,7 @@ def test_without_the_option_nothing_is_slowed(tmp_path: Path) -> None:
     wait_until((tmp_path / "held-manifest").exists)
     for _ in range(100):
         _Pacer.get().end_step(0.5)
-    assert Host.get().pace.duty == 1.0
+    assert Host.get().resources.pace.duty == 1.0
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
 
