@@ -60,9 +60,10 @@ from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
 from actorsnap.runtime import maintenance, reading, recovering, timeline, tracefile, validation
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
-from actorsnap.runtime.host import Script, run_sync
+from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.maintenance import VerifyReport
+from actorsnap.runtime.script import run_sync
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten

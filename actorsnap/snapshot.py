@@ -13,12 +13,12 @@ from actorsnap.runtime import copy, maintenance, reading, recovering, restore, t
 from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
-from actorsnap.runtime.host import run_async, watch_async
 from actorsnap.runtime.job import Job
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.script import run_async, watch_async
 from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]

@@ -17,17 +17,17 @@ from actorsnap.options import Options
 from actorsnap.runtime import copy, maintenance, reading, recovering, restore, taking, validation
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
-from actorsnap.runtime.host import (
-    allow_in_running_loop,
-    refuse_running_loop,
-    run_sync,
-    watch_sync,
-)
 from actorsnap.runtime.job import Job
 from actorsnap.runtime.location import Source
 from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.recovering import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.script import (
+    allow_in_running_loop,
+    refuse_running_loop,
+    run_sync,
+    watch_sync,
+)
 from actorsnap.runtime.validation import AppState
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]

@@ -26,8 +26,9 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
 from actorsnap.runtime import maintenance, reading, validation
-from actorsnap.runtime.host import Host, run_async
+from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import Source
+from actorsnap.runtime.script import run_async
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register

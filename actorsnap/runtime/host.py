@@ -1,10 +1,9 @@
 """The runtime: an event loop on its own thread, and worker threads.
 
 There is one ``Host`` per process. The first call starts it. Callers enter its loop only through
-this module; a caller on another event loop is woken without blocking either loop. All threads
-are daemons and are created up front. At interpreter exit no thread can be started (Python 3.12),
-and the interpreter would join other threads before pending snapshots end. This is the only module
-of the runtime that imports asyncio.
+this module and ``runtime/script.py``, the only ones of the runtime that import asyncio. All threads
+are daemons and are created up front: at interpreter exit no thread can be started (Python 3.12),
+and the interpreter would join other threads before pending snapshots end.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import copy
 import multiprocessing
 import multiprocessing.util
 import os
-import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -30,11 +27,8 @@ import anyio.lowlevel
 # saves before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
-from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError, notes_of, text_of
+from actorsnap.errors import UsageError, text_of
 from actorsnap.log import Log
-from actorsnap.options import may_block_running_loop
-from actorsnap.runtime.async_call import how_to_await
 from actorsnap.runtime.limits import usable_cores
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id
@@ -44,15 +38,11 @@ from actorsnap.storage.foreign_errors import ends_this_task
 __all__ = [
     "Call",
     "Host",
+    "PendingSave",
     "Script",
-    "allow_in_running_loop",
-    "refuse_running_loop",
-    "run_async",
-    "run_sync",
+    "check_not_forked",
     "shutdown",
     "wait_done",
-    "watch_async",
-    "watch_sync",
 ]
 
 logger = Log(__name__)
@@ -70,9 +60,6 @@ _RELIEF_S = 0.25
 
 _STOP_S = 5.0
 """Time limit for stopping cancelled calls, in seconds. A hanging storage must not block exit."""
-
-_is_blocking_allowed = False
-"""Whether blocking calls are allowed in a thread with a running event loop."""
 
 _forked_from: int | None = None
 """The id of the parent process, if this process was forked from one with a runtime."""
@@ -193,17 +180,32 @@ class Host:
     @classmethod
     def get(cls) -> Host:
         """Returns the runtime of this process and starts it if needed, also in a forked child."""
-        return cls._running_here() or _begin_start().result()
+        return cls.running_here() or cls.begin_start().result()
 
     @classmethod
-    def _running_here(cls) -> Host | None:
+    def begin_start(cls) -> concurrent.futures.Future[Host]:
+        """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
+        started: concurrent.futures.Future[Host] = concurrent.futures.Future()
+
+        def start() -> None:
+            try:
+                started.set_result(cls._start())
+            except BaseException as error:
+                started.set_exception(error)
+
+        threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
+        return started
+
+    @classmethod
+    def running_here(cls) -> Host | None:
+        """Returns the runtime of this process, if it has been started."""
         host = cls._instance
         return host if host is not None and host.pid == os.getpid() else None
 
     @classmethod
     def _start(cls) -> Host:
         with cls._instance_lock:
-            host = cls._running_here()
+            host = cls.running_here()
             if host is None:
                 host = cls._instance = Host()
                 if multiprocessing.parent_process() is not None:
@@ -391,76 +393,18 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def check_not_forked() -> None:
+    """Raises ``UsageError`` in a process forked from one with a runtime."""
+    if _forked_from is not None:
+        raise _forked_error(_forked_from) from None
+
+
 def _forked_error(pid: int) -> UsageError:
     return UsageError(
         f"this object belongs to process {pid}, which this process was forked "
         "from: its runtime does not run here. Wait for pending snapshots before you "
         "fork, and open the snapshot anew in the child"
     )
-
-
-async def run_async(script: Script[T]) -> T:
-    """Runs a public call's script for a caller on an asyncio event loop.
-
-    Raises:
-        UsageError: no asyncio loop runs, as under trio or in a process forked from a coroutine.
-    Cancellation: cancels the step on the runtime and waits for its end before it raises.
-    """
-    _require_loop()
-    try:
-        await _start_host()
-        step = next(script)
-        while True:
-            host = Host.get()
-            call = host.submit(step(host))
-            try:
-                await wait_done(call.future)
-            except asyncio.CancelledError:
-                call.cancel()
-                await _outlast_cancellation(call.future)
-                script.close()
-                raise
-            error = call.future.exception()
-            if error is not None:
-                step = script.throw(_unwrap_group(error))
-            else:
-                step = script.send(call.future.result())
-    except StopIteration as end:
-        return cast("T", end.value)
-
-
-def _require_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        if _forked_from is not None:
-            raise _forked_error(_forked_from) from None
-        raise UsageError(
-            "no asyncio event loop runs here: use asyncio, or the same call of actorsnap.sync in "
-            "a worker thread"
-        ) from None
-
-
-async def _start_host() -> None:
-    """``Host.get`` for a caller on an event loop, which must not block."""
-    if Host._running_here() is None:
-        started = _begin_start()
-        await wait_done(started)
-        started.result()
-
-
-def _begin_start() -> concurrent.futures.Future[Host]:
-    """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
-    started: concurrent.futures.Future[Host] = concurrent.futures.Future()
-
-    def start() -> None:
-        try:
-            started.set_result(Host._start())
-        except BaseException as error:
-            started.set_exception(error)
-
-    threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
-    return started
 
 
 async def wait_done(future: concurrent.futures.Future[Any]) -> None:
@@ -478,150 +422,3 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
 
     future.add_done_callback(wake)
     await done.wait()
-
-
-async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
-    """Waits until the runtime has ended the call, even if the caller is cancelled repeatedly."""
-    # Without the shield, anyio's scopes would cancel in each turn of the loop.
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await wait_done(future)
-
-
-async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
-    """Yields the latest state of ``board`` and then each change until the last one."""
-    changed = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(changed.set)
-
-    unsubscribe = board.subscribe(wake)
-    try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
-            changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
-                await changed.wait()
-    finally:
-        unsubscribe()
-
-
-def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
-    """``watch_async`` for a plain thread; blocks between states."""
-    changed = threading.Event()
-    unsubscribe = board.subscribe(changed.set)
-    try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
-            changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
-                changed.wait()
-    finally:
-        unsubscribe()
-
-
-def run_sync(script: Script[T], *, name: str) -> T:
-    """Runs a public call's script for a caller in an ordinary thread.
-
-    Ctrl-C cancels the step on the runtime and is raised when the step has ended.
-
-    Raises:
-        UsageError: an event loop runs in this thread and must not be blocked.
-    """
-    refuse_running_loop(name)
-    try:
-        step = next(script)
-        while True:
-            host = Host.get()
-            call = Call(host, step(host))
-            try:
-                call.start()
-                error = call.future.exception()
-            except BaseException:
-                call.cancel()
-                concurrent.futures.wait([call.future])
-                script.close()
-                raise
-            if error is not None:
-                step = script.throw(_unwrap_group(error))
-            else:
-                step = script.send(call.future.result())
-    except StopIteration as end:
-        return cast("T", end.value)
-
-
-def allow_in_running_loop() -> None:
-    """Lets the calls of ``actorsnap.sync`` block running event loops in the whole process.
-
-    For synchronous frameworks in a program with an event loop. A call then blocks the loop of its
-    thread until it returns, and async calls on that loop wait; the runtime has its own loop.
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first
-    Ctrl-C takes effect when the call has returned, the second one at once.
-    """
-    global _is_blocking_allowed
-    _is_blocking_allowed = True
-
-
-def refuse_running_loop(name: str) -> None:
-    """Raises ``UsageError`` in a thread with a running event loop, unless blocking is allowed.
-
-    Notebook kernels are allowed: the loop that runs their cells has no other work.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if _is_blocking_allowed or _is_in_kernel() or may_block_running_loop():
-        return
-    line = how_to_await(name)
-    if name.startswith("PendingSnapshot."):
-        line = f"{how_to_await('Snapshot.async_take')}; {line}"
-    raise UsageError(
-        f"actorsnap.sync.{name} would block the event loop that runs in this thread. Write "
-        f"`{line}`. Or let it block: call `actorsnap.sync.allow_in_running_loop()` first, or set "
-        "ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1"
-    ) from None
-
-
-def _is_in_kernel() -> bool:
-    """Returns whether this process is an IPython kernel (Jupyter, Colab), without importing it."""
-    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
-
-
-def _unwrap_group(error: BaseException) -> BaseException:
-    """Unwraps an exception group to one of its errors, with the group as the cause.
-
-    Errors of this package are copied, because the future keeps the original. Raising the original
-    would form a reference cycle through its traceback and keep the caller's app state alive until
-    the next garbage collection.
-    """
-    if isinstance(error, BaseExceptionGroup):
-        leaf: BaseException = error
-        while isinstance(leaf, BaseExceptionGroup):
-            ours = [
-                e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)
-            ]
-            leaf = (ours or leaf.exceptions)[0]
-        if leaf.__cause__ is None:
-            leaf.__cause__ = error
-        error = leaf
-    if not isinstance(error, ActorSnapError):
-        return error
-    try:
-        fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # a user's subclass with another constructor
-        return error
-    fresh.__cause__ = error.__cause__
-    for note in notes_of(error):
-        fresh.add_note(note)
-    return fresh
