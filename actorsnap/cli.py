@@ -58,12 +58,14 @@ from actorsnap.format.manifest import (
 from actorsnap.options import Options, from_env
 from actorsnap.planning.index import named_entries
 from actorsnap.release import RELEASE
-from actorsnap.runtime import maintenance, reading, recovering, timeline, tracefile, validation
+from actorsnap.runtime import maintenance, reading, timeline, tracefile, validation
+from actorsnap.runtime import recover as recovery
+from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script
-from actorsnap.runtime.location import Source
-from actorsnap.runtime.maintenance import VerifyReport
 from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
+from actorsnap.runtime.verify import VerifyReport
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
@@ -237,9 +239,9 @@ def verify(
         report: VerifyReport
         if full:
             with _progress("verifying") as update:
-                report = _run(maintenance.verify(source, level="full", progress=update))
+                report = _run(verification.verify(source, level="full", progress=update))
         else:
-            report = _run(maintenance.verify(source, level="quick"))
+            report = _run(verification.verify(source, level="quick"))
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(_visible(str(problem)))}")
         if not report.ok:
@@ -454,11 +456,11 @@ def recover(
 ) -> None:
     """Write a lost commit object again, after comparing every byte. Exit code 1 if damaged."""
     with _errors(damaged=1):
-        call = recovering.RecoverCall(
+        call = recovery.RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
         )
         with _progress("verifying") as update:
-            report = _run(recovering.recover(_source(path, option), call, progress=update))
+            report = _run(recovery.recover(_source(path, option), call, progress=update))
         step = "" if report.step is None else f", step {report.step}"
         _write(
             [

@@ -27,8 +27,8 @@ from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
 from actorsnap.runtime import maintenance, reading, validation
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register

@@ -37,18 +37,17 @@ from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.copy import ByteRange, CopyPlan, ObjectCopy, cut, plan_copy, sort_leftovers
-from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import (
+from actorsnap.runtime.garbage import (
     Claims,
-    Location,
-    Source,
     collect_garbage,
     find_attempts,
     find_claims,
     find_collectable,
-    open_location,
 )
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location, open_location
 from actorsnap.runtime.reading import begins_anew
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.many import for_each
 

@@ -20,7 +20,8 @@ from actorsnap.errors import printable
 from actorsnap.options import Options
 from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
-from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation, error_text
 from actorsnap.storage.registry import without_secrets

@@ -43,9 +43,10 @@ from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
 from actorsnap.runtime.commit_order import CommitTurn
+from actorsnap.runtime.garbage import collect_garbage, find_resumable
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.job import Job, SaveRequest
-from actorsnap.runtime.location import collect_garbage, find_resumable, open_location
+from actorsnap.runtime.location import open_location
 from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.captured import Captured

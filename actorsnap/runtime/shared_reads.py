@@ -28,8 +28,8 @@ from actorsnap.planning.shared_reads import (
 from actorsnap.protocol.restore import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import fetch_wanted, mark
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import KeyRestore, Wanted

@@ -25,8 +25,8 @@ from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotA
 from actorsnap.actors import abandonable, commit
 from actorsnap.runtime import maintenance, taking, validation
 from actorsnap.runtime.host import Host, shutdown, wait_done
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.testing import FaultyStorage, run_blocking_in_thread

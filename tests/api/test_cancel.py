@@ -26,7 +26,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.actors import commit
-from actorsnap.runtime import location, saving, script
+from actorsnap.runtime import host, location, saving, script
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
@@ -306,7 +306,7 @@ async def test_a_scope_repeats_its_cancellation_without_effect(
     url = str(tmp_path / "s")
     barrier = Barrier(1, verbs=frozenset({"write_at"}), threads_only=True)
     waits = []
-    wait_done = script.wait_done
+    wait_done = host.wait_done
 
     async def counted(future: Any) -> None:
         waits.append(future)

@@ -30,8 +30,8 @@ from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import copy, maintenance, validation
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io

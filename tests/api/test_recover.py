@@ -45,8 +45,8 @@ from actorsnap.format.manifest import (
     encode_rank_manifest,
 )
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.maintenance import DataCheck
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot

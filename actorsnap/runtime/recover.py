@@ -38,18 +38,13 @@ from actorsnap.format.manifest import (
     features_in,
 )
 from actorsnap.log import Log
+from actorsnap.runtime.garbage import find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import (
-    MAX_SMALL_READS,
-    Source,
-    find_attempts,
-    find_claims,
-    find_collectable,
-    open_location,
-)
-from actorsnap.runtime.maintenance import DataCheck
+from actorsnap.runtime.location import open_location
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.source import MAX_SMALL_READS, Source
 from actorsnap.runtime.validation import check_flag
+from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage
 from actorsnap.storage.many import for_each
 
@@ -104,7 +99,7 @@ class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
 def recover(
     source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
 ) -> Script[RecoverReport]:
-    """Writes the commit object again. ``progress`` is as in ``upkeep.verify``."""
+    """Writes the commit object again. ``progress`` is as in ``verify``."""
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
         async with source.opened(host, "recover") as (storage, reader, errands):
