@@ -26,7 +26,15 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.compressed_ranges import check_chunks
 
-__all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "ByteRange", "cut", "plan_copy", "sort_leftovers"]
+__all__ = [
+    "CopyPlan",
+    "Leftovers",
+    "ObjectCopy",
+    "ByteRange",
+    "plan_copy",
+    "sort_leftovers",
+    "split_writes",
+]
 
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
@@ -150,7 +158,7 @@ def _data_object(record: ObjectRecord, data: Collection[Stored]) -> ObjectCopy:
     return ObjectCopy(key=record.key, size=record.size, head=head, data=ordered)
 
 
-def cut(
+def split_writes(
     copied: ObjectCopy, *, chunk_bytes: int, min_write_bytes: int = 1, max_writes: int | None = None
 ) -> Iterator[tuple[ByteRange, ...]]:
     """Yields the object's spans, write by write.

@@ -28,7 +28,7 @@ from actorsnap import (
 from actorsnap.format.claims import collection_key, copy_claim_key, encode_copy_claim
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import copy, maintenance, validation
+from actorsnap.runtime import copy, copy_claim, maintenance, validation
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
@@ -639,8 +639,8 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
     claim = claimed_by(to, attempt)
     with pytest.raises(StorageError, match="another copy of this snapshot"):
         await Snapshot(saved).copy_to(str(to))
-    monkeypatch.setattr(copy, "_STALE_S", -1.0)
-    monkeypatch.setattr(copy._Copy, "_check_renewed", lambda self: None)
+    monkeypatch.setattr(copy_claim, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy_claim.CopyClaim, "check_renewed", lambda self: None)
     report = await Snapshot(saved).copy_to(str(to))
     assert report.num_skipped == 2
     assert not claim.exists()
@@ -650,7 +650,7 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
 async def test_a_copy_that_cannot_renew_its_claim_gives_up(
     saved: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy_claim, "_STALE_S", -1.0)
     with pytest.raises(StorageError, match="stood still"):
         await Snapshot(saved).copy_to(memory)
     assert COMMIT_KEY not in await objects(memory)
