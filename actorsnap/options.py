@@ -45,7 +45,7 @@ _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
 _READ_MODES = ("auto", "direct", "shared")
-"""Values of ``planning.exchange.ReadMode``, which this module must not import."""
+"""Values of ``planning.shared_reads.ReadMode``, which this module must not import."""
 
 
 class _CheckedMeta(msgspec.StructMeta):
@@ -112,7 +112,7 @@ class Options(_Checked, frozen=True, kw_only=True):
             any case.
         max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
             stored, as a fraction: 0.02 is two percent. Uploaders on this rank are slowed until it
-            holds, but not below a fiftieth of their speed, nor so far that half of ``timeout_s``
+            holds, but not below a hundredth of their speed, nor so far that half of ``timeout_s``
             would not suffice. Needs steps marked with ``actorsnap.step()``. None slows nothing.
         compression: ``"zstd:1"`` to ``"zstd:19"`` compresses the data, chunk by chunk, on the
             threads that store it or in the uploader process; ``"zstd"`` is ``"zstd:1"``. None
