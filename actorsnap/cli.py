@@ -30,28 +30,26 @@ from rich.console import Console
 from rich.markup import escape as quote
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from actorsnap.cli_contents import (
+from actorsnap.cli_output import (
     Node,
+    age_text,
+    count_of,
     data_objects,
     describe,
     describe_difference,
     draw_tree,
     leaves_of,
     manifests_json,
+    one_line,
     overview,
+    print_columns,
+    print_json,
     raw_bytes,
+    size_text,
     snapshot_json,
     snapshot_rows,
     tree_of,
     value_text,
-)
-from actorsnap.cli_output import (
-    age_text,
-    count_of,
-    one_line,
-    print_columns,
-    print_json,
-    size_text,
     visible,
     write_lines,
 )

@@ -26,7 +26,7 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
 from actorsnap.runtime import maintenance, reading, validation
-from actorsnap.runtime.attempts import Attempts
+from actorsnap.runtime.resources import Attempts
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext

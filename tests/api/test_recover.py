@@ -44,8 +44,8 @@ from actorsnap.format.manifest import (
     decode_lone_rank_manifest,
     encode_rank_manifest,
 )
-from actorsnap.runtime.attempts import Attempts
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.resources import Attempts
 from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage

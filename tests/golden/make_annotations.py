@@ -19,7 +19,7 @@ from torch import nn
 from actorsnap import Options
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import saving
-from actorsnap.runtime.attempts import Attempts
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 STEP = 70

@@ -19,7 +19,7 @@ from actorsnap.actors import checksum_ledger
 from actorsnap.format.checksum import choose_block_bytes
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import saving
-from actorsnap.runtime.attempts import Attempts
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 KIB = 1 << 10

@@ -20,7 +20,7 @@ import torch
 from actorsnap import Options, StateDict
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import saving
-from actorsnap.runtime.attempts import Attempts
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from actorsnap import Options, StateDict
 from actorsnap.format.layout import Attempt
 from actorsnap.planning import packing
 from actorsnap.runtime import saving
-from actorsnap.runtime.attempts import Attempts
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 METADATA = {"made by": "tests/golden/make_v1.py", "step": 7, "nested": [1, 2.5, None, {"ü": True}]}
