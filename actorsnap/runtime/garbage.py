@@ -86,16 +86,16 @@ async def collect_garbage(
 ) -> Collected:
     """Deletes the objects of attempts that can no longer commit.
 
-    The order matters: an attempt that was dead before the commit object is read cannot commit
-    after it. So no deleted object belongs to a snapshot, even if others commit concurrently.
+    An attempt that was dead before the commit object is read cannot commit after it. So no deleted
+    object belongs to a snapshot, even if others commit concurrently.
 
-    A complete attempt is kept if the place has no commit object, because the attempt may be a
-    snapshot that lost it. It is also kept if the commit object is damaged or names an incomplete
-    attempt. It is deleted if this process aborted it or deleted its snapshot.
+    A complete attempt may be a snapshot that lost its commit object. It is kept if there is none,
+    or if it is damaged or names an incomplete attempt, unless this process aborted the attempt or
+    deleted its snapshot.
 
     Args:
-        committed: The attempt that the caller has just committed. An attempt that replaces it has
-            a folder before: without another folder there is nothing to do.
+        committed: The attempt that the caller has just committed. If it is the only one with a
+            folder, there is nothing to do.
         superseded: Attempts that are known to be replaced.
         force: Deletes every other attempt, including those that may be running.
         was_vacant: Whether there was no commit object before the caller's commit; None: use the
@@ -144,7 +144,7 @@ async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
 
 
 class _Sweep:
-    """The last step of a collection: reads the commit object and deletes garbage."""
+    """The last step of a collection."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Sweep:
         self._expendable = expendable
 
     async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
-        """Deletes the attempts in ``garbage`` except the committed one and the kept ones."""
+        """Reads the commit object; deletes ``garbage`` except the committed and kept attempts."""
         commits = await read_commits(self._storage)
         spared, complete, is_damaged = await self._spare(commits)
         for name in complete:
@@ -192,8 +192,8 @@ class _Sweep:
         return Collected(keys=keys, kept=kept, is_damaged=is_damaged)
 
     async def _spare(self, commits: Commits) -> tuple[set[str], list[str], bool]:
-        """Returns the attempts to keep, the complete ones among them that are not committed, and
-        whether the snapshot is damaged."""
+        """Returns the attempts to keep, the complete uncommitted ones among them, and whether the
+        snapshot is damaged."""
         try:
             commit = commits.counting()
         except ChecksumMismatch:
@@ -218,7 +218,6 @@ class _Sweep:
         return spared.union(complete), complete, is_damaged
 
     def _runs(self, name: str) -> bool:
-        """Returns whether this process is saving the attempt."""
         attempt = Attempt.parse(name)
         return attempt is not None and self._host.resources.attempts.is_running(attempt)
 

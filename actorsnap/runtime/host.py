@@ -82,11 +82,11 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """Starts the coroutine, from any thread."""
+        """Starts it, from any thread."""
         self._host.begin(self)
 
     def start_here(self) -> None:
-        """Starts the coroutine. On the runtime's loop only."""
+        """Starts it, on the runtime's loop only."""
         if not self.future.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -113,7 +113,7 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Cancels the coroutine, from any thread, also if ``start`` was interrupted."""
+        """Cancels it, from any thread, also if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
@@ -214,7 +214,7 @@ class Host:
             return host
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """See ``storage.base.RunBlocking``."""
+        """See ``storage.base.RunBlocking``. For short work."""
         return await self._run(self._workers.submit, fn, args)
 
     async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
@@ -249,8 +249,7 @@ class Host:
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
-        # Always waits, because the call may write to the caller's memory. Callers that can do
-        # without the result use ``AbandonableTasks``.
+        # Always waits: the call may write to the caller's memory. See ``AbandonableTasks``.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
@@ -327,8 +326,8 @@ class Host:
     def stop(self) -> None:
         """Cancels all calls and ends all threads. For tests and for exit.
 
-        Calls that hang in a storage are abandoned together with their daemon threads and the loop.
-        Should they return, the loop releases their memory.
+        Calls that hang in a storage are abandoned, with their threads and the loop, which releases
+        their memory should they return.
         """
         calls = (*self._calls, *self._services)
         for call in calls:
@@ -348,7 +347,6 @@ class Host:
 
 
 def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
-    """Wraps an error that a future rejects, or that would end a loop or a task."""
     fault = RuntimeError(f"{type(error).__name__} {where}: {text_of(error)}")
     fault.__cause__ = error
     return fault
@@ -357,7 +355,7 @@ def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
-    The next call starts a new runtime. Runs automatically at interpreter exit. Running saves are
+    Runs automatically at interpreter exit; the next call starts a new runtime. Running saves are
     finished, or aborted with ``Options.at_exit="abort"``. A save that fails then is logged.
     """
     host = Host._instance
