@@ -93,6 +93,49 @@ def test_steps_stay_within_the_limit_and_uploads_go_on(
     assert fmean(trainer.duties[300:]) >= 0.4 * LIMIT / cost
 
 
+def slowdown_by_bursts(cost: float, burst_s: float, step_s: float, limit: float) -> float:
+    """Mean slowdown beside uploaders that work for ``burst_s`` and then rest for their duty.
+
+    A step takes ``1 + cost`` times as long while they work.
+    """
+    controller, noise = PaceController(), random.Random(1)
+    for _ in range(100):
+        controller.end_step(step_s * noise.gauss(1.0, 0.02))
+        controller.pass_time(step_s, is_behind=False)
+    controller.begin_storing(1, limit)
+    now_s, ends_s, is_working = 0.0, burst_s, True
+    usual_s = spent_s = 0.0
+    end_s = max(100.0, 400 * step_s)
+    while now_s < end_s:
+        left_s = step_s * noise.gauss(1.0, 0.02)
+        begun_s, least_s, duty = now_s, left_s, controller.duty
+        while left_s > 1e-9:
+            factor = 1.0 + cost if is_working else 1.0
+            passed_s = min(left_s * factor, max(ends_s - now_s, 1e-9))
+            left_s -= passed_s / factor
+            now_s += passed_s
+            if now_s >= ends_s - 1e-9:
+                is_working = not is_working or controller.duty == 1.0
+                rest_s = burst_s * (1.0 / controller.duty - 1.0)
+                ends_s = now_s + (burst_s if is_working else rest_s)
+        if now_s > 0.4 * end_s:
+            usual_s += least_s
+            spent_s += now_s - begun_s
+        controller.end_step(now_s - begun_s)
+        controller.pass_time(now_s - begun_s, is_behind=False)
+        if controller.duty != duty and not is_working:
+            is_working, ends_s = True, now_s + burst_s  # another duty ends a rest
+    return spent_s / usual_s - 1.0
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("burst_s", [0.05, 0.3])
+@pytest.mark.parametrize("cost", [0.3, 1.0, 4.0])
+def test_bursts_longer_and_shorter_than_a_step(cost: float, burst_s: float, step_s: float) -> None:
+    slowdown = slowdown_by_bursts(cost, burst_s, step_s, limit=0.1)
+    assert 0.05 <= slowdown <= 0.2
+
+
 def accumulating(number: int) -> float:
     """Of four micro-steps the last one has the optimizer's step."""
     return 1.6 if number % 4 == 3 else 0.8
