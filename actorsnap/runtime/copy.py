@@ -271,12 +271,11 @@ class _Copy:
                 # Damaged objects could only be replaced while they are committed.
                 await self._check_committed(older, commit, plan)
                 return True
-            is_refused = not overwrite
         except (UnsupportedFormat, NotASnapshot):
             raise
         except FormatError as error:
-            what, is_refused = f"there is a damaged snapshot ({error})", not overwrite
-        if is_refused:
+            what = f"there is a damaged snapshot ({error})"
+        if not overwrite:
             raise ObjectExists(
                 op="copy",
                 key=COMMIT_KEY,

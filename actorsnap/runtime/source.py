@@ -43,8 +43,8 @@ MAX_SMALL_READS = 16
 
 
 @dataclass(slots=True)
-class _Known:
-    """The index of a snapshot as last read."""
+class _Cache:
+    """The index of a snapshot as last read; shared by copies of a ``Source``."""
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     views: dict[int, Index] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Source:
     def __init__(self, location: Location, options: Options) -> None:
         self.location = location
         self.options = options
-        self._known = _Known()
+        self._cache = _Cache()
         self._is_one_call = False
         self._deadline_s: float | None = None
 
@@ -171,8 +171,8 @@ class Source:
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
         """Reads the commit object; returns it with all rank manifests, which are cached."""
         commit = await reader.commit()
-        known = self._known
-        if known.index is None or known.index[0] != commit:
+        cache = self._cache
+        if cache.index is None or cache.index[0] != commit:
             manifests: dict[int, RankManifest] = {}
 
             async def read(named: tuple[int, ManifestRecord]) -> None:
@@ -180,13 +180,13 @@ class Source:
                 manifests[rank] = await reader.manifest(record)
 
             await for_each(enumerate(commit.manifests), read, at_once=MAX_SMALL_READS)
-            known.index = commit, dict(sorted(manifests.items()))
-            known.views = {}
-        return known.index
+            cache.index = commit, dict(sorted(manifests.items()))
+            cache.views = {}
+        return cache.index
 
     def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
         """Returns the index as ``rank`` sees it; cached with the index."""
-        views = self._known.views
+        views = self._cache.views
         found = views.get(rank)
         if found is None:
             found = views[rank] = index_of(manifests, rank=rank)

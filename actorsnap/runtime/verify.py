@@ -181,7 +181,7 @@ class DataCheck:
         self._meter = _Meter(progress)
         self._pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
         self._unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldObject] = {}
         self.num_objects = 0
         self.nbytes = 0
 
@@ -199,7 +199,7 @@ class DataCheck:
             StorageError: Reading failed.
         """
         problems: list[ActorSnapError] = []
-        self._held, contradictions = await self._run_blocking(_stored_in, manifests)
+        self._held, contradictions = await self._run_blocking(_objects_in, manifests)
         problems += contradictions
         held = self._held.values()
         if is_complete:
@@ -225,7 +225,7 @@ class DataCheck:
                 damage, other = group.split(FormatError)
                 if damage is None or other is not None:
                     raise
-                problems.append(_leaves(damage)[0])
+                problems.append(_flatten_group(damage)[0])
 
         records = [each.record for each in held]
         # The pool itself limits concurrent reads.
@@ -269,7 +269,7 @@ class DataCheck:
             damage, other = group.split(FormatError)
             if damage is None or other is not None:
                 raise
-            found = _leaves(damage)
+            found = _flatten_group(damage)
         else:
             return []
         # Checksum mismatches were reported before, per object.
@@ -317,7 +317,7 @@ class DataCheck:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HeldObject:
     """The records of all ranks about one data object.
 
     Attributes:
@@ -356,13 +356,15 @@ class _Held:
         raise FormatError(key=self.record.key, detail="no chunk begins at 0")
 
 
-def _stored_in(manifests: Sequence[RankManifest]) -> tuple[dict[str, _Held], list[FormatError]]:
+def _objects_in(
+    manifests: Sequence[RankManifest],
+) -> tuple[dict[str, _HeldObject], list[FormatError]]:
     """Returns the data objects by key, and an error per disagreement between ranks."""
-    held: dict[str, _Held] = {}
+    held: dict[str, _HeldObject] = {}
     contradictions: list[FormatError] = []
     for manifest in manifests:
         for number, record in enumerate(manifest.objects):
-            each = held.setdefault(record.key, _Held(record))
+            each = held.setdefault(record.key, _HeldObject(record))
             if each.record.is_like(record):
                 each.parts.append((manifest, number))
             else:
@@ -375,7 +377,7 @@ def _stored_in(manifests: Sequence[RankManifest]) -> tuple[dict[str, _Held], lis
     return held, contradictions
 
 
-def _gaps(held: Iterable[_Held]) -> Iterator[FormatError]:
+def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:
     """Yields an error per compressed object whose chunks do not cover it."""
     for each in held:
         if each.record.chunks:
@@ -385,11 +387,11 @@ def _gaps(held: Iterable[_Held]) -> Iterator[FormatError]:
                 yield error
 
 
-def _leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
+def _flatten_group(group: BaseExceptionGroup[Any]) -> list[Any]:
     found: list[Any] = []
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            found.extend(_leaves(error))
+            found.extend(_flatten_group(error))
         else:
             found.append(error)
     return found
