@@ -30,29 +30,7 @@ from rich.console import Console
 from rich.markup import escape as quote
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from actorsnap.cli_output import (
-    Node,
-    age_text,
-    count_of,
-    data_objects,
-    describe,
-    describe_difference,
-    draw_tree,
-    leaves_of,
-    manifests_json,
-    one_line,
-    overview,
-    print_columns,
-    print_json,
-    raw_bytes,
-    size_text,
-    snapshot_json,
-    snapshot_rows,
-    tree_of,
-    value_text,
-    visible,
-    write_lines,
-)
+from actorsnap import cli_output as output
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -135,15 +113,17 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             if not found or error.found in ("unfinished", "foreign"):
                 raise
             if as_json:
-                print_json([snapshot_json(name, commit) for name, commit in found.items()])
+                output.print_json(
+                    [output.snapshot_json(name, commit) for name, commit in found.items()]
+                )
             else:
-                print_columns(snapshot_rows(found))
+                output.print_columns(output.snapshot_rows(found))
             return
-        leaves = {path: leaf for path, leaf in leaves_of(manifests).items() if leaf.counts}
+        leaves = {path: leaf for path, leaf in output.leaves_of(manifests).items() if leaf.counts}
         if as_json:
-            print_json([{"path": path, **leaf.as_json()} for path, leaf in leaves.items()])
+            output.print_json([{"path": path, **leaf.as_json()} for path, leaf in leaves.items()])
         else:
-            print_columns([path, *describe(leaf)] for path, leaf in leaves.items())
+            output.print_columns([path, *output.describe(leaf)] for path, leaf in leaves.items())
 
 
 @app.command()
@@ -159,14 +139,14 @@ def inspect(
     with _errors():
         commit, manifests = _run(reading.load_index(_source(path, option)))
         if as_json:
-            print_json(manifests_json(path, commit, manifests))
+            output.print_json(output.manifests_json(path, commit, manifests))
             return
-        write_lines(overview(path, commit, manifests))
+        output.write_lines(output.overview(path, commit, manifests))
         for rank, manifest in manifests.items():
-            root = tree_of(leaves_of({rank: manifest}))
+            root = output.tree_of(output.leaves_of({rank: manifest}))
             if commit.world_size > 1:
-                root = Node(children={f"rank {rank}": root})
-            write_lines(draw_tree(root, depth or sys.maxsize))
+                root = output.Node(children={f"rank {rank}": root})
+            output.write_lines(output.draw_tree(root, depth or sys.maxsize))
 
 
 @app.command()
@@ -187,11 +167,13 @@ def verify(
         else:
             report = _run(verification.verify(source, level="quick"))
         for problem in report.problems:
-            err.print(f"[red]damaged[/] {quote(visible(str(problem)))}")
+            err.print(f"[red]damaged[/] {quote(output.visible(str(problem)))}")
         if not report.ok:
             raise typer.Exit(1)
-        checked = f", {size_text(report.nbytes)} compared with checksums" if full else ""
-        write_lines([f"ok: {count_of(report.num_objects, 'data object', 'data objects')}{checked}"])
+        checked = f", {output.size_text(report.nbytes)} compared with checksums" if full else ""
+        output.write_lines(
+            [f"ok: {output.count_of(report.num_objects, 'data object', 'data objects')}{checked}"]
+        )
 
 
 @app.command()
@@ -203,16 +185,18 @@ def diff(
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with _errors():
         left, right = (
-            leaves_of(_run(reading.load_index(_source(path, option)))[1]) for path in (a, b)
+            output.leaves_of(_run(reading.load_index(_source(path, option)))[1]) for path in (a, b)
         )
         both = left | right
-        rows = [row for path in sorted(both) if (row := describe_difference(path, left, right))]
-        print_columns(rows)
-        leaves = count_of(sum(leaf.counts for leaf in both.values()), "leaf", "leaves")
+        rows = [
+            row for path in sorted(both) if (row := output.describe_difference(path, left, right))
+        ]
+        output.print_columns(rows)
+        leaves = output.count_of(sum(leaf.counts for leaf in both.values()), "leaf", "leaves")
         if rows:
-            err.print(f"{count_of(len(rows), 'difference', 'differences')} in {leaves}")
+            err.print(f"{output.count_of(len(rows), 'difference', 'differences')} in {leaves}")
             raise typer.Exit(1)
-        write_lines([f"equal: {leaves}"])
+        output.write_lines([f"equal: {leaves}"])
 
 
 @app.command()
@@ -227,12 +211,12 @@ def cat(
         snapshot = Snapshot(path, storage_options=_storage_options(option), options=_options())
         value = snapshot.read_object(object)
         if raw:
-            data = raw_bytes(value)
+            data = output.raw_bytes(value)
             sys.stdout.flush()
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
         else:
-            sys.stdout.write(f"{value_text(value)}\n")
+            sys.stdout.write(f"{output.value_text(value)}\n")
 
 
 @app.command()
@@ -278,13 +262,15 @@ def cp(
                 on_event=show,
             )
         if as_json:
-            write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
+            output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
-            write_lines([f"{to} is that snapshot already"])
+            output.write_lines([f"{to} is that snapshot already"])
         else:
-            objects = count_of(report.num_copied, "object", "objects")
-            kept = f"; {size_text(report.skipped_bytes)} were there" * bool(report.num_skipped)
-            write_lines([f"copied {objects}, {size_text(report.copied_bytes)}{kept}"])
+            objects = output.count_of(report.num_copied, "object", "objects")
+            kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(
+                report.num_skipped
+            )
+            output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
 
 
 @app.command()
@@ -317,28 +303,28 @@ def rm(
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
         _run(maintenance.delete(source))
-        write_lines([f"deleted {path}"])
+        output.write_lines([f"deleted {path}"])
 
 
 def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     leftovers = _run(maintenance.find_leftovers(source))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
-        age = age_text(time.time() - leftover.created_s)
-        err.print(f"{leftover.attempt}  {size_text(leftover.nbytes)}, {age} old, {state}")
+        age = output.age_text(time.time() - leftover.created_s)
+        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age} old, {state}")
     complete = [each.attempt for each in leftovers if each.is_complete]
     doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
     is_confirmed = yes
     if doomed and not yes and sys.stdin.isatty():
-        what = count_of(len(doomed), "attempt is", "attempts are")
+        what = output.count_of(len(doomed), "attempt is", "attempts are")
         err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
         is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
     expendable = complete if is_confirmed else []
     report = _run(maintenance.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
         _run(reading.load_index(source))  # raises if there is nothing at all
-    objects = count_of(len(report.deleted), "object", "objects")
-    write_lines([f"deleted {objects} of unfinished attempts"])
+    objects = output.count_of(len(report.deleted), "object", "objects")
+    output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
         err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
     advice = f"{quote(_recover(path))} makes a snapshot of it again; --yes deletes it"
@@ -354,7 +340,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
 
 
 def _recover(path: str) -> str:
-    return f"`actorsnap recover {shlex.quote(one_line(path))}`"
+    return f"`actorsnap recover {shlex.quote(output.one_line(path))}`"
 
 
 @app.command()
@@ -383,11 +369,11 @@ def recover(
         with _progress("verifying") as update:
             report = _run(recovery.recover(_source(path, option), call, progress=update))
         step = "" if report.step is None else f", step {report.step}"
-        write_lines(
+        output.write_lines(
             [
                 f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
-                f"{count_of(report.num_objects, 'data object', 'data objects')}, "
-                f"{size_text(report.nbytes)} compared with checksums",
+                f"{output.count_of(report.num_objects, 'data object', 'data objects')}, "
+                f"{output.size_text(report.nbytes)} compared with checksums",
             ]
         )
 
@@ -415,8 +401,8 @@ def trace(
             _write_file(html, timeline.page(found, tables).encode())
         if html is None and merged is None:
             for title, rows in tables:
-                write_lines([title])
-                print_columns(rows)
+                output.write_lines([title])
+                output.print_columns(rows)
 
 
 def _write_file(path: str, data: bytes) -> None:
@@ -434,8 +420,8 @@ def _what_to_delete(source: Source, path: str) -> str:
         commit, manifests = _run(reading.load_index(source))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
-    total = sum(record.size for record in data_objects(manifests))
-    return f"the snapshot {path} ({size_text(total)}, created {commit.created})"
+    total = sum(record.size for record in output.data_objects(manifests))
+    return f"the snapshot {path} ({output.size_text(total)}, created {commit.created})"
 
 
 def _title(summary: timeline.Summary) -> str:
@@ -445,9 +431,9 @@ def _title(summary: timeline.Summary) -> str:
         share = summary.overlapping_s / summary.moving_s
         text += f", {share:.0%} of {summary.moving_s:.3f} s with bytes overlap"
     if about.retries:
-        text += f", {count_of(about.retries, 'retry', 'retries')}"
+        text += f", {output.count_of(about.retries, 'retry', 'retries')}"
     if about.dropped:
-        text += f", {count_of(about.dropped, 'span', 'spans')} not shown"
+        text += f", {output.count_of(about.dropped, 'span', 'spans')} not shown"
     return text
 
 
@@ -459,8 +445,8 @@ def _stage_rows(summary: timeline.Summary) -> Iterator[list[str]]:
             f"{stage.busy_s:.3f} s",
             f"{stage.busy_s / (summary.about.seconds or 1):.0%}",
             f"{stage.spent_s:.3f} s",
-            size_text(stage.nbytes) if stage.nbytes else "-",
-            size_text(stage.bytes_per_s) if stage.bytes_per_s else "-",
+            output.size_text(stage.nbytes) if stage.nbytes else "-",
+            output.size_text(stage.bytes_per_s) if stage.bytes_per_s else "-",
         ]
 
 
@@ -516,7 +502,7 @@ def _errors(damaged: int = 4) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except ActorSnapError as error:
-        text = visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
         err.print(f"[red]error:[/] {quote(text)}")

@@ -16,10 +16,7 @@ from typing import Any
 
 import msgspec
 
-from actorsnap.errors import (
-    FormatError,
-    UsageError,
-)
+from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,

@@ -161,19 +161,11 @@ class Options(_Checked, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
-        if self.read_mode not in _READ_MODES:
-            modes = ", ".join(map(repr, _READ_MODES))
-            raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
-        if self.otel not in _OTEL_MODES:
-            modes = ", ".join(map(repr, _OTEL_MODES))
-            raise UsageError(f"Options.otel must be one of {modes}, not {self.otel!r}")
+        self._check_choice("read_mode", _READ_MODES)
+        self._check_choice("otel", _OTEL_MODES)
         self._check_trace()
-        if self.offload not in _OFFLOADS:
-            places = ", ".join(map(repr, _OFFLOADS))
-            raise UsageError(f"Options.offload must be one of {places}, not {self.offload!r}")
-        if self.at_exit not in _AT_EXIT:
-            ways = ", ".join(map(repr, _AT_EXIT))
-            raise UsageError(f"Options.at_exit must be one of {ways}, not {self.at_exit!r}")
+        self._check_choice("offload", _OFFLOADS)
+        self._check_choice("at_exit", _AT_EXIT)
         if self.detach and self.offload == "thread":
             raise UsageError('Options.detach needs a process: offload="auto" or "process"')
         if self.max_slowdown is not None:
@@ -188,6 +180,12 @@ class Options(_Checked, frozen=True, kw_only=True):
             Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise UsageError(f"Options.{name} must be one of {known}, not {value!r}")
 
     def _check_trace(self) -> None:
         if self.trace is None:
