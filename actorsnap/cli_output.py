@@ -382,7 +382,7 @@ class _Shortened:
         return self._text
 
 
-def _shortened(value: object) -> object:
+def _shorten_bytes(value: object) -> object:
     is_long = isinstance(value, bytes | bytearray) and len(value) > _MAX_VALUE
     return _Shortened(value) if is_long else value  # type: ignore[arg-type]
 
@@ -391,7 +391,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     paths, leaves = flatten("v", value)
-    value = unflatten("v", zip(paths, map(_shortened, leaves), strict=True))
+    value = unflatten("v", zip(paths, map(_shorten_bytes, leaves), strict=True))
     try:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print

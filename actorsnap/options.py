@@ -236,7 +236,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
             continue
         name = variable.removeprefix(_PREFIX).upper()
         if name in types:
-            values[name.lower()] = _converted(variable, text, types[name])
+            values[name.lower()] = _convert(variable, text, types[name])
         elif name not in known:
             if hint := did_you_mean(name, known, cutoff=0.8, prefix=_PREFIX):
                 raise UsageError(f"{variable}: {hint}")
@@ -251,10 +251,10 @@ def may_block_running_loop(environ: Mapping[str, str] | None = None) -> bool:
     """
     variable = _PREFIX + _MAY_BLOCK
     text = (os.environ if environ is None else environ).get(variable, "false")
-    return bool(_converted(variable, text, bool))
+    return bool(_convert(variable, text, bool))
 
 
-def _converted(variable: str, text: str, to: Any) -> Any:
+def _convert(variable: str, text: str, to: Any) -> Any:
     try:
         return msgspec.convert(text, to, strict=False)
     except msgspec.ValidationError as error:

@@ -128,7 +128,7 @@ def copy(
 
     async def step(host: Host) -> CopyReport:
         async with source.opened(host, "copy") as (storage, reader, errands):
-            async with _destination(host, to, errands) as (target, copier):
+            async with _open_destination(host, to, errands) as (target, copier):
                 job = _Copy(host, source, storage, target, copier, errands, on_event)
                 return await errands.run(job.run, reader, overwrite)
 
@@ -137,7 +137,7 @@ def copy(
 
 
 @asynccontextmanager
-async def _destination(
+async def _open_destination(
     host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
     """Yields the destination storage and the name of the copy's own attempt."""
@@ -509,7 +509,7 @@ class _Copy:
 
         async def read() -> int:
             await storage.read_into(copied.key, spans[0].start, [view])
-            return await self._errands.run_blocking(_checked, copied.key, spans, view)
+            return await self._errands.run_blocking(_verify_spans, copied.key, spans, view)
 
         try:
             return await read_intact(storage, read)
@@ -560,7 +560,7 @@ class _Copy:
         return StorageError(op="copy", key=key, backend=self._target.url, detail=detail)
 
 
-def _checked(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
+def _verify_spans(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
     """Verifies bytes span by span; returns the checksum of all of them."""
     first = spans[0].start
     total = 0

@@ -126,13 +126,13 @@ async def collect_garbage(
         return await sweep.delete(garbage, claims)
     # A copy may resume an interrupted one. A copy claims first and then looks for collections;
     # a collection announces itself first and then looks for claims. So one sees the other.
-    async with _announced(host, storage):
+    async with _announce_collection(host, storage):
         claims = await find_claims(storage, await find_attempts(storage))
         return await sweep.delete(unclaimed(garbage, claims.copies), claims)
 
 
 @asynccontextmanager
-async def _announced(host: Host, storage: Storage) -> AsyncIterator[None]:
+async def _announce_collection(host: Host, storage: Storage) -> AsyncIterator[None]:
     """Announces a collection of copies' leftovers in the storage."""
     collector = host.resources.attempts.new()
     try:
