@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
     from actorsnap.runtime.guard import Guard
     from actorsnap.runtime.host import shutdown
-    from actorsnap.runtime.maintenance import VerifyReport
     from actorsnap.runtime.pacing import step
-    from actorsnap.runtime.recovering import RecoverReport
+    from actorsnap.runtime.recover import RecoverReport
     from actorsnap.runtime.restore import RestorePlan, RestoreReport
+    from actorsnap.runtime.verify import VerifyReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
     from actorsnap.state.optim import ModelState, prime_optimizer
     from actorsnap.state.stateful import RNGState, StateDict, Stateful
@@ -115,10 +115,10 @@ _HOMES = {
     "Guard": "actorsnap.runtime.guard",
     "shutdown": "actorsnap.runtime.host",
     "step": "actorsnap.runtime.pacing",
-    "RecoverReport": "actorsnap.runtime.recovering",
+    "RecoverReport": "actorsnap.runtime.recover",
     "RestorePlan": "actorsnap.runtime.restore",
     "RestoreReport": "actorsnap.runtime.restore",
-    "VerifyReport": "actorsnap.runtime.maintenance",
+    "VerifyReport": "actorsnap.runtime.verify",
     "PendingSnapshot": "actorsnap.snapshot",
     "Snapshot": "actorsnap.snapshot",
     "warm_up": "actorsnap.snapshot",

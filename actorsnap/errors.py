@@ -272,7 +272,7 @@ class NotASnapshot(FormatError):
         return f"{self.key}: {self.detail}"
 
 
-def _listed(title: str, lines: Sequence[str]) -> list[str]:
+def _format_list(title: str, lines: Sequence[str]) -> list[str]:
     if not lines:
         return []
     shown = [f"    {line}" for line in lines[:20]]
@@ -309,9 +309,9 @@ class IncompatibleState(ActorSnapError):
             "the app state does not fit the snapshot; "
             f"{'nothing was changed' if is_untouched else 'parts of it were overwritten'}. "
             "strict=False restores what matches and reports the rest.",
-            *_listed("missing in the snapshot", self.missing),
-            *_listed("unexpected in the snapshot", self.unexpected),
-            *_listed("mismatched", self.mismatched),
+            *_format_list("missing in the snapshot", self.missing),
+            *_format_list("unexpected in the snapshot", self.unexpected),
+            *_format_list("mismatched", self.mismatched),
         ]
         super().__init__(
             "\n".join(lines),
@@ -342,7 +342,7 @@ class SnapshotReplaced(ActorSnapError):
         )
 
 
-def _located(reason: str, rank: int | None, stage: str, key: str | None) -> str:
+def _append_location(reason: str, rank: int | None, stage: str, key: str | None) -> str:
     """Returns the reason, followed by the known parts of the location."""
     known = [
         f"rank {rank}" if rank is not None else "",
@@ -384,7 +384,7 @@ class SnapshotAborted(ActorSnapError):
             "retry"
         )
         super().__init__(
-            f"snapshot aborted: {_located(reason, rank, stage, key)}"
+            f"snapshot aborted: {_append_location(reason, rank, stage, key)}"
             f"{doubt if may_be_committed else ''}",
             reason=reason,
             rank=rank,
@@ -434,7 +434,7 @@ class RestoreAborted(ActorSnapError):
         self.stage = stage
         self.key = key
         super().__init__(
-            f"restore aborted: {_located(reason, rank, stage, key)}",
+            f"restore aborted: {_append_location(reason, rank, stage, key)}",
             reason=reason,
             rank=rank,
             stage=stage,

@@ -45,7 +45,7 @@ _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
 _READ_MODES = ("auto", "direct", "shared")
-"""Values of ``planning.exchange.ReadMode``, which this module must not import."""
+"""Values of ``planning.shared_reads.ReadMode``, which this module must not import."""
 
 
 class _CheckedMeta(msgspec.StructMeta):
@@ -112,7 +112,7 @@ class Options(_Checked, frozen=True, kw_only=True):
             any case.
         max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
             stored, as a fraction: 0.02 is two percent. Uploaders on this rank are slowed until it
-            holds, but not below a fiftieth of their speed, nor so far that half of ``timeout_s``
+            holds, but not below a hundredth of their speed, nor so far that half of ``timeout_s``
             would not suffice. Needs steps marked with ``actorsnap.step()``. None slows nothing.
         compression: ``"zstd:1"`` to ``"zstd:19"`` compresses the data, chunk by chunk, on the
             threads that store it or in the uploader process; ``"zstd"`` is ``"zstd:1"``. None
@@ -161,19 +161,11 @@ class Options(_Checked, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
-        if self.read_mode not in _READ_MODES:
-            modes = ", ".join(map(repr, _READ_MODES))
-            raise UsageError(f"Options.read_mode must be one of {modes}, not {self.read_mode!r}")
-        if self.otel not in _OTEL_MODES:
-            modes = ", ".join(map(repr, _OTEL_MODES))
-            raise UsageError(f"Options.otel must be one of {modes}, not {self.otel!r}")
+        self._check_choice("read_mode", _READ_MODES)
+        self._check_choice("otel", _OTEL_MODES)
         self._check_trace()
-        if self.offload not in _OFFLOADS:
-            places = ", ".join(map(repr, _OFFLOADS))
-            raise UsageError(f"Options.offload must be one of {places}, not {self.offload!r}")
-        if self.at_exit not in _AT_EXIT:
-            ways = ", ".join(map(repr, _AT_EXIT))
-            raise UsageError(f"Options.at_exit must be one of {ways}, not {self.at_exit!r}")
+        self._check_choice("offload", _OFFLOADS)
+        self._check_choice("at_exit", _AT_EXIT)
         if self.detach and self.offload == "thread":
             raise UsageError('Options.detach needs a process: offload="auto" or "process"')
         if self.max_slowdown is not None:
@@ -188,6 +180,12 @@ class Options(_Checked, frozen=True, kw_only=True):
             Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise UsageError(f"Options.{name} must be one of {known}, not {value!r}")
 
     def _check_trace(self) -> None:
         if self.trace is None:
@@ -238,7 +236,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
             continue
         name = variable.removeprefix(_PREFIX).upper()
         if name in types:
-            values[name.lower()] = _converted(variable, text, types[name])
+            values[name.lower()] = _convert(variable, text, types[name])
         elif name not in known:
             if hint := did_you_mean(name, known, cutoff=0.8, prefix=_PREFIX):
                 raise UsageError(f"{variable}: {hint}")
@@ -253,10 +251,10 @@ def may_block_running_loop(environ: Mapping[str, str] | None = None) -> bool:
     """
     variable = _PREFIX + _MAY_BLOCK
     text = (os.environ if environ is None else environ).get(variable, "false")
-    return bool(_converted(variable, text, bool))
+    return bool(_convert(variable, text, bool))
 
 
-def _converted(variable: str, text: str, to: Any) -> Any:
+def _convert(variable: str, text: str, to: Any) -> Any:
     try:
         return msgspec.convert(text, to, strict=False)
     except msgspec.ValidationError as error:

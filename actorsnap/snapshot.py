@@ -9,17 +9,26 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copy, maintenance, reading, recovering, restore, taking, validation
+from actorsnap.runtime import (
+    copy,
+    maintenance,
+    reading,
+    recover,
+    restore,
+    taking,
+    validation,
+    verify,
+)
 from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
-from actorsnap.runtime.host import run_async, watch_async
-from actorsnap.runtime.location import Source
-from actorsnap.runtime.maintenance import VerifyReport
-from actorsnap.runtime.recovering import RecoverCall, RecoverReport
+from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
 from actorsnap.runtime.save import Save
+from actorsnap.runtime.script import run_async, watch_async
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.validation import AppState
+from actorsnap.runtime.verify import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
 
@@ -422,7 +431,7 @@ class Snapshot:
             UnsupportedFormat: Reading it needs a newer release, or a package that is not installed.
             StorageError: Reading failed.
         """
-        return await run_async(maintenance.verify(self._source, level=level))
+        return await run_async(verify.verify(self._source, level=level))
 
     @async_call
     async def copy_to(
@@ -509,7 +518,7 @@ class Snapshot:
         call = RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
         )
-        return await run_async(recovering.recover(self._source, call))
+        return await run_async(recover.recover(self._source, call))
 
     @async_call
     async def delete(self) -> None:

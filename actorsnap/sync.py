@@ -14,21 +14,30 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import copy, maintenance, reading, recovering, restore, taking, validation
+from actorsnap.runtime import (
+    copy,
+    maintenance,
+    reading,
+    recover,
+    restore,
+    taking,
+    validation,
+    verify,
+)
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
-from actorsnap.runtime.host import (
+from actorsnap.runtime.recover import RecoverCall, RecoverReport
+from actorsnap.runtime.restore import RestorePlan, RestoreReport
+from actorsnap.runtime.save import Save
+from actorsnap.runtime.script import (
     allow_in_running_loop,
     refuse_running_loop,
     run_sync,
     watch_sync,
 )
-from actorsnap.runtime.location import Source
-from actorsnap.runtime.maintenance import VerifyReport
-from actorsnap.runtime.recovering import RecoverCall, RecoverReport
-from actorsnap.runtime.restore import RestorePlan, RestoreReport
-from actorsnap.runtime.save import Save
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.validation import AppState
+from actorsnap.runtime.verify import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
@@ -191,7 +200,7 @@ class Snapshot:
 
     def verify(self, level: str = "quick") -> VerifyReport:
         """See ``actorsnap.Snapshot.verify``."""
-        return run_sync(maintenance.verify(self._source, level=level), name="Snapshot.verify")
+        return run_sync(verify.verify(self._source, level=level), name="Snapshot.verify")
 
     def copy_to(
         self,
@@ -221,7 +230,7 @@ class Snapshot:
         call = RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
         )
-        return run_sync(recovering.recover(self._source, call), name="Snapshot.recover")
+        return run_sync(recover.recover(self._source, call), name="Snapshot.recover")
 
     def delete(self) -> None:
         """See ``actorsnap.Snapshot.delete``."""

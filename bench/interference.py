@@ -41,6 +41,11 @@ UPLOAD_S = 10.0
 MAX_SLOWDOWN = 0.02
 NUM_SAVES = 6
 NUM_RANKS = 2
+PACE_LIMITS = (None, 0.1, 0.05)
+PACED = {"compression": "zstd:3", "chunk_bytes": 4 << 20}
+"""What makes a save disturb: cores and the GIL are wanted for seconds, chunk by chunk."""
+
+NUM_PACED_SAVES = 4
 
 
 def local_savers() -> list[Saver]:
@@ -337,11 +342,61 @@ def first(way: str, gib: float, root: str) -> list[float]:
 
 def wait_ready(*, for_ranks: bool) -> None:
     """The uploader process starts beside the trainer's first steps."""
-    uploader, deadline = Host.get().uploader, time.monotonic() + 60.0
+    uploader, deadline = Host.get().resources.uploader, time.monotonic() + 60.0
     while uploader is not None and time.monotonic() < deadline:
         if uploader.is_ready if for_ranks else uploader.is_ready:
             return
         time.sleep(0.1)
+
+
+# The pace ----------------------------------------------------------------------------------
+
+
+def row_pace(setting: Setting) -> None:
+    """Saves that compress hard, beside one trainer, each limit in a process of its own.
+
+    What the controller learns holds for the next save, so the first one is not counted.
+    """
+    note("trainer, pace")
+    found: dict[str, list[list[float]]] = {}
+    for turn in range(setting.repeat):
+        for offload in ("process", "thread"):
+            for limit in PACE_LIMITS:
+                name = f"{offload}, max_slowdown {limit}"
+                saves = in_child(
+                    pace, offload=offload, limit=limit, gib=setting.gib, root=str(setting.tmpfs)
+                )
+                note(f"  {turn} {name}: " + "; ".join(f"{i:+.1%} {s:.1f} s" for i, s in saves))
+                found.setdefault(name, []).extend(saves[1:])
+    emit(
+        "trainer, pace",
+        ratios={n: 1 + statistics.median(i for i, _ in saves) for n, saves in found.items()},
+        needs={
+            name: Need(1.0 + limit, at_least=False)
+            for name in found
+            for limit in PACE_LIMITS
+            if limit is not None and name.endswith(str(limit))
+        },
+        missing={},
+        gib=setting.gib,
+        committed_s={n: round(statistics.median(s for _, s in v), 2) for n, v in found.items()},
+        rounds={n: [round(1 + i, 3) for i, _ in saves] for n, saves in found.items()},
+    )
+
+
+def pace(offload: str, limit: float | None, gib: float, root: str) -> list[tuple[float, float]]:
+    """Inflation of the steps and seconds until the commit, of each save."""
+    state = llama(gib)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    saver = ActorsnapBy("actorsnap", offload=offload, max_slowdown=limit, **PACED)
+    saver.open(None)
+    trainer = Trainer(state)
+    found: list[tuple[float, float]] = []
+    for _ in range(NUM_PACED_SAVES):
+        with folder(Path(root)) as path:
+            one = disturb(trainer, saver, state, target, str(path / "snapshot"))
+        found.append((one.inflation, one.committed_s))
+    return found
 
 
 # Several ranks ------------------------------------------------------------------------------
@@ -425,4 +480,5 @@ ROWS: dict[str, Callable[[Setting], None]] = {
     "trainer-slow": row_slow,
     "trainer-lazy": row_lazy,
     "trainer-first": row_first,
+    "trainer-pace": row_pace,
 }

@@ -189,7 +189,7 @@ def messages(num_tensors: int, num_saves: int, root: str) -> list[int]:
             actorsnap.sync.Snapshot.async_take(
                 path / "snapshot", app_state, options=options, overwrite=True
             ).wait()
-            uploader = Host.get().uploader
+            uploader = Host.get().resources.uploader
             assert uploader is not None
             assert uploader._link is not None
             statistics = uploader._link.statistics

@@ -26,8 +26,9 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
 from actorsnap.runtime import maintenance, reading, validation
-from actorsnap.runtime.host import Host, run_async
-from actorsnap.runtime.location import Source
+from actorsnap.runtime.resources import Attempts
+from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
@@ -794,7 +795,7 @@ def test_recover_asks_for_what_it_cannot_know(tmp_path: Path) -> None:
     assert "--world-size 1" in ended.err
     elsewhere = Attempt(created_s=int(time.time()), host="ffffffff", pid=1, nonce="00000000")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "new_attempt", lambda _: elsewhere)
+        patch.setattr(Attempts, "new", lambda _: elsewhere)
         Snapshot.take(tmp_path / "s", state())
     shutil.copytree(tmp_path / "s" / str(elsewhere), copied / str(elsewhere))
     ended = run("recover", copied, "--world-size", "1")

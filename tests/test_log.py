@@ -93,7 +93,7 @@ def test_fields_of_the_application_stay_its_own(caplog: pytest.LogCaptureFixture
     assert record.getMessage() == "of 3"
     assert (vars(record)["rank"], vars(record)["key"]) == ("seven", "k")
     assert (record.filename, record.funcName) == (
-        "test_lines.py",
+        "test_log.py",
         "test_fields_of_the_application_stay_its_own",
     )
 

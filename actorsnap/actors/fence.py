@@ -1,7 +1,7 @@
 """The fence keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
-It belongs to the runtime's loop: the staging actor takes chunks from it and reports copied ones. A
-trainer's thread waits for a ``Watch``, which needs no cooperation of that thread or its event loop.
+On the runtime's loop the staging actor takes chunks from it and reports copied ones. A trainer's
+thread waits for a ``Watch``, without its event loop.
 ``planning.lazy_order`` decides the order of copies.
 """
 
@@ -86,7 +86,7 @@ class Fence:
         self._watches.append(watch)
         if self._backlog is not None:
             self._backlog.will_touch(watch.leaves)
-            self._look_at(watch)
+            self._release_if_copied(watch)
 
     def hurry(self, watch: Watch | None = None) -> None:
         """Copies a watch's leaves first because a caller waits; None: everything."""
@@ -96,7 +96,7 @@ class Fence:
             watch.is_awaited = True
             if self._backlog is not None and watch.chunks:
                 self._backlog.promote(watch.chunks)
-        self._tell()
+        self._wake_copiers()
 
     def open(self) -> None:
         """Releases all waiters: copying has finished or was abandoned."""
@@ -118,7 +118,7 @@ class Fence:
         self._backlog = Backlog(self._leaves_of, eager=self.lazy.eager)
         for watch in list(self._watches):
             self._backlog.will_touch(watch.leaves)
-            self._look_at(watch)
+            self._release_if_copied(watch)
         if not self._backlog.has_eager_left:
             self.on_eager_staged()
 
@@ -138,7 +138,7 @@ class Fence:
             await self._has_news.wait()
         number = self._backlog.take()
         if self._backlog.is_handed_out:
-            self._tell()
+            self._wake_copiers()
         if number is None:
             return None
         self._check(self._leaves_of[number])  # released memory must not be read
@@ -157,10 +157,10 @@ class Fence:
         for watch in list(self._watches):
             if watch.chunks is not None and number in watch.chunks:
                 watch.chunks.remove(number)
-                self._look_at(watch)
+                self._release_if_copied(watch)
         if not self._backlog.has_eager_left:
             self.on_eager_staged()
-            self._tell()
+            self._wake_copiers()
 
     def check(self) -> None:
         """Checks the leaves again that no watch has released: a write may have been in progress.
@@ -175,7 +175,7 @@ class Fence:
         if changed is not None:
             raise StateChanged(path=self._paths[changed])
 
-    def _look_at(self, watch: Watch) -> None:
+    def _release_if_copied(self, watch: Watch) -> None:
         assert self._backlog is not None
         if watch.chunks is None:
             watch.chunks = self._backlog.left_of(watch.leaves)
@@ -197,7 +197,7 @@ class Fence:
             or any([watch.is_awaited for watch in self._watches])
         )
 
-    def _tell(self) -> None:
+    def _wake_copiers(self) -> None:
         if self._backlog is not None:
             self._has_news.set()
             self._has_news = anyio.Event()

@@ -1,8 +1,8 @@
 """Progress of a running call, and a record of its actors' work.
 
-A ``ProgressBoard`` holds only the latest state: a slow reader skips states and never delays a save.
-A ``Recorder`` stores timings for later analysis; an unobserved call uses ``NULL_RECORDER``. This
-module knows no files, and only the clock it is given.
+A ``ProgressBoard`` holds the latest state only: a slow reader never delays a save. A ``Recorder``
+keeps timings; an unobserved call uses ``NULL_RECORDER``. This module knows no files, and only the
+clock it is given.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ProgressBoard:
 
 
 class Work(StrEnum):
-    """Activity of an actor."""
+    """What an actor does."""
 
     AGREE = "agree"
     CAPTURE = "capture"
@@ -156,7 +156,7 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
-    """Reason for which an actor waits."""
+    """What an actor waits for."""
 
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
@@ -314,7 +314,7 @@ class Recorder:
         self._num: dict[str, int] = {}
 
     def add_row(self, actor: str) -> Row:
-        """Returns a new row, reserved for the whole call."""
+        """Returns a new row, for the whole call."""
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
         row = Row(f"{actor} {number}", self._clock)

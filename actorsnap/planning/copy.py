@@ -26,7 +26,15 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.restore import check_chunks
 
-__all__ = ["CopyPlan", "Leftovers", "ObjectCopy", "ByteRange", "cut", "plan_copy", "sort_leftovers"]
+__all__ = [
+    "CopyPlan",
+    "Leftovers",
+    "ObjectCopy",
+    "ByteRange",
+    "plan_copy",
+    "sort_leftovers",
+    "split_writes",
+]
 
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
@@ -104,25 +112,17 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
                 # a leaf.
                 at = msgspec.structs.replace(entry.data, object=0)
                 data[manifest.objects[entry.data.object].key].add(at)
-    return CopyPlan(
-        data=tuple(
-            [
-                copied
-                for key in records
-                for copied in (
-                    _chunk_objects(records[key], chunks[key])
-                    if chunks[key]
-                    else [_data_object(records[key], data[key])]
-                )
-            ]
-        ),
-        manifests=tuple(
-            [
-                ObjectCopy(key=m.key, size=m.size, head=ByteRange(0, m.size, m.crc32c))
-                for m in commit.manifests
-            ]
-        ),
-    )
+    copies: list[ObjectCopy] = []
+    for key, record in records.items():
+        if chunks[key]:
+            copies += _chunk_objects(record, chunks[key])
+        else:
+            copies.append(_data_object(record, data[key]))
+    whole = [
+        ObjectCopy(key=m.key, size=m.size, head=ByteRange(0, m.size, m.crc32c))
+        for m in commit.manifests
+    ]
+    return CopyPlan(data=tuple(copies), manifests=tuple(whole))
 
 
 def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
@@ -150,7 +150,7 @@ def _data_object(record: ObjectRecord, data: Collection[Stored]) -> ObjectCopy:
     return ObjectCopy(key=record.key, size=record.size, head=head, data=ordered)
 
 
-def cut(
+def split_writes(
     copied: ObjectCopy, *, chunk_bytes: int, min_write_bytes: int = 1, max_writes: int | None = None
 ) -> Iterator[tuple[ByteRange, ...]]:
     """Yields the object's spans, write by write.

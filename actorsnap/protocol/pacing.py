@@ -1,26 +1,26 @@
-"""Limits how much uploads slow the trainer's steps.
+"""Limits how much uploads slow the trainer's steps: a proportional controller.
 
-Theory of operation. Steps that end while nothing is stored measure the usual step time. Steps that
-end while saves are stored measure the cost, in windows of several steps. Costs grow with the *duty*
-of the uploaders, the share of the time in which they work. Each window gives a slope; their
-average, with less weight on older ones, gives the largest duty within the limit. Short saves share
-a window, and the next save inherits the estimate.
+``PaceController`` compares the mean time of steps beside a save with the mean time of steps without
+one. Their ratio less 1 is the *slowdown*. After each window of steps it changes the *duty* of the
+uploaders, the share of the time in which they work, in proportion to the distance of the slowdown
+from the limit. What it learned holds for the next save; short saves share a window.
 
-1. Means are compared, without steps that took more than twice the median: uploads do not cause
-   evaluations and stalls of a data loader. Medians would not do: a burst may affect one short step
-   in ten.
-2. Batches may get longer or shorter. If old measurements suggest a lower duty, or that uploads make
-   the trainer faster, uploaders *look*: they rest for some steps while the usual step time is
-   measured again. They also look when a save begins and no steps preceded it.
-3. No duty is below ``MIN_DUTY``, except during a look, which is short.
-4. Uploads are not slowed while a save lags behind its schedule: a straight line from its begin to
-   half of its ``timeout_s``, less ``SLACK`` of it.
-5. Uploads are not slowed while a save is staged: the trainer waits for it, or will, and staging may
-   wait for memory. Nor without reported steps: there is no trainer to protect.
-6. A duty is realised in *bursts*: all uploaders work at the same time, then rest together. The duty
-   is the burst's share of both. A chunk in progress when the burst ends is finished and counts.
+1. Means, without steps of more than ``_OUTLIER`` medians: evaluations and stalls of a data loader
+   are no cost of uploads. Medians would not do: a burst may affect one short step in ten.
+2. No duty is below ``MIN_DUTY``: a save always ends. So small a duty hardly slows a step, so steps
+   at ``MIN_DUTY`` measure the usual time again. A trainer that has become slower by itself lowers
+   the duty to the minimum once, and raises it from there. A save that begins before the usual time
+   is known starts at ``MIN_DUTY``, too.
+3. Steps beside a save that are shorter than usual by more than the limit show that the usual time
+   is outdated: it is measured again, too.
+4. Uploads are not slowed while a save is behind its schedule (``is_behind``), nor while a save is
+   staged: the trainer waits for it, or will, and staging may wait for memory. Nor without reported
+   steps: there is no trainer to protect.
 
-This module has no clock: ``actors/pace.py`` measures and waits.
+A duty is realised in *bursts* (``Bursts``): all uploaders work at the same time, then rest
+together. A chunk in progress when the burst ends is finished and counts.
+
+This module has no clock: ``runtime/pacing.py`` and ``actors/pace.py`` measure and wait.
 """
 
 from __future__ import annotations
@@ -28,243 +28,170 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from statistics import fmean, median, pstdev
 
-import msgspec
+__all__ = ["BURST_S", "MIN_DUTY", "Bursts", "PaceController", "is_behind"]
 
-__all__ = [
-    "BURST_S",
-    "MIN_DUTY",
-    "Bursts",
-    "PacingEvent",
-    "PacingMachine",
-    "SavingBegan",
-    "SavingEnded",
-    "Schedule",
-    "SetDuty",
-    "StagingBegan",
-    "StepEnded",
-    "TimePassed",
-]
-
-MIN_DUTY = 0.02
-SLACK = 0.05
+MIN_DUTY = 0.01
 BURST_S = 0.02
 """Length of a burst, in seconds, about a training step: no chunk begins in an older burst."""
 
 _WINDOW, _WINDOW_S, _MAX_WINDOW = 16, 1.0, 256
 """Size of a window: minimum number of steps, minimum seconds, maximum number of steps."""
 
-_LOOK, _LOOK_S, _MAX_LOOK = 12, 0.25, 64
-"""Size of a look, likewise."""
-
 _CLOCK_S = 1e-6
 """Minimum length of a step, in seconds; prevents a division by zero."""
 
-_OLD = 4
-"""Number of windows after which measurements of the usual step time are old."""
-
-_OUTLIER = 2.0
-"""Multiple of the median above which a step does not count."""
+_OUTLIER = 8.0
+"""Multiple of the median above which a step does not count. Bursts of compressing threads, which
+compete for the GIL, make a short step five times as long.
+"""
 
 _AIM = 0.8
 """Part of the limit that is aimed at: half of the windows exceed the aim."""
 
-_FORGET = 0.7
+_PRECISION = 0.25
+"""Standard error of a mean, as a part of the slowdown or of the limit, whichever is larger,
+above which more steps are measured.
+"""
+
 _MOST_DOWN, _MOST_UP = 0.25, 2.0
 """Limits of the change of duty from window to window, as factors."""
 
-_QUIET_S = 2.0
-_QUIET_STEPS = 10
+_QUIET_S, _QUIET_STEPS = 2.0, 10
 """Time without a step after which there is no trainer: the larger of seconds and multiples of a
 step.
 """
 
-
-# Events -------------------------------------------------------------------------------------
-
-
-class StepEnded(msgspec.Struct, frozen=True):
-    """The trainer has finished a step."""
-
-    seconds: float
+_SLACK = 0.05
 
 
-class StagingBegan(msgspec.Struct, frozen=True):
-    """A save has begun to copy its state."""
+def is_behind(stored: float, elapsed: float) -> bool:
+    """Returns whether a save is behind schedule: a straight line from its begin to half of its
+    ``timeout_s``.
 
-    number: int
-
-
-class SavingBegan(msgspec.Struct, frozen=True):
-    """A save is staged and is being stored; ``limit`` is its ``max_slowdown``."""
-
-    number: int
-    limit: float
-
-
-class SavingEnded(msgspec.Struct, frozen=True):
-    """A save has ended, with any outcome."""
-
-    number: int
-
-
-class Schedule(NamedTuple):
-    """Stored share of a save's bytes, and elapsed share of its time."""
-
-    stored: float
-    elapsed: float
-
-
-class TimePassed(msgspec.Struct, frozen=True):
-    """Time since the last such event, and the progress of the saves."""
-
-    seconds: float
-    schedules: Sequence[Schedule] = ()
-
-
-# Commands -----------------------------------------------------------------------------------
-
-
-class SetDuty(msgspec.Struct, frozen=True):
-    """Sets the share of the time in which uploaders work: 1 is all of it, 0 rests until the next
-    one.
+    Args:
+        stored: Stored share of its bytes.
+        elapsed: Elapsed share of its ``timeout_s``.
     """
-
-    duty: float
-
-
-PacingEvent: TypeAlias = StepEnded | StagingBegan | SavingBegan | SavingEnded | TimePassed
+    return stored < 2 * elapsed - _SLACK
 
 
-class PacingMachine:
-    """Paces all uploaders of one trainer, across saves."""
+class PaceController:
+    """Sets the duty of all uploaders of one trainer, across saves.
+
+    Attributes:
+        duty: Share of the time in which uploaders may work.
+    """
 
     def __init__(self) -> None:
         self.duty = 1.0
         self._staging: set[int] = set()
         self._limits: dict[int, float] = {}
-        self._undisturbed: deque[float] = deque(maxlen=_MAX_LOOK)
-        self._disturbed: list[float] = []
-        self._duties: list[float] = []
-        # The duty believed to keep within the limit, and the sums for the slope.
+        self._usual: deque[float] = deque(maxlen=_MAX_WINDOW)
+        self._window: list[float] = []
+        self._window_duty = 1.0
         self._learned = 1.0
-        self._duty_cost = 0.0
-        self._duty_square = 0.0
-        self._age = 0
-        self._is_looking = False
         self._is_mixed = False
         self._is_behind = False
         self._last_s = 0.0
         self._quiet_s = math.inf  # before the first step there is no trainer
-        self._is_quiet = True
 
-    def handle(self, event: PacingEvent) -> list[SetDuty]:
-        """Handles one event; returns the new duty, if it has changed."""
-        match event:
-            case StepEnded():
-                self._on_step(event.seconds)
-            case SavingBegan():
-                self._on_began(event)
-            case StagingBegan():
-                self._staging.add(event.number)
-                self._is_mixed = True
-            case SavingEnded():
-                self._staging.discard(event.number)
-                self._limits.pop(event.number, None)
-                self._is_mixed = self._is_mixed or not self._limits
-            case TimePassed():
-                self._on_time(event)
-        commands = self._changed()
-        self.validate()
-        return commands
+    def begin_staging(self, number: int) -> None:
+        """A save begins to copy its state."""
+        self._staging.add(number)
+        self._is_mixed = True
+        self._update()
 
-    def validate(self) -> None:
-        assert MIN_DUTY <= self._learned <= 1.0
-        assert self.duty == 0.0 or MIN_DUTY <= self.duty <= 1.0
-        assert self._is_looking == (self.duty == 0.0)
-        assert self._limits or self.duty == 1.0
+    def begin_storing(self, number: int, limit: float) -> None:
+        """A save is staged; ``limit`` is its ``max_slowdown``."""
+        self._staging.discard(number)
+        self._limits[number] = limit
+        self._is_mixed = True
+        self._update()
 
-    def _on_began(self, event: SavingBegan) -> None:
-        is_first = not self._limits
-        self._staging.discard(event.number)
-        self._limits[event.number] = event.limit
-        if is_first:
-            self._age = 0
+    def end(self, number: int) -> None:
+        """A save has ended, with any outcome."""
+        self._staging.discard(number)
+        self._limits.pop(number, None)
+        self._is_mixed = True
+        if not self._limits:
             self._is_behind = False
-            self._is_mixed = True
-            if not self._knows_usual() and not self._is_quiet:
-                self._look()
+        self._update()
 
-    def _on_time(self, event: TimePassed) -> None:
-        self._quiet_s += event.seconds
-        self._is_quiet = self._quiet_s > max(_QUIET_S, _QUIET_STEPS * self._last_s)
-        self._is_behind = any(
-            schedule.stored < 2 * schedule.elapsed - SLACK for schedule in event.schedules
-        )
+    def pass_time(self, seconds: float, *, is_behind: bool) -> None:
+        """Time has passed since the last such call.
 
-    def _on_step(self, seconds: float) -> None:
+        Args:
+            is_behind: Whether any save is behind its schedule.
+        """
+        self._quiet_s += seconds
+        self._is_behind = is_behind
+        self._update()
+
+    def end_step(self, seconds: float) -> None:
+        """The trainer has finished a step."""
         seconds = max(seconds, _CLOCK_S)
-        self._quiet_s, self._is_quiet, self._last_s = 0.0, False, seconds
-        if self._staging:
-            pass  # staging disturbs such a step in ways that are not measured here
-        elif self._is_mixed:  # the duty or the set of saves changed during the step
+        self._quiet_s, self._last_s = 0.0, seconds
+        if self._is_mixed:  # the duty or the set of saves changed during the step
             self._is_mixed = False
+        elif self._staging:
+            pass  # staging disturbs the step, too
         elif not self._limits:
-            self._undisturbed.append(seconds)
-        elif self.duty == 0.0:
-            self._undisturbed.append(seconds)
-            self._is_looking = not self._knows_usual()
-        else:
-            self._disturbed.append(seconds)
-            self._duties.append(self.duty)
-            if _suffices(self._disturbed, _WINDOW, _WINDOW_S, _MAX_WINDOW):
+            self._usual.append(seconds)
+        elif not self._is_behind:
+            if self._window_duty != self.duty:
+                self._window, self._window_duty = [], self.duty
+            self._window.append(seconds)
+            if len(self._window) % _WINDOW == 0 and _suffices(self._window):
                 self._judge()
-
-    def _knows_usual(self) -> bool:
-        return _suffices(self._undisturbed, _LOOK, _LOOK_S, _MAX_LOOK)
+        self._update()
 
     def _judge(self) -> None:
-        """Learns from a full window."""
-        found, self._disturbed = self._disturbed, []
-        duty, self._duties = fmean(self._duties), []
-        if not self._knows_usual():
-            self._look()
+        """Learns from a window, if its mean is known well enough."""
+        limit = min(self._limits.values())
+        mean_s, error_s = _mean(self._window)
+        if not _suffices(self._usual):
+            self._usual.extend(self._window)
+        usual_s, _ = _mean(self._usual)
+        slowdown = mean_s / usual_s - 1.0
+        precision = _PRECISION * max(limit, abs(slowdown))
+        if error_s > precision * mean_s and len(self._window) < _MAX_WINDOW:
             return
-        self._age += 1
-        cost = _mean(found) / _mean(self._undisturbed) - 1.0
-        duty_cost = _FORGET * self._duty_cost + duty * cost
-        duty_square = _FORGET * self._duty_square + duty**2
-        slope = duty_cost / duty_square
-        limit = _AIM * min(self._limits.values())
-        wanted = limit / slope if slope > limit else 1.0
-        if self._age > _OLD and (wanted < self._learned or cost < -limit):
-            self._look()
+        window, self._window = self._window, []
+        if self.duty == MIN_DUTY:
+            self._usual.clear()
+            self._usual.extend(window)
+            slowdown = 0.0
+        elif slowdown < -limit:
+            self._usual.clear()
             return
-        self._duty_cost, self._duty_square = duty_cost, duty_square
-        lowest = max(MIN_DUTY, _MOST_DOWN * self._learned)
-        self._learned = min(1.0, _MOST_UP * self._learned, max(lowest, wanted))
+        factor = 2.0 - slowdown / (_AIM * limit)
+        factor = min(_MOST_UP, max(_MOST_DOWN, factor))
+        self._learned = min(1.0, max(MIN_DUTY, factor * self._learned))
 
-    def _look(self) -> None:
-        self._undisturbed.clear()
-        self._disturbed.clear()
-        self._duties.clear()
-        self._age = 0
-        self._is_looking = True
-
-    def _changed(self) -> list[SetDuty]:
-        """Applies the duty that follows from the state."""
-        if not self._limits or self._staging or self._is_quiet or self._is_behind:
-            self._is_looking = False
+    def _update(self) -> None:
+        is_quiet = self._quiet_s > max(_QUIET_S, _QUIET_STEPS * self._last_s)
+        if not self._limits or self._staging or is_quiet or self._is_behind:
             duty = 1.0
+        elif not _suffices(self._usual):
+            duty = MIN_DUTY
         else:
-            duty = 0.0 if self._is_looking else self._learned
-        if duty == self.duty:
-            return []
-        self.duty = duty
-        self._is_mixed = True
-        return [SetDuty(duty)]
+            duty = self._learned
+        if duty != self.duty:
+            self.duty = duty
+            self._is_mixed = True
+
+
+def _suffices(steps: Sequence[float]) -> bool:
+    return len(steps) >= _WINDOW and (len(steps) >= _MAX_WINDOW or sum(steps) >= _WINDOW_S)
+
+
+def _mean(steps: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean without outliers, and its standard error."""
+    longest = _OUTLIER * median(steps)
+    counted = [seconds for seconds in steps if seconds <= longest]
+    return fmean(counted), pstdev(counted) / math.sqrt(len(counted))
 
 
 class Bursts:
@@ -273,7 +200,7 @@ class Bursts:
     Times are of any monotonic clock.
 
     Attributes:
-        duty: See ``SetDuty``.
+        duty: See ``PaceController``; 0 rests until it is changed.
     """
 
     def __init__(self) -> None:
@@ -315,13 +242,3 @@ class Bursts:
         burst_s = max(0.0, now_s - self._begun_s)
         self._rests_until_s = now_s + burst_s * (1.0 / self.duty - 1.0)
         return True
-
-
-def _suffices(steps: Sequence[float], least: int, seconds: float, most: int) -> bool:
-    return len(steps) >= least and (len(steps) >= most or sum(steps) >= seconds)
-
-
-def _mean(steps: Sequence[float]) -> float:
-    """Returns the mean without outliers."""
-    longest = _OUTLIER * sorted(steps)[len(steps) // 2]
-    return fmean([seconds for seconds in steps if seconds <= longest])

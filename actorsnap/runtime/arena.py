@@ -1,18 +1,15 @@
 """Staging memory, reused by later saves.
 
-Touching fresh memory costs more than copying into it (page faults: 2.4 instead of 5.2 GiB/s per
-thread measured), so released blocks are kept. Blocks come in power-of-two classes. Until the arena
-is shared, blocks are private to this process and ask for huge pages. Afterwards they are ranges of
-one in-memory file, which another process maps through its descriptor (``ArenaView``). The file has
-no name: it disappears with the last process that has it open. A forked child inherits the mappings
-but does not use them.
+Touching fresh memory costs more than copying into it (2.4 instead of 5.2 GiB/s per thread), so
+released blocks are kept. Block sizes are powers of two. Until the arena is shared, blocks are
+private and ask for huge pages. Afterwards they are ranges of one nameless in-memory file, which
+another process maps through its descriptor (``ArenaView``).
 
-Both ends map the file in segments, each as large as all segments before it, because each mapping
-costs a descriptor. Mapped memory costs nothing until it is touched. A block begins at a multiple of
-its size, so it never crosses a segment boundary.
+Both ends map the file in segments, each as large as all before it, because each mapping costs a
+descriptor. A block begins at a multiple of its size, so it never crosses a segment boundary.
 
-A block used for a device copy stays pinned until it is dropped. Pinning takes as long as touching
-and commits the memory of the whole range, so blocks are pinned, not segments.
+A block used for a device copy stays pinned until it is dropped. Pinning commits the memory of the
+whole range, so blocks are pinned, not segments.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class ArenaStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A block. ``offset`` is its place in the file, None if private; ``pinner`` has pinned it."""
+    """``offset`` is the place in the file, None if private; ``pinner`` has pinned it."""
 
     memory: mmap.mmap
     offset: int | None
@@ -66,7 +63,6 @@ class _Block:
         return memoryview(self.memory)[start : start + nbytes]
 
     def remove(self) -> None:
-        """Removes its pages from the file."""
         assert self.offset is not None
         start = self.offset - _segment(self.offset)[0]
         self.memory.madvise(mmap.MADV_REMOVE, start, self.size)

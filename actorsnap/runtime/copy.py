@@ -1,7 +1,7 @@
 """The body of ``Snapshot.copy_to``, as a script (see ``runtime.taking``).
 
 The copy has the same object keys as the source, so manifests and commit object are byte-identical.
-``planning.copying`` decides which objects to copy and which to skip. Each byte in transit is
+``planning.copy`` decides which objects to copy and which to skip. Each byte in transit is
 compared with the source's checksums, which the destination gets, too.
 
 A garbage collection at the destination would take the attempt for dead. So the copy is a second
@@ -11,15 +11,15 @@ resume (``docs/format.md``, "Claims"). Only one copy at a time writes an attempt
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from enum import StrEnum
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
     ActorSnapError,
@@ -32,23 +32,29 @@ from actorsnap.errors import (
     UnsupportedFormat,
 )
 from actorsnap.format.checksum import combine, crc32c
-from actorsnap.format.claims import copy_claim_key, decode_copy_claim, encode_copy_claim
+from actorsnap.format.claims import decode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
-from actorsnap.planning.copy import ByteRange, CopyPlan, ObjectCopy, cut, plan_copy, sort_leftovers
-from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import (
+from actorsnap.planning.copy import (
+    ByteRange,
+    CopyPlan,
+    ObjectCopy,
+    plan_copy,
+    sort_leftovers,
+    split_writes,
+)
+from actorsnap.runtime.copy_claim import CopyClaim, naming_side
+from actorsnap.runtime.garbage import (
     Claims,
-    Location,
-    Source,
     collect_garbage,
     find_attempts,
     find_claims,
-    find_collectable,
-    open_location,
 )
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location, open_location
 from actorsnap.runtime.reading import begins_anew
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.many import for_each
 
@@ -61,16 +67,6 @@ _UNCLAIMED = (
     "complete, `actorsnap recover` makes a snapshot of them; else delete them by `actorsnap rm "
     "--garbage` (by `actorsnap rm` where the commit object is damaged), or copy to another path"
 )
-
-_BEAT_S = 15.0
-"""Interval between renewals of a copy's claim, in seconds."""
-
-_STALE_S = 120.0
-"""Age at which an unrenewed claim counts as dead, also if its process cannot be checked, in
-seconds. A copy that cannot renew its own claim gives up earlier."""
-
-_LOOK_S = 0.5
-"""Interval between checks whether another copy or a collection has ended, in seconds."""
 
 
 class CopyEventKind(StrEnum):
@@ -132,7 +128,7 @@ def copy(
 
     async def step(host: Host) -> CopyReport:
         async with source.opened(host, "copy") as (storage, reader, errands):
-            async with _destination(host, to, errands) as (target, copier):
+            async with _open_destination(host, to, errands) as (target, copier):
                 job = _Copy(host, source, storage, target, copier, errands, on_event)
                 return await errands.run(job.run, reader, overwrite)
 
@@ -141,11 +137,11 @@ def copy(
 
 
 @asynccontextmanager
-async def _destination(
+async def _open_destination(
     host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
     """Yields the destination storage and the name of the copy's own attempt."""
-    copier = host.new_attempt()
+    copier = host.resources.attempts.new()
     try:
         target = await open_location(
             host,
@@ -160,7 +156,7 @@ async def _destination(
         finally:
             await errands.close(target.aclose)
     finally:
-        host.end_attempt(copier)
+        host.resources.attempts.end(copier)
 
 
 class _Copy:
@@ -181,17 +177,13 @@ class _Copy:
         self._copier = copier
         self._errands = errands
         self._on_event = on_event
-        self._telling = anyio.Lock()
-        self._attempt = ""
-        self._stored: set[str] = set()
-        self._noted: frozenset[str] = frozenset()
-        self._has_news = anyio.Event()
-        self._renewing = anyio.Lock()
-        self._renewed_s = 0.0
+        self._reporting = anyio.Lock()
+        self._attempt = ""  # this and the claim are set by ``run``
+        self._claim: CopyClaim
         self._report = CopyReport(attempt="")
         self._done_bytes = self._total_bytes = 0
         options = source.options
-        self._chunk_bytes = chunk_within(options.chunk_bytes, host.budget.limit_bytes)
+        self._chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
         self._moving = anyio.CapacityLimiter(options.num_uploaders)
 
     async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
@@ -204,6 +196,9 @@ class _Copy:
             commit, manifests = await self._source.index(reader)
             plan = await self._host.run_blocking(plan_copy, commit, manifests)
         self._attempt = commit.attempt
+        self._claim = CopyClaim(
+            self._host, self._target, self._copier, commit.attempt, self._errands
+        )
         self._report = CopyReport(attempt=commit.attempt)
         if await self._is_there(commit, plan, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
@@ -212,28 +207,28 @@ class _Copy:
             if await self._is_there(commit, plan, overwrite):
                 return msgspec.structs.replace(self._report, was_there=True)
             # Refused before the first claim: with one, the next copy would adopt these objects.
-            raise self._refused(_UNCLAIMED)
+            raise self._claim.refused(_UNCLAIMED)
         try:
             async with anyio.create_task_group() as tasks:
-                await self._renew()
-                tasks.start_soon(self._keep_claim)
-                earlier = await self._take_turn()
+                await self._claim.renew()
+                tasks.start_soon(self._claim.keep)
+                earlier = await self._claim.take_turn()
                 was_there = await self._is_there(commit, plan, overwrite)
                 if not was_there:
                     await self._perform(commit, plan, earlier, overwrite)
                 tasks.cancel_scope.cancel()
         except BaseException:
-            if self._noted != self._stored:
-                await self._errands.clean_up(self._renew)  # for the copy that resumes
+            if not self._claim.is_current:
+                await self._errands.clean_up(self._claim.renew)  # for the copy that resumes
             raise
-        await self._errands.clean_up(self._withdraw)
+        await self._errands.clean_up(self._claim.withdraw)
         return msgspec.structs.replace(self._report, was_there=was_there)
 
     async def _perform(
         self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool
     ) -> None:
         self._total_bytes = plan.total_bytes
-        await self._tell(CopyEventKind.BEGUN)
+        await self._report_event(CopyEventKind.BEGUN)
         kept = await self._resume(plan, earlier)
         await self._copy_all(plan.data, kept)
         await self._copy_all(plan.manifests, kept)
@@ -254,7 +249,7 @@ class _Copy:
             )
 
         await self._errands.clean_up(collect)
-        await self._tell(CopyEventKind.COMMITTED)
+        await self._report_event(CopyEventKind.COMMITTED)
 
     # The state of the destination
 
@@ -276,12 +271,11 @@ class _Copy:
                 # Damaged objects could only be replaced while they are committed.
                 await self._check_committed(older, commit, plan)
                 return True
-            is_refused = not overwrite
         except (UnsupportedFormat, NotASnapshot):
             raise
         except FormatError as error:
-            what, is_refused = f"there is a damaged snapshot ({error})", not overwrite
-        if is_refused:
+            what = f"there is a damaged snapshot ({error})"
+        if not overwrite:
             raise ObjectExists(
                 op="copy",
                 key=COMMIT_KEY,
@@ -322,44 +316,6 @@ class _Copy:
                     return False
         return True
 
-    async def _take_turn(self) -> Claims:
-        """Waits for collections, and makes sure that no other copy writes the same attempt.
-
-        Copies claim before they look, so of two copies at least one sees the other. The younger
-        one gives up when it sees the older. The older one waits, because the younger one may
-        have looked before.
-
-        Raises:
-            StorageError: an older copy is running; retryable.
-        """
-        while True:
-            with self._writing():
-                claims = await find_claims(self._target, await find_attempts(self._target))
-            copiers = claims.copies.get(self._attempt, {})
-            mine = copiers.get(self._copier)
-            if mine is None:
-                raise self._refused("the claim of this copy was deleted", retryable=True)
-            fresh = [
-                name
-                for name, info in copiers.items()
-                if name != self._copier and mine.modified_s - info.modified_s < _STALE_S
-            ]
-            rivals = await self._alive(fresh)
-            if any(rival < self._copier for rival in rivals):
-                await self._errands.clean_up(self._withdraw)
-                raise self._refused(
-                    f"another copy of this snapshot to there is under way ({rivals[0]}). Wait for "
-                    "it; if it died on another machine, try again in a few minutes",
-                    retryable=True,
-                )
-            if not rivals and not await self._alive(claims.collections):
-                return claims
-            await anyio.sleep(_LOOK_S)
-
-    async def _alive(self, attempts: Sequence[str]) -> list[str]:
-        dead = await find_collectable(self._host, attempts)
-        return [name for name in attempts if name not in dead]
-
     async def _resume(self, plan: CopyPlan, earlier: Claims) -> frozenset[str]:
         """Deletes unusable objects of an interrupted copy; returns the keys of the others.
 
@@ -372,8 +328,8 @@ class _Copy:
                 info for name, info in earlier.copies[self._attempt].items() if name != self._copier
             ]
             if found and not others:
-                await self._errands.clean_up(self._withdraw)
-                raise self._refused(_UNCLAIMED)
+                await self._errands.clean_up(self._claim.withdraw)
+                raise self._claim.refused(_UNCLAIMED)
             if not others:
                 return frozenset()
             noted: list[str] = []
@@ -385,8 +341,7 @@ class _Copy:
             leftovers = sort_leftovers(plan, found, noted)
             await self._target.delete(leftovers.others)
         # The next resume also needs these.
-        self._stored |= leftovers.complete
-        self._has_news.set()
+        self._claim.add(leftovers.complete)
         return leftovers.complete
 
     async def _check_complete(self, plan: CopyPlan) -> None:
@@ -408,7 +363,7 @@ class _Copy:
                     backend=self._target.url,
                     detail="the object was deleted or changed before the copy was committed",
                 )
-        self._check_renewed()
+        self._claim.check_renewed()
 
     async def _sizes(self) -> dict[str, int]:
         prefix = f"{self._attempt}/"
@@ -453,41 +408,11 @@ class _Copy:
             logger.debug("the commit object cannot be read", exc_info=True)
             return False
 
-    # The claim
-
-    async def _renew(self) -> None:
-        # In sequence: an older claim must not overwrite a newer one.
-        async with self._renewing:
-            begun_s, stored = anyio.current_time(), frozenset(self._stored)
-            with self._writing():
-                key = copy_claim_key(self._copier, self._attempt)
-                await self._target.put(key, [memoryview(encode_copy_claim(stored))])
-            self._renewed_s, self._noted = begun_s, stored
-
-    async def _keep_claim(self) -> None:
-        """Renews the claim periodically, and soon after each completed object."""
-        while True:
-            with anyio.move_on_after(_BEAT_S):
-                await self._has_news.wait()
-            self._has_news = anyio.Event()
-            self._check_renewed()
-            await self._renew()
-
-    def _check_renewed(self) -> None:
-        if anyio.current_time() - self._renewed_s > _STALE_S / 2:
-            raise self._refused(
-                "this copy stood still too long: another copy may have replaced it",
-                retryable=True,
-            )
-
-    async def _withdraw(self) -> None:
-        await self._target.delete_folder(self._copier)
-
     async def _discard(self) -> None:
         """Deletes the copied attempt and the claim."""
-        self._stored, self._noted = set(), frozenset()
+        self._claim.clear()
         await self._target.delete_folder(self._attempt)
-        await self._withdraw()
+        await self._claim.withdraw()
 
     # Bytes
 
@@ -505,7 +430,7 @@ class _Copy:
     async def _copy_one(self, copied: ObjectCopy, *, is_left: bool) -> None:
         with self._writing():
             if is_left:
-                self._stored.discard(copied.key)
+                self._claim.remove(copied.key)
                 await self._target.delete([copied.key])
             writer = await self._target.writer(copied.key, copied.size)
         moved_bytes = 0
@@ -524,15 +449,14 @@ class _Copy:
         except BaseException:
             await self._errands.clean_up(writer.abort)
             raise
-        self._stored.add(copied.key)
-        self._has_news.set()
+        self._claim.add([copied.key])
 
     async def _is_whole(self, copied: ObjectCopy) -> bool:
         """Returns whether all bytes of an object at the destination match."""
 
         async def check(spans: tuple[ByteRange, ...]) -> None:
             nbytes = spans[-1].stop - spans[0].start
-            with await self._host.budget.lease(nbytes) as lease:
+            with await self._host.resources.budget.lease(nbytes) as lease:
                 with self._writing():
                     await self._read(self._target, copied, spans, lease.view)
 
@@ -549,7 +473,7 @@ class _Copy:
     ) -> None:
         """Calls ``perform`` for each write of an object, several at a time."""
         limits = self._target.capabilities
-        writes = cut(
+        writes = split_writes(
             copied,
             chunk_bytes=self._chunk_bytes,
             min_write_bytes=limits.min_write_bytes,
@@ -567,12 +491,12 @@ class _Copy:
     ) -> None:
         start = spans[0].start
         nbytes = spans[-1].stop - start
-        with await self._host.budget.lease(nbytes) as lease:
+        with await self._host.resources.budget.lease(nbytes) as lease:
             with self._reading():
                 checksum = await self._read(self._storage, copied, spans, lease.view)
             with self._writing():
                 await writer.write_at(start, [lease.view], checksum)
-        await self._tell(CopyEventKind.MOVED, copied.key, nbytes)
+        await self._report_event(CopyEventKind.MOVED, copied.key, nbytes)
 
     async def _read(
         self, storage: Storage, copied: ObjectCopy, spans: tuple[ByteRange, ...], view: memoryview
@@ -585,7 +509,7 @@ class _Copy:
 
         async def read() -> int:
             await storage.read_into(copied.key, spans[0].start, [view])
-            return await self._errands.run_blocking(_checked, copied.key, spans, view)
+            return await self._errands.run_blocking(_verify_spans, copied.key, spans, view)
 
         try:
             return await read_intact(storage, read)
@@ -608,14 +532,14 @@ class _Copy:
                 num_skipped=report.num_skipped + 1,
                 skipped_bytes=report.skipped_bytes + copied.size,
             )
-        await self._tell(kind, copied.key, copied.size)
+        await self._report_event(kind, copied.key, copied.size)
 
-    async def _tell(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
+    async def _report_event(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
         if kind in (CopyEventKind.MOVED, CopyEventKind.SKIPPED):
             self._done_bytes += nbytes
         if self._on_event is None:
             return
-        async with self._telling:
+        async with self._reporting:
             event = CopyEvent(
                 kind=kind,
                 key=key,
@@ -626,42 +550,17 @@ class _Copy:
             await self._host.run_blocking(self._on_event, event)
 
     def _reading(self) -> AbstractContextManager[None]:
-        return _side("the copy's source", self._storage.url)
+        return naming_side("the copy's source", self._storage.url)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return _side("the copy's destination", self._target.url)
+        return naming_side("the copy's destination", self._target.url)
 
     def _incomplete(self, key: str, what: str) -> StorageError:
         detail = f"only {what} were copied, and nothing failed"
         return StorageError(op="copy", key=key, backend=self._target.url, detail=detail)
 
-    def _refused(self, detail: str, *, retryable: bool = False) -> StorageError:
-        return StorageError(
-            op="copy",
-            key=self._attempt,
-            backend=self._target.url,
-            detail=detail,
-            retryable=retryable,
-        )
 
-
-@contextmanager
-def _side(name: str, url: str) -> Iterator[None]:
-    """Adds the name of the storage, source or destination, to errors."""
-    try:
-        yield
-    except (FormatError, StorageError, ExceptionGroup) as error:
-        found = first_error(error)
-        if not isinstance(found, FormatError | StorageError):
-            raise
-        told = {**found.fields, "detail": f"{name}: {found.detail}"}
-        named = type(found)(**told)
-        if isinstance(named, FormatError):
-            named.name_snapshot(url)
-        raise named from error
-
-
-def _checked(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
+def _verify_spans(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
     """Verifies bytes span by span; returns the checksum of all of them."""
     first = spans[0].start
     total = 0

@@ -20,8 +20,8 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 def was_guarded(optimizer: Any) -> bool:
     """Returns whether the optimizer was guarded in this process, in any save.
 
-    If an optimizer's steps do not change version counters, a lazy save copies its tensors late only
-    if it was guarded before; the save then guards it, too.
+    A lazy save copies the tensors of an optimizer whose steps do not change version counters late
+    only if it was guarded before; the save then guards it, too.
     """
     return optimizer in _guarded
 
@@ -88,15 +88,12 @@ class _Gate:
         ):  # nothing to wait for in a forked child
             if _shape_of(self._optimizer) != self._shape:
                 self.begin()  # it has new parameters or state
-            self._await(self._watch)
+            fence, watch = self._fence, self._watch
+            if not watch.passed.is_set():
+                self._host.call_soon(lambda: fence.hurry(watch))
+                # The loop sets it for every outcome of the save. Ctrl-C interrupts the wait.
+                watch.passed.wait()
         return True
-
-    def _await(self, watch: Watch) -> None:
-        if not watch.passed.is_set():
-            fence = self._fence
-            self._host.call_soon(lambda: fence.hurry(watch))
-            # The loop sets it for every outcome of the save. Ctrl-C interrupts the wait.
-            watch.passed.wait()
 
 
 def _shape_of(optimizer: Any) -> tuple[int, ...]:

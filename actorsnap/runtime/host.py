@@ -1,10 +1,9 @@
-"""The runtime: an event loop on its own thread, worker threads and the memory budget.
+"""The runtime: an event loop on its own thread, and worker threads.
 
 There is one ``Host`` per process. The first call starts it. Callers enter its loop only through
-this module; a caller on another event loop is woken without blocking either loop. All threads
-are daemons and are created up front. At interpreter exit no thread can be started (Python 3.12),
-and the interpreter would join other threads before pending snapshots end. This is the only module
-of the runtime that imports asyncio.
+this module and ``runtime/script.py``, the only ones of the runtime that import asyncio. All threads
+are daemons and are created up front: at interpreter exit no thread can be started (Python 3.12),
+and the interpreter would join other threads before pending snapshots end.
 """
 
 from __future__ import annotations
@@ -13,17 +12,13 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import copy
 import multiprocessing
 import multiprocessing.util
 import os
-import secrets
-import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -32,36 +27,22 @@ import anyio.lowlevel
 # saves before they leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
-from actorsnap.actors.budget import Budget
-from actorsnap.actors.pace import Pace
-from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError, notes_of, text_of
-from actorsnap.format.layout import Attempt
+from actorsnap.errors import UsageError, text_of
 from actorsnap.log import Log
-from actorsnap.options import may_block_running_loop
-from actorsnap.runtime.arena import Arena
-from actorsnap.runtime.async_call import how_to_await
-from actorsnap.runtime.commit_order import CommitOrder
-from actorsnap.runtime.limits import default_budget_bytes, usable_cores
+from actorsnap.runtime.limits import usable_cores
 from actorsnap.runtime.pool import WorkerPool
-from actorsnap.runtime.process import host_id, is_running
+from actorsnap.runtime.process import host_id
+from actorsnap.runtime.resources import Resources
 from actorsnap.storage.foreign_errors import ends_this_task
-
-if TYPE_CHECKING:
-    from actorsnap.runtime.uploader_client import Uploader
 
 __all__ = [
     "Call",
     "Host",
+    "PendingSave",
     "Script",
-    "allow_in_running_loop",
-    "refuse_running_loop",
-    "run_async",
-    "run_sync",
+    "check_not_forked",
     "shutdown",
     "wait_done",
-    "watch_async",
-    "watch_sync",
 ]
 
 logger = Log(__name__)
@@ -74,16 +55,11 @@ steps for the runtime's loop, and receives their results."""
 
 _MAX_WORKERS = 8
 
-_MAX_ENDED = 64
-"""Maximum number of ended attempts to remember."""
 _RELIEF_S = 0.25
 """Interval between checks for jobs that wait for hanging threads, in seconds."""
 
 _STOP_S = 5.0
 """Time limit for stopping cancelled calls, in seconds. A hanging storage must not block exit."""
-
-_is_blocking_allowed = False
-"""Whether blocking calls are allowed in a thread with a running event loop."""
 
 _forked_from: int | None = None
 """The id of the parent process, if this process was forked from one with a runtime."""
@@ -106,11 +82,11 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """Starts the coroutine, from any thread."""
+        """Starts it, from any thread."""
         self._host.begin(self)
 
     def start_here(self) -> None:
-        """Starts the coroutine. On the runtime's loop only."""
+        """Starts it, on the runtime's loop only."""
         if not self.future.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -129,7 +105,7 @@ class Call(Generic[T]):
                 self.future.set_exception(error)
                 raise
             # The caller must not mistake it for its own Ctrl-C, exit or cancellation.
-            self.future.set_exception(_contained(first_error(error), "in the runtime"))
+            self.future.set_exception(_wrap_fatal(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
                 self.future.set_exception(CallCancelled())
@@ -137,7 +113,7 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Cancels the coroutine, from any thread, also if ``start`` was interrupted."""
+        """Cancels it, from any thread, also if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
@@ -170,7 +146,11 @@ class PendingSave:
 
 
 class Host:
-    """The runtime of this process. Use ``Host.get()``."""
+    """The runtime of this process. Use ``Host.get()``.
+
+    Attributes:
+        resources: What the calls share. The host itself makes and frees it only.
+    """
 
     _instance: Host | None = None
     _instance_lock = threading.Lock()
@@ -178,26 +158,13 @@ class Host:
     def __init__(self) -> None:
         self.pid = os.getpid()
         host_id()  # cached here: its reads would block an event loop
-        limit = default_budget_bytes()
-        self.arena = Arena(limit)
-        self.budget = Budget(
-            limit, allocate=self.arena.allocate, free=self.arena.free, pin=self.arena.pin
-        )
-        self.pace = Pace()
-        self.commit_order = CommitOrder()
-        self.uploader: Uploader | None = None  # see ``runtime.offload.find_uploader``
+        self.resources = Resources(self.call_on_loop)
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
         self._is_relieving = False
         self._is_stopping = False
         self._calls: set[Call[Any]] = set()
         self._services: set[Call[Any]] = set()
         self._saves: dict[concurrent.futures.Future[Any], PendingSave] = {}
-        self._running: set[Attempt] = set()
-        # Dicts as ordered sets, the oldest first.
-        self._ended: dict[str, None] = {}
-        self._discarded: dict[tuple[str, str], None] = {}
-        self._ended_beside: dict[str, None] = {}
-        self.on_attempt_ended: Callable[[str], None] = lambda _: None
         with contextlib.ExitStack() as undo:
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
@@ -213,17 +180,32 @@ class Host:
     @classmethod
     def get(cls) -> Host:
         """Returns the runtime of this process and starts it if needed, also in a forked child."""
-        return cls._running_here() or _begin_start().result()
+        return cls.running_here() or cls.begin_start().result()
 
     @classmethod
-    def _running_here(cls) -> Host | None:
+    def begin_start(cls) -> concurrent.futures.Future[Host]:
+        """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
+        started: concurrent.futures.Future[Host] = concurrent.futures.Future()
+
+        def start() -> None:
+            try:
+                started.set_result(cls._start())
+            except BaseException as error:
+                started.set_exception(error)
+
+        threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
+        return started
+
+    @classmethod
+    def running_here(cls) -> Host | None:
+        """Returns the runtime of this process, if it has been started."""
         host = cls._instance
         return host if host is not None and host.pid == os.getpid() else None
 
     @classmethod
     def _start(cls) -> Host:
         with cls._instance_lock:
-            host = cls._running_here()
+            host = cls.running_here()
             if host is None:
                 host = cls._instance = Host()
                 if multiprocessing.parent_process() is not None:
@@ -232,7 +214,7 @@ class Host:
             return host
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """See ``storage.base.RunBlocking``."""
+        """See ``storage.base.RunBlocking``. For short work."""
         return await self._run(self._workers.submit, fn, args)
 
     async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
@@ -256,7 +238,7 @@ class Host:
                 future.set_exception(error)
             else:
                 # A future rejects it, or it would end the loop or look like a cancellation.
-                future.set_exception(_contained(error, "on a worker thread"))
+                future.set_exception(_wrap_fatal(error, "on a worker thread"))
 
         def done(result: Any, error: BaseException | None) -> None:
             # The loop is closed only when the process drops the runtime.
@@ -267,18 +249,10 @@ class Host:
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
-        # Always waits, because the call may write to the caller's memory. Callers that can do
-        # without the result use ``actors.errands``.
+        # Always waits: the call may write to the caller's memory. See ``AbandonableTasks``.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
-
-    def set_duty(self, duty: float) -> None:
-        """Sets the share of time in which saves are stored, here and in the uploader process. On
-        the loop only."""
-        self.pace.set(duty)
-        if self.uploader is not None:
-            self.uploader.set_duty(duty)
 
     def lower_bulk(self) -> None:
         """Moves bulk work to its own threads, with lower CPU and disk priority."""
@@ -305,23 +279,7 @@ class Host:
     def check_process(self) -> None:
         """Raises ``UsageError`` in a process forked from the one that owns the runtime."""
         if self.pid != os.getpid():
-            raise _forked(self.pid)
-
-    def set_budget(self, limit_bytes: int | None) -> None:
-        """Changes the memory budget, at once if on the loop. None keeps it."""
-        if limit_bytes is None:
-            return
-
-        def change() -> None:
-            if limit_bytes != self.budget.limit_bytes:
-                self.arena.limit_bytes = limit_bytes
-                self.arena.trim()
-                self.budget.limit_bytes = limit_bytes
-
-        if threading.current_thread() is self._thread:
-            change()
-        else:
-            self._loop.call_soon_threadsafe(change)
+            raise _forked_error(self.pid)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
         call = Call(self, coroutine)
@@ -350,6 +308,13 @@ class Host:
         self.check_process()
         self._loop.call_soon_threadsafe(callback)
 
+    def call_on_loop(self, callback: Callable[[], None]) -> None:
+        """``call_soon``, but at once if this is the loop's thread."""
+        if threading.current_thread() is self._thread:
+            callback()
+        else:
+            self._loop.call_soon_threadsafe(callback)
+
     def track_save(self, save: PendingSave) -> None:
         """Makes interpreter exit wait for the save or abort it."""
         self._saves[save.future] = save
@@ -358,72 +323,11 @@ class Host:
     def pending_saves(self) -> list[PendingSave]:
         return list(self._saves.values())
 
-    def new_attempt(self) -> Attempt:
-        """Returns a unique name. The attempt counts as running until ``end_attempt``."""
-        attempt = Attempt(
-            created_s=int(time.time()),
-            host=host_id(),
-            pid=os.getpid(),
-            nonce=secrets.token_hex(4),
-        )
-        self._running.add(attempt)
-        return attempt
-
-    def end_attempt(self, attempt: Attempt) -> None:
-        """Records that the attempt has committed or can no longer commit. On the loop only."""
-        if attempt in self._running:
-            self._running.remove(attempt)
-            _remember(self._ended, str(attempt))
-            self.on_attempt_ended(str(attempt))
-
-    def ended_attempts(self) -> list[str]:
-        """Returns the latest ended attempts of this process. On the loop only."""
-        return list(self._ended)
-
-    def all_ended(self) -> frozenset[str]:
-        """Returns the latest ended attempts of trainer and uploader process. On the loop only."""
-        return frozenset([*self._ended, *self._ended_beside])
-
-    def discard_attempt(self, url: str, attempt: str) -> None:
-        """Records that this process aborted the attempt or deletes its snapshot. On the loop only.
-
-        Args:
-            url: The storage. An attempt of the same name at another URL is a copy and is kept.
-        """
-        _remember(self._discarded, (url, attempt))
-
-    def forget_discarded(self, url: str, attempt: str) -> None:
-        """Records that the attempt is deleted; one of its name is now a copy. On the loop only."""
-        self._discarded.pop((url, attempt), None)
-
-    def discarded_attempts(self, url: str) -> frozenset[str]:
-        """Returns the latest attempts at ``url`` that are not needed. On the loop only."""
-        return frozenset(attempt for place, attempt in self._discarded if place == url)
-
-    def note_ended(self, attempts: Iterable[str]) -> None:
-        """Records ended attempts of the trainer or uploader process. On the loop only."""
-        for attempt in attempts:
-            _remember(self._ended_beside, attempt)
-
-    def runs(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt runs in this process. On the loop only."""
-        return attempt in self._running
-
-    def may_run(self, attempt: Attempt) -> bool:
-        """Returns whether an attempt of this machine and process namespace may be running.
-
-        Attempts with this process' id are known if they began here. All others are older: the
-        system has reused the id.
-        """
-        if attempt.pid == os.getpid():
-            return attempt in self._running
-        return str(attempt) not in self._ended_beside and is_running(attempt.pid)
-
     def stop(self) -> None:
         """Cancels all calls and ends all threads. For tests and for exit.
 
-        Calls that hang in a storage are abandoned together with their daemon threads and the loop.
-        Should they return, the loop releases their memory.
+        Calls that hang in a storage are abandoned, with their threads and the loop, which releases
+        their memory should they return.
         """
         calls = (*self._calls, *self._services)
         for call in calls:
@@ -439,26 +343,19 @@ class Host:
         self._thread.join(_STOP_S)
         for pool in (self._workers, self._bulk):
             pool.stop(timeout_s=_STOP_S)
-        self.arena.close()
+        self.resources.arena.close()
 
 
-def _contained(error: BaseException, where: str) -> RuntimeError:
-    """Wraps an error that a future rejects, or that would end a loop or a task."""
+def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
     fault = RuntimeError(f"{type(error).__name__} {where}: {text_of(error)}")
     fault.__cause__ = error
     return fault
 
 
-def _remember(attempts: dict[T, None], attempt: T) -> None:
-    attempts[attempt] = None
-    if len(attempts) > _MAX_ENDED:
-        del attempts[next(iter(attempts))]
-
-
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
-    The next call starts a new runtime. Runs automatically at interpreter exit. Running saves are
+    Runs automatically at interpreter exit; the next call starts a new runtime. Running saves are
     finished, or aborted with ``Options.at_exit="abort"``. A save that fails then is logged.
     """
     host = Host._instance
@@ -486,7 +383,7 @@ def _forget_in_child() -> None:
     global _forked_from
     if Host._instance is not None:
         _forked_from = Host._instance.pid
-        Host._instance.arena.forget()
+        Host._instance.resources.arena.forget()
     Host._instance = None
     Host._instance_lock = threading.Lock()
 
@@ -494,76 +391,18 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _forked(pid: int) -> UsageError:
+def check_not_forked() -> None:
+    """Raises ``UsageError`` in a process forked from one with a runtime."""
+    if _forked_from is not None:
+        raise _forked_error(_forked_from) from None
+
+
+def _forked_error(pid: int) -> UsageError:
     return UsageError(
         f"this object belongs to process {pid}, which this process was forked "
         "from: its runtime does not run here. Wait for pending snapshots before you "
         "fork, and open the snapshot anew in the child"
     )
-
-
-async def run_async(script: Script[T]) -> T:
-    """Runs a public call's script for a caller on an asyncio event loop.
-
-    Raises:
-        UsageError: no asyncio loop runs, as under trio or in a process forked from a coroutine.
-    Cancellation: cancels the step on the runtime and waits for its end before it raises.
-    """
-    _require_loop()
-    try:
-        await _start_host()
-        step = next(script)
-        while True:
-            host = Host.get()
-            call = host.submit(step(host))
-            try:
-                await wait_done(call.future)
-            except asyncio.CancelledError:
-                call.cancel()
-                await _outlast_cancellation(call.future)
-                script.close()
-                raise
-            error = call.future.exception()
-            if error is not None:
-                step = script.throw(_plain(error))
-            else:
-                step = script.send(call.future.result())
-    except StopIteration as end:
-        return cast("T", end.value)
-
-
-def _require_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        if _forked_from is not None:
-            raise _forked(_forked_from) from None
-        raise UsageError(
-            "no asyncio event loop runs here: use asyncio, or the same call of actorsnap.sync in "
-            "a worker thread"
-        ) from None
-
-
-async def _start_host() -> None:
-    """``Host.get`` for a caller on an event loop, which must not block."""
-    if Host._running_here() is None:
-        started = _begin_start()
-        await wait_done(started)
-        started.result()
-
-
-def _begin_start() -> concurrent.futures.Future[Host]:
-    """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
-    started: concurrent.futures.Future[Host] = concurrent.futures.Future()
-
-    def start() -> None:
-        try:
-            started.set_result(Host._start())
-        except BaseException as error:
-            started.set_exception(error)
-
-    threading.Thread(target=start, name="actorsnap-start", daemon=True).start()
-    return started
 
 
 async def wait_done(future: concurrent.futures.Future[Any]) -> None:
@@ -581,150 +420,3 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
 
     future.add_done_callback(wake)
     await done.wait()
-
-
-async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
-    """Waits until the runtime has ended the call, even if the caller is cancelled repeatedly."""
-    # Without the shield, anyio's scopes would cancel in each turn of the loop.
-    with anyio.CancelScope(shield=True):
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await wait_done(future)
-
-
-async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
-    """Yields the latest state of ``board`` and then each change until the last one."""
-    changed = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(changed.set)
-
-    unsubscribe = board.subscribe(wake)
-    try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
-            changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
-                await changed.wait()
-    finally:
-        unsubscribe()
-
-
-def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
-    """``watch_async`` for a plain thread; blocks between states."""
-    changed = threading.Event()
-    unsubscribe = board.subscribe(changed.set)
-    try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
-            changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
-                changed.wait()
-    finally:
-        unsubscribe()
-
-
-def run_sync(script: Script[T], *, name: str) -> T:
-    """Runs a public call's script for a caller in an ordinary thread.
-
-    Ctrl-C cancels the step on the runtime and is raised when the step has ended.
-
-    Raises:
-        UsageError: an event loop runs in this thread and must not be blocked.
-    """
-    refuse_running_loop(name)
-    try:
-        step = next(script)
-        while True:
-            host = Host.get()
-            call = Call(host, step(host))
-            try:
-                call.start()
-                error = call.future.exception()
-            except BaseException:
-                call.cancel()
-                concurrent.futures.wait([call.future])
-                script.close()
-                raise
-            if error is not None:
-                step = script.throw(_plain(error))
-            else:
-                step = script.send(call.future.result())
-    except StopIteration as end:
-        return cast("T", end.value)
-
-
-def allow_in_running_loop() -> None:
-    """Lets the calls of ``actorsnap.sync`` block running event loops in the whole process.
-
-    For synchronous frameworks in a program with an event loop. A call then blocks the loop of its
-    thread until it returns, and async calls on that loop wait; the runtime has its own loop.
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first
-    Ctrl-C takes effect when the call has returned, the second one at once.
-    """
-    global _is_blocking_allowed
-    _is_blocking_allowed = True
-
-
-def refuse_running_loop(name: str) -> None:
-    """Raises ``UsageError`` in a thread with a running event loop, unless blocking is allowed.
-
-    Notebook kernels are allowed: the loop that runs their cells has no other work.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if _is_blocking_allowed or _is_in_kernel() or may_block_running_loop():
-        return
-    line = how_to_await(name)
-    if name.startswith("PendingSnapshot."):
-        line = f"{how_to_await('Snapshot.async_take')}; {line}"
-    raise UsageError(
-        f"actorsnap.sync.{name} would block the event loop that runs in this thread. Write "
-        f"`{line}`. Or let it block: call `actorsnap.sync.allow_in_running_loop()` first, or set "
-        "ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1"
-    ) from None
-
-
-def _is_in_kernel() -> bool:
-    """Returns whether this process is an IPython kernel (Jupyter, Colab), without importing it."""
-    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
-
-
-def _plain(error: BaseException) -> BaseException:
-    """Unwraps an exception group to one of its errors, with the group as the cause.
-
-    Errors of this package are copied, because the future keeps the original. Raising the original
-    would form a reference cycle through its traceback and keep the caller's app state alive until
-    the next garbage collection.
-    """
-    if isinstance(error, BaseExceptionGroup):
-        leaf: BaseException = error
-        while isinstance(leaf, BaseExceptionGroup):
-            ours = [
-                e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)
-            ]
-            leaf = (ours or leaf.exceptions)[0]
-        if leaf.__cause__ is None:
-            leaf.__cause__ = error
-        error = leaf
-    if not isinstance(error, ActorSnapError):
-        return error
-    try:
-        fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # a user's subclass with another constructor
-        return error
-    fresh.__cause__ = error.__cause__
-    for note in notes_of(error):
-        fresh.add_note(note)
-    return fresh

@@ -95,6 +95,6 @@ def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
     Args:
         num_ranks: Ranks of the job; all count as local if no launcher has set a number.
     """
-    told = [environ.get(name, "") for name in _LOCAL_RANKS]
-    num_here = next((int(text) for text in told if text.isdecimal() and int(text)), num_ranks)
+    counts = [environ.get(name, "") for name in _LOCAL_RANKS]
+    num_here = next((int(text) for text in counts if text.isdecimal() and int(text)), num_ranks)
     return usable_cores() >= 2 * num_here

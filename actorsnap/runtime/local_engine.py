@@ -39,7 +39,8 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
-from actorsnap.runtime.location import collect_garbage, find_resumable, open_location
+from actorsnap.runtime.garbage import collect_garbage, find_resumable
+from actorsnap.runtime.location import open_location
 from actorsnap.runtime.save import Save
 from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage
@@ -110,7 +111,7 @@ class LocalEngine:
         self._cause = cause
         self._resumed: tuple[str, ...] = ()
         # On rank 0; the coordinator sends it to the others.
-        self._attempt = save.host.new_attempt() if save.rank == 0 else None
+        self._attempt = save.host.resources.attempts.new() if save.rank == 0 else None
         if self._attempt is not None:
             save.attempt = str(self._attempt)
             save.board.label += f" attempt {self._attempt}"
@@ -147,7 +148,7 @@ class LocalEngine:
             on_retry=save.observation.on_retry,
             deadline=self._deadline,
         )
-        self._ended_before = self._host.all_ended()
+        self._ended_before = self._host.resources.attempts.all_ended()
         await save.leave_gil_to_caller()
         if save.cancel_reason is not None:
             self._captured = Failure(reason=save.cancel_reason, stage=Stage.CANCEL, rank=save.rank)
@@ -172,9 +173,9 @@ class LocalEngine:
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._host.end_attempt(self._attempt)
+            self._host.resources.attempts.end(self._attempt)
             if not self._save.is_committed and self._storage is not None:
-                self._host.discard_attempt(self._storage.url, str(self._attempt))
+                self._host.resources.attempts.discard(self._storage.url, str(self._attempt))
 
     def _log(self, level: int, message: str, *args: object, **fields: object) -> None:
         save = self._save
@@ -362,7 +363,7 @@ class LocalEngine:
             staging = StagingActor(
                 [] if isinstance(captured, Failure) else captured.leaves,
                 copies=self._copies,
-                budget=host.budget,
+                budget=host.resources.budget,
                 run_blocking=self._errands.run_blocking,
                 num_copiers=host.num_workers if self._copies else 1,
                 board=save.board,
@@ -380,10 +381,10 @@ class LocalEngine:
                 num_uploaders=options.num_uploaders,
                 num_threads=host.num_workers,
                 timeout_s=options.timeout_s,
-                pace=host.pace if self._copies else None,  # otherwise the trainer waits
+                pace=host.resources.pace if self._copies else None,  # otherwise the trainer waits
                 max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
             ),
-            budget=host.budget,
+            budget=host.resources.budget,
             errands=self._errands,
             reports=SaveReports(
                 board=save.board,
@@ -420,7 +421,7 @@ class LocalEngine:
             save=record,
             release=RELEASE,
             rules=PackingRules(
-                chunk_bytes=chunk_within(chunk_bytes, self._host.budget.limit_bytes),
+                chunk_bytes=chunk_within(chunk_bytes, self._host.resources.budget.limit_bytes),
                 max_objects=min(options.max_objects, can.preferred_parallel_objects),
                 min_object_bytes=options.min_object_bytes,
                 min_write_bytes=can.min_write_bytes,
@@ -499,7 +500,7 @@ class LocalEngine:
                 superseded=[committer.replaced] if committer.replaced else [],
                 was_vacant=committer.was_vacant,
                 # Attempts that committed here in the meantime were replaced.
-                expendable=self._host.all_ended() - self._ended_before,
+                expendable=self._host.resources.attempts.all_ended() - self._ended_before,
             )
 
         async def lose_patience() -> None:

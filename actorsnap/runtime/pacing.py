@@ -11,21 +11,14 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import anyio
 
 from actorsnap.log import Log
-from actorsnap.protocol.pacing import (
-    PacingEvent,
-    PacingMachine,
-    SavingBegan,
-    SavingEnded,
-    Schedule,
-    StagingBegan,
-    StepEnded,
-    TimePassed,
-)
+from actorsnap.protocol.pacing import PaceController, is_behind
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.save import Save
 
@@ -46,7 +39,7 @@ class Step:
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is None:
-            _Pacer.get().step_ended(time.perf_counter() - self._begun_s)
+            _Pacer.get().end_step(time.perf_counter() - self._begun_s)
 
 
 def step() -> Step:
@@ -65,10 +58,6 @@ def watch(save: Save) -> None:
         _Pacer.get().watch(save, save.options.max_slowdown)
 
 
-def _is_staged(save: Save) -> bool:
-    return save.staged.done() and save.staged.exception() is None
-
-
 class _Pacer:
     """The pacer of this process. Thread-safe."""
 
@@ -76,7 +65,7 @@ class _Pacer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._machine = PacingMachine()
+        self._controller = PaceController()
         self._numbers = itertools.count()
         self._saves: dict[int, tuple[Save, float]] = {}
         self._host: Host | None = None
@@ -95,42 +84,45 @@ class _Pacer:
         """In a forked child: the saves are the parent's, and the lock may be held."""
         cls._instance = None
 
-    def step_ended(self, seconds: float) -> None:
+    def end_step(self, seconds: float) -> None:
         self._num_steps += 1
-        self._handle(StepEnded(seconds))
+        with self._controlling() as controller:
+            controller.end_step(seconds)
 
     def watch(self, save: Save, limit: float) -> None:
         number = next(self._numbers)
-        with self._lock:
+        with self._controlling() as controller:
             self._saves[number] = save, time.monotonic()
-        self._handle(StagingBegan(number))
+            controller.begin_staging(number)
 
-        def began(staged: concurrent.futures.Future[None]) -> None:
+        def on_staged(staged: concurrent.futures.Future[None]) -> None:
             if staged.exception() is not None:
                 return
             self._host = host = Host.get()
-            self._handle(SavingBegan(number, limit))
+            with self._controlling() as controller:
+                controller.begin_storing(number, limit)
             if not self._is_ticking:
                 self._is_ticking = True
                 host.serve(self._tick())
 
-        def ended(_: object) -> None:
-            self._forget(number)
+        def on_finished(_: object) -> None:
+            self._end(number)
+            is_staged = save.staged.done() and save.staged.exception() is None
             # A short save may end within a step.
-            if not self._num_steps and not self._has_warned and _is_staged(save):
+            if not self._num_steps and not self._has_warned and is_staged:
                 self._has_warned = True
                 logger.warning(
                     "%s: max_slowdown has no effect: no step was marked (actorsnap.step())",
                     save.label,
                 )
 
-        save.staged.add_done_callback(began)
-        save.finished.add_done_callback(ended)
+        save.staged.add_done_callback(on_staged)
+        save.finished.add_done_callback(on_finished)
 
-    def _forget(self, number: int) -> None:
-        with self._lock:
+    def _end(self, number: int) -> None:
+        with self._controlling() as controller:
             self._saves.pop(number, None)
-        self._handle(SavingEnded(number))
+            controller.end(number)
 
     async def _tick(self) -> None:
         last_s = time.monotonic()
@@ -138,32 +130,38 @@ class _Pacer:
             while self._saves:
                 await anyio.sleep(_TICK_S)
                 now_s = time.monotonic()
-                self._handle(TimePassed(now_s - last_s, self._schedules(now_s)))
+                with self._controlling() as controller:
+                    controller.pass_time(now_s - last_s, is_behind=self._is_any_behind(now_s))
                 last_s = now_s
         finally:
             self._is_ticking = False
             # If the runtime was stopped, saves that hang may never end.
             for number in tuple(self._saves):
-                self._forget(number)
+                self._end(number)
 
-    def _schedules(self, now_s: float) -> list[Schedule]:
-        with self._lock:
-            saves = tuple(self._saves.values())
-        return [
-            Schedule(
-                save.board.latest.stored_bytes / max(1, save.board.latest.total_bytes),
-                (now_s - begun_s) / save.options.timeout_s,
+    def _is_any_behind(self, now_s: float) -> bool:
+        return any(
+            is_behind(
+                stored=save.board.latest.stored_bytes / max(1, save.board.latest.total_bytes),
+                elapsed=(now_s - begun_s) / save.options.timeout_s,
             )
-            for save, begun_s in saves
-        ]
+            for save, begun_s in self._saves.values()
+        )
 
-    def _handle(self, event: PacingEvent) -> None:
+    @contextmanager
+    def _controlling(self) -> Iterator[PaceController]:
+        """Locks the controller, then applies a changed duty.
+
+        The lock is held until the duty is sent to the loop, to keep the order of changes.
+        """
         with self._lock:
-            for command in self._machine.handle(event):
+            before = self._controller.duty
+            yield self._controller
+            duty = self._controller.duty
+            if duty != before:
                 assert self._host is not None
-                logger.debug("uploaders work for %.0f %% of the time", 100 * command.duty)
-                # While holding the lock, to keep the order of the commands.
-                self._host.call_soon(partial(self._host.set_duty, command.duty))
+                logger.debug("uploaders work for %.0f %% of the time", 100 * duty)
+                self._host.call_soon(partial(self._host.resources.set_duty, duty))
 
 
 os.register_at_fork(after_in_child=_Pacer.forget)

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from actorsnap.runtime import priority
-
-__all__ = ["WorkerPool"]
+__all__ = ["WorkerPool", "lower_priority"]
 
 _HANGS_AFTER_S = 0.5
 """Age at which a job counts as hanging, in seconds. Copying or hashing a chunk takes a tenth."""
 
 _MAX_EXTRA = 32
 _IDLE_S = 5.0
+
+_NICE = 19
+"""Nice value of lowered threads. With two threads on a core, the lowered one gets a seventieth of
+the other's time. The kernel derives the I/O priority from it: the lowest of the usual class
+(``ioprio_set(2)``)."""
 
 
 class WorkerPool:
@@ -91,7 +96,7 @@ class WorkerPool:
         self._is_lowered = True
         for thread in tuple(self._threads):
             if thread.native_id is not None:  # otherwise the thread lowers itself
-                priority.lower(thread.native_id)
+                lower_priority(thread.native_id)
 
     def stop(self, timeout_s: float | None) -> None:
         """Ends all threads; waits up to ``timeout_s`` for running jobs."""
@@ -125,7 +130,7 @@ class WorkerPool:
     def _work(self, idle_s: float | None) -> None:
         this = threading.current_thread()
         if self._is_lowered:
-            priority.lower(threading.get_native_id())
+            lower_priority(threading.get_native_id())
         with contextlib.suppress(queue.Empty):
             while (job := self._jobs.get(timeout=idle_s)) is not None:
                 self._busy_since[this] = time.monotonic()
@@ -141,3 +146,15 @@ class WorkerPool:
                 result = None
                 del self._busy_since[this]
         self._threads.discard(this)
+
+
+def lower_priority(thread: int) -> None:
+    """Lowers CPU and disk priority of the thread with this native id, irreversibly, on Linux only:
+    elsewhere a priority applies to the whole process. Does nothing if the system refuses.
+
+    The thread no longer preempts others (``SCHED_BATCH``).
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -14,7 +14,7 @@ from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.log import Log
 from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Source
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import (
     KeyRestore,

@@ -214,7 +214,7 @@ class RemoteEngine:
                     msgspec.structs.replace(request.options, trace=None)
                 ),
                 left_s=request.left_s,
-                budget_bytes=self._host.budget.limit_bytes,
+                budget_bytes=self._host.resources.budget.limit_bytes,
                 overwrite=request.overwrite,
                 resume=request.resume,
                 metadata=msgspec.json.encode(request.metadata),
@@ -435,7 +435,7 @@ class RemoteEngine:
         staging = StagingActor(
             self._captured.leaves,
             copies=True,
-            budget=self._host.budget,
+            budget=self._host.resources.budget,
             run_blocking=self._host.run_blocking,
             # A waiting chunk per thread keeps threads busy while the loop passes on the last one.
             num_copiers=2 * self._host.num_workers,
@@ -463,7 +463,7 @@ class RemoteEngine:
             number = numbers[chunk.chunk.object, chunk.chunk.index]
             offset = None
             if chunk.lease is not None:
-                offset = self._host.arena.offset_of(chunk.lease.view)
+                offset = self._host.resources.arena.offset_of(chunk.lease.view)
             self._memory[number] = chunk.lease
             self._offsets[number] = offset
             self._report(Staged(self._number, [(number, offset)]))

@@ -23,7 +23,8 @@ from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
 from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
-from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation, error_text
 from actorsnap.storage.registry import without_secrets
@@ -161,11 +162,11 @@ class Save:
     # From any thread
 
     def start(self) -> None:
-        self.host.set_budget(self.options.memory_budget_bytes)
+        self.host.resources.set_budget(self.options.memory_budget_bytes)
         abort = self.cancel if self.options.at_exit == "abort" else None
         self.host.track_save(PendingSave(future=self._left, label=self.label, abort=abort))
         if self.turn is None and self.rank == 0 and self.request.overwrite:
-            self.turn = self.host.commit_order.join(self.location.canonical)
+            self.turn = self.host.resources.commit_order.join(self.location.canonical)
         self.host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:

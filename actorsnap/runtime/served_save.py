@@ -116,7 +116,7 @@ class ServedSave:
         if team is not None:
             self._ends = RelayedEnds(self, rank=team.rank)
             membership = Membership(team, self._ends)
-        host.set_budget(frame.budget_bytes)
+        host.resources.set_budget(frame.budget_bytes)
         self._save = Save(
             host,
             _request_of(frame),
@@ -153,7 +153,9 @@ class ServedSave:
         self._absences.append(AbsenceReported(self._number, None))
         self._has_absence.set()
         if self._turn is not None:
-            self._turn.leave_trainer(self._host.commit_order.join(self._save.location.canonical))
+            self._turn.leave_trainer(
+                self._host.resources.commit_order.join(self._save.location.canonical)
+            )
 
     def break_off(self, reason: str) -> None:
         """Ends the call of all ranks here: no message will come."""

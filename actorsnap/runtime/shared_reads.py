@@ -27,8 +27,8 @@ from actorsnap.planning.shared_reads import (
 from actorsnap.protocol.restore import Weighed
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.reading import fetch_wanted, mark
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore import KeyRestore, Wanted
@@ -75,7 +75,7 @@ class RestoreReads:
         """Returns this rank's message about the ranges that it could share."""
         # The buffers must fit into the budget.
         piece_bytes = chunk_within(
-            self._source.options.chunk_bytes, host.budget.limit_bytes // NUM_BUFFERS
+            self._source.options.chunk_bytes, host.resources.budget.limit_bytes // NUM_BUFFERS
         )
         digests = [
             digest_ranges(key, ranks, self._ranges(shareable))
@@ -117,7 +117,7 @@ class RestoreReads:
                 pieces, rank = self._pieces(turn)
                 batches += [[_slice(ranges, part) for part in by_rank[rank]] for by_rank in pieces]
         options = self._source.options
-        chunk_bytes = chunk_within(options.chunk_bytes, host.budget.limit_bytes)
+        chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
         chunks = chunk_maps(self._index.objects)
         bytes_read = num_requests = 0
         for batch in batches:
@@ -199,7 +199,7 @@ class RestoreReads:
         async with opened as (storage, _, errands):
             fetcher = source.fetcher(host, storage, recorder=observation.recorder)
             # One lease for all buffers: with two, the second might wait for ever.
-            lease = await host.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
+            lease = await host.resources.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
             members = turn.members
             broadcaster = Broadcaster(
                 host,

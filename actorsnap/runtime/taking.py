@@ -121,16 +121,16 @@ def warm_up(nbytes: int, options: Options | None) -> Script[None]:
     pinner = devices.calls.own_pinner()
 
     async def step(host: Host) -> None:
-        host.set_budget(chosen.memory_budget_bytes)
+        host.resources.set_budget(chosen.memory_budget_bytes)
         is_wanted = chosen.offload == "process" or chosen.detach
         num_ranks = likely_ranks()
         if is_wanted or (chosen.offload == "auto" and _pays(nbytes, num_ranks)):
             with suppress(OSError):  # the first save will report it
                 find_uploader(host).start()
         await host.run_blocking(find_opener, os.sep)
-        chunk_bytes = chunk_within(chosen.chunk_bytes, host.budget.limit_bytes)
+        chunk_bytes = chunk_within(chosen.chunk_bytes, host.resources.budget.limit_bytes)
         count = -(-nbytes // chunk_bytes)
-        await host.run_blocking(host.arena.warm_up, [chunk_bytes] * count, pinner)
+        await host.run_blocking(host.resources.arena.warm_up, [chunk_bytes] * count, pinner)
 
     yield step
 

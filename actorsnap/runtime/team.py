@@ -101,7 +101,7 @@ class Team(TeamMemory):
     def close(self) -> None:
         """Closes the mailbox and removes the team from the uploader process. Does not wait."""
         self.port.close(0.0)
-        uploader = self._host.uploader
+        uploader = self._host.resources.uploader
         if uploader is not None and self._pid == os.getpid():
             with contextlib.suppress(RuntimeError):  # runtime and uploader process have ended
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))

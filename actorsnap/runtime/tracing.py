@@ -2,6 +2,11 @@
 
 Sinks are a file (``Options.trace``) and OpenTelemetry (``Options.otel``); in the uploader process,
 the trainer. Errors of a sink are logged and never fail the call.
+
+OpenTelemetry gets a span for the call, as a child of the caller's span; in it a span per kind of
+work, from first to last byte, and an event per mark. Chunks have no spans; trace files do. Only its
+API is used, which the application configures. It is imported if a call asks for it or the
+application has imported it.
 """
 
 from __future__ import annotations
@@ -9,14 +14,16 @@ from __future__ import annotations
 import functools
 import os
 import string
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from importlib import import_module
+from typing import Any, TypeAlias
 
 import anyio
 
-from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder
+from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, Wait
 from actorsnap.errors import (
     StorageError,
     UsageError,
@@ -25,7 +32,8 @@ from actorsnap.errors import (
 )
 from actorsnap.log import Log
 from actorsnap.options import Options
-from actorsnap.runtime import telemetry, tracefile
+from actorsnap.release import RELEASE
+from actorsnap.runtime import tracefile
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.tracefile import About
 
@@ -38,6 +46,10 @@ Sink: TypeAlias = Callable[[Recorder, About, int], None]
 nanoseconds. Called on a worker thread."""
 
 _PATIENCE_S = 5.0
+"""Time to wait for a sink that hangs, in seconds."""
+
+_NAME = "actorsnap"
+_APIS = ("opentelemetry.trace", "opentelemetry.metrics")
 
 
 def observe(op: str, options: Options) -> Observation:
@@ -50,14 +62,14 @@ def observe(op: str, options: Options) -> Observation:
     if options.trace is not None:
         sinks.append(functools.partial(_write_trace, _working_folder(), options.trace))
     try:
-        found = telemetry.find(op, options.otel)
+        telemetry = _find_telemetry(op, options.otel)
     except UsageError:
         raise
     except Exception:  # any error of a provider's import
         logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
-        found = None
-    if found is not None:
-        sinks.append(found.export)
+        telemetry = None
+    if telemetry is not None:
+        sinks.append(telemetry.export)
     return Observation(op, sinks)
 
 
@@ -172,3 +184,125 @@ def _path(template: str, about: About) -> str:
         stem, suffix = os.path.splitext(template)
         template = f"{stem}-{{rank}}{suffix}"
     return template.format_map({"rank": about.rank, "op": about.op, "name": name})
+
+
+def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
+    """Returns the telemetry of a call; None if ``mode``, ``Options.otel``, or the lack of a
+    provider turns it off.
+
+    Raises:
+        UsageError: ``mode`` is ``"on"``, and OpenTelemetry is not installed.
+    """
+    if mode == "off":
+        return None
+    if mode == "auto" and not _is_configured():
+        return None
+    try:
+        for name in _APIS:
+            import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            'Options.otel="on" needs OpenTelemetry: pip install actorsnap[otel]'
+        ) from error
+    return _Telemetry(op)
+
+
+def _is_configured() -> bool:
+    """Returns whether the application has imported the API and set a provider."""
+    trace, metrics = map(sys.modules.get, _APIS)
+    providers = []
+    if trace is not None:
+        providers.append(trace.get_tracer_provider())
+    if metrics is not None:
+        providers.append(metrics.get_meter_provider())
+    # The API's own providers are placeholders.
+    return any(not type(provider).__module__.startswith(_APIS) for provider in providers)
+
+
+class _Telemetry:
+    """The telemetry of one call. Created in the caller's thread, whose span is the parent."""
+
+    def __init__(self, op: str) -> None:
+        from opentelemetry import context
+
+        self._op = op
+        self._parent = context.get_current()
+
+    def export(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
+        """Exports spans and metrics. Thread-safe."""
+        self._export_spans(recorder, about, epoch_ns)
+        self._export_metrics(recorder, about)
+
+    def _export_spans(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
+        from opentelemetry import trace
+
+        tracer = trace.get_tracer(_NAME, RELEASE)
+        span = tracer.start_span(
+            f"{_NAME}.{self._op}",
+            context=self._parent,
+            start_time=about.begin_us * 1000,
+            attributes=_attributes(about)
+            | {
+                f"{_NAME}.url": about.url,
+                f"{_NAME}.attempt": about.attempt,
+                f"{_NAME}.rank": about.rank,
+                f"{_NAME}.world_size": about.world_size,
+            },
+        )
+        inside = trace.set_span_in_context(span, self._parent)
+        for kind, totals in sorted(_by_kind(recorder).items(), key=lambda item: item[1].begin_ns):
+            child = tracer.start_span(
+                f"{_NAME}.{kind}",
+                context=inside,
+                start_time=totals.begin_ns + epoch_ns,
+                attributes={
+                    f"{_NAME}.bytes": totals.nbytes,
+                    f"{_NAME}.count": totals.count,
+                    f"{_NAME}.spent_s": totals.spent_ns / 1e9,
+                },
+            )
+            child.end(totals.end_ns + epoch_ns)
+        for mark in tuple(recorder.marks):
+            span.add_event(mark.name, mark.details, timestamp=mark.at_ns + epoch_ns)
+        if about.error:
+            kind, _, text = about.error.partition(": ")
+            details = {"exception.type": kind, "exception.message": text}
+            span.add_event("exception", details, timestamp=about.end_us * 1000)
+            span.set_status(trace.StatusCode.ERROR, about.error)
+        span.end(about.end_us * 1000)
+
+    def _export_metrics(self, recorder: Recorder, about: About) -> None:
+        from opentelemetry import metrics
+
+        meter = metrics.get_meter(_NAME, RELEASE)
+        attributes = _attributes(about)
+        meter.create_histogram(f"{_NAME}.duration", unit="s").record(about.seconds, attributes)
+        spent = meter.create_counter(f"{_NAME}.spent", unit="s")
+        moved = meter.create_counter(f"{_NAME}.moved", unit="By")
+        for kind, totals in _by_kind(recorder, has_waits=True).items():
+            of_kind = attributes | {f"{_NAME}.kind": kind}
+            spent.add(totals.spent_ns / 1e9, of_kind)
+            if totals.nbytes:
+                moved.add(totals.nbytes, of_kind)
+        meter.create_counter(f"{_NAME}.retries", unit="{retry}").add(about.retries, attributes)
+
+
+def _attributes(about: About) -> dict[str, Any]:
+    """Returns the attributes with few values, by which metrics can be grouped."""
+    return {f"{_NAME}.op": about.op, f"{_NAME}.outcome": about.outcome}
+
+
+def _by_kind(recorder: Recorder, *, has_waits: bool = False) -> dict[str, Totals]:
+    """Returns the totals over all rows."""
+    found: dict[str, Totals] = {}
+    for row in recorder.rows:
+        for kind, totals in tuple(row.totals.items()):
+            if isinstance(kind, Wait) and not has_waits:
+                continue
+            of_all = found.setdefault(str(kind), Totals(totals.begin_ns))
+            of_all.begin_ns = min(of_all.begin_ns, totals.begin_ns)
+            of_all.end_ns = max(of_all.end_ns, totals.end_ns)
+            of_all.count += totals.count
+            of_all.nbytes += totals.nbytes
+            of_all.spent_ns += totals.spent_ns
+    return found

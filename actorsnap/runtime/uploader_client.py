@@ -124,8 +124,8 @@ class Uploader:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._machine = Supervisor()
-        self._arena = host.arena.share()
-        host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
+        self._arena = host.resources.arena.share()
+        host.resources.attempts.on_end = lambda attempt: self.send(AttemptsEnded([attempt]))
         self._numbers = itertools.count()
         self._saves: dict[int, HandedSave] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -314,13 +314,13 @@ class Uploader:
         match frame:
             case Alive():
                 if self._machine.state is SupervisorState.STARTING:
-                    self.set_duty(self._host.pace.duty)
-                    self.send(AttemptsEnded(self._host.ended_attempts()))
+                    self.set_duty(self._host.resources.pace.duty)
+                    self.send(AttemptsEnded(self._host.resources.attempts.latest_ended()))
                     self._perform(self._machine.note_ready())
             case Logged():
                 Log(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)
             case AttemptsEnded():
-                self._host.note_ended(frame.attempts)
+                self._host.resources.attempts.note_ended(frame.attempts)
             case _:
                 self._deliver(frame)
 
@@ -417,6 +417,6 @@ def find_uploader(host: Host) -> Uploader:
         OSError: no shared memory is available.
     """
     with _lock:
-        if host.uploader is None:
-            host.uploader = Uploader(host)
-        return host.uploader
+        if host.resources.uploader is None:
+            host.resources.uploader = Uploader(host)
+        return host.resources.uploader

@@ -121,7 +121,9 @@ class _Service:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.flush_forever)
             tasks.start_soon(self._tick)
-            self._host.on_attempt_ended = lambda attempt: self.send(AttemptsEnded([attempt]))
+            self._host.resources.attempts.on_end = lambda attempt: self.send(
+                AttemptsEnded([attempt])
+            )
             self._link.send(Alive())
             while (frame := await self._link.receive()) is not None:
                 self._handle(frame)
@@ -180,7 +182,7 @@ class _Service:
             case Configure():
                 self._configure(frame)
             case AttemptsEnded():
-                self._host.note_ended(frame.attempts)
+                self._host.resources.attempts.note_ended(frame.attempts)
             case LeaveTeam():
                 self._teams.pop(frame.team, None)
             case Alive():
@@ -214,7 +216,7 @@ class _Service:
         if frame.log_level is not None:
             self.forwarder.follow(frame.log_level)
         if frame.duty is not None:
-            self._host.set_duty(frame.duty)
+            self._host.resources.set_duty(frame.duty)
 
     def _hurry(self) -> None:
         """Reports released chunks at once, until all saves have ended."""

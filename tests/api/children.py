@@ -24,8 +24,9 @@ import pytest
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import abandonable, commit
 from actorsnap.runtime import maintenance, taking, validation
-from actorsnap.runtime.host import Host, run_sync, shutdown, wait_done
-from actorsnap.runtime.location import Source
+from actorsnap.runtime.host import Host, shutdown, wait_done
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.testing import FaultyStorage, run_blocking_in_thread
@@ -310,7 +311,7 @@ def interrupted(
             raised = "KeyboardInterrupt"
         except SnapshotAborted:
             raised = "SnapshotAborted"
-    idle = Host.get().budget.statistics().leased_bytes == 0
+    idle = Host.get().resources.budget.statistics().leased_bytes == 0
     found = asyncio.run(number_at(url))
     left = asyncio.run(leftovers(url))
     threads = len(runtime_threads())

@@ -135,7 +135,7 @@ async def assert_whole(url: object, number: int | None, *, is_clean: bool = True
 
 def assert_idle() -> None:
     """Fails if the runtime still holds memory for a call."""
-    statistics: Any = Host.get().budget.statistics()
+    statistics: Any = Host.get().resources.budget.statistics()
     assert statistics.leased_bytes == 0, statistics
     assert statistics.num_waiting == 0, statistics
 

@@ -853,4 +853,4 @@ def test_usable_after_all_that(tmp_path: Path) -> None:
     target = state(-1)
     sync.Snapshot(tmp_path / "s").restore(target)
     assert number_of(target) == 4
-    assert Host.get().budget.statistics().leased_bytes == 0
+    assert Host.get().resources.budget.statistics().leased_bytes == 0

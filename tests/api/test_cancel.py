@@ -27,7 +27,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.actors import commit
-from actorsnap.runtime import host, local_engine, location
+from actorsnap.runtime import host, local_engine, location, script
 from actorsnap.runtime.save import Save
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper
@@ -314,7 +314,7 @@ async def test_a_scope_repeats_its_cancellation_without_effect(
         waits.append(future)
         await wait_done(future)
 
-    monkeypatch.setattr(host, "wait_done", counted)
+    monkeypatch.setattr(script, "wait_done", counted)
     with held(barrier, has_blocking_io=True):
         async with anyio.create_task_group() as tasks:
             with anyio.CancelScope() as scope:

@@ -17,9 +17,9 @@ from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, sync
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit
 from actorsnap.runtime import maintenance, validation
-from actorsnap.runtime.host import run_async
-from actorsnap.runtime.location import Source
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, leftovers, make_both, make_older, number_at, state

@@ -95,9 +95,9 @@ def place(scheme: str, tmp_path: Path) -> Iterator[str]:
 def own_budget() -> Iterator[None]:
     """The budget belongs to the process: tests that change it put it back."""
     host = Host.get()
-    before = host.budget.limit_bytes
+    before = host.resources.budget.limit_bytes
     yield
-    host.set_budget(before)
+    host.resources.set_budget(before)
     host.submit(anyio.lowlevel.checkpoint()).future.result()
 
 
@@ -295,7 +295,7 @@ async def test_a_small_budget_is_enough(tmp_path: Path, budget: int) -> None:
         compression="zstd", memory_budget_bytes=budget, fsync=False, offload="thread", timeout_s=60
     )
     held = state(7, num_floats=6 * MIB)
-    lent = Host.get().budget
+    lent = Host.get().resources.budget
     lent._peak = 0
     with anyio.fail_after(60):
         pending = await Snapshot.async_take(tmp_path, held, options=options)
@@ -315,8 +315,8 @@ async def test_reading_does_not_wait_for_a_save_that_hangs(tmp_path: Path) -> No
     await Snapshot.take(tmp_path, app_state(), options=ZSTD)
     host = Host.get()
     options = Options(memory_budget_bytes=4 * MIB)
-    host.set_budget(4 * MIB)
-    held = host.submit(host.budget.lease(4 * MIB)).future.result()
+    host.resources.set_budget(4 * MIB)
+    held = host.submit(host.resources.budget.lease(4 * MIB)).future.result()
     target = blank()
     target["model"]["weight"] = torch.zeros(1000, 700).t()
     with anyio.fail_after(60):

@@ -359,11 +359,11 @@ def _budget_restored() -> Iterator[None]:
     """The budget is the process': other tests shall have theirs."""
     from actorsnap.runtime.host import Host
 
-    before = Host.get().budget.limit_bytes
+    before = Host.get().resources.budget.limit_bytes
     try:
         yield
     finally:
-        Host.get().set_budget(before)
+        Host.get().resources.set_budget(before)
 
 
 def test_the_gate_holds() -> None:

@@ -28,9 +28,10 @@ from actorsnap import (
 from actorsnap.format.claims import collection_key, copy_claim_key, encode_copy_claim
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import copy, maintenance, validation
-from actorsnap.runtime.host import Host, run_async
-from actorsnap.runtime.location import Source
+from actorsnap.runtime import copy, copy_claim, maintenance, validation
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
@@ -119,7 +120,7 @@ async def assert_whole_copy(url: str) -> None:
 
 
 async def test_memory_is_bounded_by_the_budget(saved: str, memory: str) -> None:
-    budget = Host.get().budget
+    budget = Host.get().resources.budget
     before = budget.limit_bytes
     most: list[int] = []
 
@@ -130,7 +131,7 @@ async def test_memory_is_bounded_by_the_budget(saved: str, memory: str) -> None:
         options = Options(memory_budget_bytes=4 << 20)
         await Snapshot(saved, options=options).copy_to(memory, on_event=look)
     finally:
-        Host.get().set_budget(before)
+        Host.get().resources.set_budget(before)
     assert 0 < max(most) <= 4 << 20
     await assert_whole_copy(memory)
 
@@ -583,7 +584,7 @@ async def test_a_dead_copys_leftovers_are_garbage(saved: str, tmp_path: Path) ->
 async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None:
     to = tmp_path / "to"
     await interrupted(saved, str(to))
-    collector = Host.get().new_attempt()
+    collector = Host.get().resources.attempts.new()
     flag = to / collection_key(str(collector))
     flag.parent.mkdir(parents=True)
     flag.write_bytes(b"{}")
@@ -591,7 +592,7 @@ async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None
     await asyncio.wait([copy], timeout=1.2)
     assert not copy.done()
     assert not (to / COMMIT_KEY).exists()
-    Host.get().end_attempt(collector)
+    Host.get().resources.attempts.end(collector)
     await copy
     assert await number_at_or_none(str(to))
 
@@ -638,8 +639,8 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
     claim = claimed_by(to, attempt)
     with pytest.raises(StorageError, match="another copy of this snapshot"):
         await Snapshot(saved).copy_to(str(to))
-    monkeypatch.setattr(copy, "_STALE_S", -1.0)
-    monkeypatch.setattr(copy._Copy, "_check_renewed", lambda self: None)
+    monkeypatch.setattr(copy_claim, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy_claim.CopyClaim, "check_renewed", lambda self: None)
     report = await Snapshot(saved).copy_to(str(to))
     assert report.num_skipped == 2
     assert not claim.exists()
@@ -649,7 +650,7 @@ async def test_a_copy_of_another_machine_that_stood_still_is_resumed(
 async def test_a_copy_that_cannot_renew_its_claim_gives_up(
     saved: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy, "_STALE_S", -1.0)
+    monkeypatch.setattr(copy_claim, "_STALE_S", -1.0)
     with pytest.raises(StorageError, match="stood still"):
         await Snapshot(saved).copy_to(memory)
     assert COMMIT_KEY not in await objects(memory)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from actorsnap import ChecksumMismatch, ObjectExists, Options, UnsupportedFormat, cli, sync
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import maintenance, validation
-from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.location import Source
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from tests.api.damage import rewrite_commit
 from tests.api.places import assert_whole, leftovers, make_both, state
 

@@ -21,9 +21,10 @@ from actorsnap.errors import StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from actorsnap.runtime import maintenance, validation
-from actorsnap.runtime.host import Host, run_sync, shutdown
-from actorsnap.runtime.location import Source
+from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from actorsnap.storage import posix
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.testing.faults import FaultyStorage

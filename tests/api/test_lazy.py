@@ -324,7 +324,7 @@ def test_a_budget_below_the_state(options: Options, tmp_path: Path, own_budget: 
         memory_budget_bytes=4 * MIB,
         num_uploaders=2,
     )
-    budget = Host.get().budget
+    budget = Host.get().resources.budget
     budget._peak = 0
     for number in range(2):
         pending = Snapshot.async_take(
@@ -992,14 +992,14 @@ def test_a_forked_child_steps_without_the_fence(tmp_path: Path) -> None:
 
 
 def _set_budget(host: Host, nbytes: int) -> None:
-    host.set_budget(nbytes)
+    host.resources.set_budget(nbytes)
     host.submit(anyio.lowlevel.checkpoint()).future.result()  # the next test reads it
 
 
 @contextmanager
 def _small_budget() -> Iterator[None]:
     host = Host.get()
-    before = host.budget.limit_bytes
+    before = host.resources.budget.limit_bytes
     _set_budget(host, 4 * MIB)
     try:
         yield

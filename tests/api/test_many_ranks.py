@@ -18,10 +18,11 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import CompositeEntry, ContainerEntry, Entry, ValueEntry
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
-from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.location import Location
 from actorsnap.runtime.restore import RestoreReport, restore_by
 from actorsnap.runtime.rounds import Alone
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage

@@ -39,9 +39,9 @@ def zygote() -> Iterator[Zygote]:
 def own_budget() -> Iterator[None]:
     """The budget belongs to the process: tests that change it put it back."""
     host = Host.get()
-    before = host.budget.limit_bytes
+    before = host.resources.budget.limit_bytes
     yield
-    host.set_budget(before)
+    host.resources.set_budget(before)
     host.submit(anyio.lowlevel.checkpoint()).future.result()  # the next test reads it
 
 
@@ -289,7 +289,7 @@ async def test_a_state_larger_than_the_budget(
     )
     url = str(tmp_path / "s") if scheme == "fs" else f"memory://larger-{chunk_mib}/s"
     tensors = {str(n): torch.full((2 * MIB,), float(n)) for n in range(8)}  # 64 MiB
-    budget = Host.get().budget
+    budget = Host.get().resources.budget
     budget._peak = 0
     with anyio.fail_after(60):
         pending = await Snapshot.async_take(url, {"model": StateDict(tensors)}, options=options)

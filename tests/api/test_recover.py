@@ -44,9 +44,9 @@ from actorsnap.format.manifest import (
     decode_lone_rank_manifest,
     encode_rank_manifest,
 )
-from actorsnap.runtime.host import Host
-from actorsnap.runtime.maintenance import DataCheck
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.resources import Attempts
+from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
@@ -475,7 +475,7 @@ def test_any_operation_may_fail(lost: Path, when: str) -> None:
 def take_as(folder: Path, attempt: Attempt, number: int) -> None:
     """Takes a snapshot in the name of another process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "new_attempt", lambda _: attempt)
+        patch.setattr(Attempts, "new", lambda _: attempt)
         Snapshot.take(folder, state(number), overwrite=True, options=FAST)
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.blocking
 @pytest.fixture(autouse=True)
 def _refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with the process' first answer, also after one that has changed it."""
-    monkeypatch.setattr("actorsnap.runtime.host._is_blocking_allowed", False)
+    monkeypatch.setattr("actorsnap.runtime.script._is_blocking_allowed", False)
     monkeypatch.delenv("ACTORSNAP_ALLOW_IN_RUNNING_LOOP", raising=False)
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
 

@@ -44,9 +44,9 @@ Json = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _own_budget() -> Iterator[None]:
     host = Host.get()
-    before = host.budget.limit_bytes
+    before = host.resources.budget.limit_bytes
     yield
-    host.set_budget(before)
+    host.resources.set_budget(before)
     host.submit(anyio.lowlevel.checkpoint()).future.result()
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from actorsnap import Options
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import local_engine
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 STEP = 70
@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
     """Takes the snapshot."""
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
-        mock.patch.object(Host, "new_attempt", return_value=attempt),
+        mock.patch.object(Attempts, "new", return_value=attempt),
         mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         options = Options(fsync=False)

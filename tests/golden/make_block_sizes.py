@@ -19,7 +19,7 @@ from actorsnap.actors import checksum_ledger
 from actorsnap.format.checksum import choose_block_bytes
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import local_engine
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 KIB = 1 << 10
@@ -50,7 +50,7 @@ def make(folder: Path) -> None:
     """Takes the snapshot. A rank that is alone has no shards, but may write blocks like theirs."""
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
-        mock.patch.object(Host, "new_attempt", return_value=attempt),
+        mock.patch.object(Attempts, "new", return_value=attempt),
         mock.patch.object(checksum_ledger, "choose_block_bytes", block_bytes_of_a_shard),
         mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):

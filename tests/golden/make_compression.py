@@ -20,7 +20,7 @@ import torch
 from actorsnap import Options, StateDict
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import local_engine
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
     """Takes the snapshot."""
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
-        mock.patch.object(Host, "new_attempt", return_value=attempt),
+        mock.patch.object(Attempts, "new", return_value=attempt),
         mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         options = Options(fsync=False, chunk_bytes=2 << 20, compression="zstd:6")

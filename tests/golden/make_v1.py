@@ -25,7 +25,7 @@ from actorsnap import Options, StateDict
 from actorsnap.format.layout import Attempt
 from actorsnap.planning import packing
 from actorsnap.runtime import local_engine
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.resources import Attempts
 from actorsnap.sync import Snapshot
 
 METADATA = {"made by": "tests/golden/make_v1.py", "step": 7, "nested": [1, 2.5, None, {"ü": True}]}
@@ -197,7 +197,7 @@ def make(folder: Path) -> None:
     """Takes the snapshot."""
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
-        mock.patch.object(Host, "new_attempt", return_value=attempt),
+        mock.patch.object(Attempts, "new", return_value=attempt),
         mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
         # Keys of less than 1 MiB share an object. This is to be small, and to have several.
         mock.patch.object(packing, "_SMALL_KEY_BYTES", 1000),

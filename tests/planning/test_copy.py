@@ -17,9 +17,9 @@ from actorsnap.planning.copy import (
     ByteRange,
     CopyPlan,
     ObjectCopy,
-    cut,
     plan_copy,
     sort_leftovers,
+    split_writes,
 )
 from actorsnap.planning.index import holes
 from tests.state.saved import Part, Saved
@@ -47,7 +47,7 @@ def test_writes_cover_the_object_and_keep_the_limits(
 ) -> None:
     copied = object_of(sizes)
     writes = list(
-        cut(
+        split_writes(
             copied,
             chunk_bytes=chunk_bytes,
             min_write_bytes=min_write_bytes,

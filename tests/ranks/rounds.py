@@ -16,8 +16,9 @@ from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.rounds import Continue
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
-from actorsnap.runtime.host import Host, Script, run_sync
+from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.rounds import Arrive, Rounds, call_together
+from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.team import find_team
 from tests.worlds import Rank, World
 

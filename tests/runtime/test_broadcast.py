@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from actorsnap.runtime.broadcast import Broadcaster
-from actorsnap.runtime.host import Host, Script, run_sync
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.script import run_sync
 
 _dist: Any = dist  # the stubs of its stores are not exported
 

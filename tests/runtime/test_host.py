@@ -17,8 +17,9 @@ import pytest
 
 from actorsnap import Snapshot, StateDict, UsageError
 from actorsnap.runtime import host as host_module
-from actorsnap.runtime.host import Host, Script, run_sync, shutdown
+from actorsnap.runtime.host import Host, Script, shutdown
 from actorsnap.runtime.process import is_running
+from actorsnap.runtime.script import run_sync
 from tests.conftest import LeakCheck
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,6 @@ import torch
 
 import actorsnap
 from actorsnap import Options, Snapshot, StateDict, shutdown
-from actorsnap.protocol.pacing import PacingEvent, SetDuty, StepEnded
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.pacing import _Pacer
 from actorsnap.sync import PendingSnapshot
@@ -59,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def set_duty(duty: float) -> None:
     host = Host.get()
-    host.call_soon(lambda: host.set_duty(duty))
+    host.call_soon(lambda: host.resources.set_duty(duty))
 
 
 def stored_bytes(pending: PendingSnapshot) -> int:
@@ -105,7 +104,7 @@ class Trainer:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            _Pacer.get().step_ended(self.seconds * (1 + 0.5 * _Pacer.get()._machine.duty))
+            _Pacer.get().end_step(self.seconds * (1 + 0.5 * _Pacer.get()._controller.duty))
 
 
 @OFFLOADS
@@ -113,14 +112,14 @@ def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -
     (tmp_path / "hold-manifest").touch()
     trainer = Trainer()
     for _ in range(20):
-        _Pacer.get().step_ended(0.1)
+        _Pacer.get().end_step(0.1)
     pending = save(f"held://{tmp_path}/s", offload)
     wait_until((tmp_path / "held-manifest").exists)
     trainer.steps(100)
-    wait_until(lambda: 0.0 < Host.get().pace.duty < 0.1)
+    wait_until(lambda: 0.0 < Host.get().resources.pace.duty < 0.1)
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
-    wait_until(lambda: Host.get().pace.duty == 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty == 1.0)
     check(f"held://{tmp_path}/s")
 
 
@@ -128,12 +127,12 @@ def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -
 def test_it_is_not_slowed_when_the_trainer_stops(offload: str, tmp_path: Path) -> None:
     (tmp_path / "hold-manifest").touch()
     for _ in range(20):
-        _Pacer.get().step_ended(0.1)
+        _Pacer.get().end_step(0.1)
     pending = save(f"held://{tmp_path}/s", offload)
     wait_until((tmp_path / "held-manifest").exists)
     Trainer().steps(100)
-    wait_until(lambda: Host.get().pace.duty < 1.0)
-    wait_until(lambda: Host.get().pace.duty == 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty < 1.0)
+    wait_until(lambda: Host.get().resources.pace.duty == 1.0)
     assert not pending.done()
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
@@ -142,57 +141,46 @@ def test_it_is_not_slowed_when_the_trainer_stops(offload: str, tmp_path: Path) -
 def test_without_the_option_nothing_is_slowed(tmp_path: Path) -> None:
     (tmp_path / "hold-manifest").touch()
     for _ in range(20):
-        _Pacer.get().step_ended(0.1)
+        _Pacer.get().end_step(0.1)
     pending = save(f"held://{tmp_path}/s", "thread", max_slowdown=None)
     wait_until((tmp_path / "held-manifest").exists)
     for _ in range(100):
-        _Pacer.get().step_ended(0.5)
-    assert Host.get().pace.duty == 1.0
+        _Pacer.get().end_step(0.5)
+    assert Host.get().resources.pace.duty == 1.0
     (tmp_path / "hold-manifest").unlink()
     pending.wait()
 
 
-class Events:
-    """What the machine is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: list[float] = []
-        machine = _Pacer.get()._machine
-        handle = machine.handle
-
-        def noted(event: PacingEvent) -> list[SetDuty]:
-            if isinstance(event, StepEnded):
-                self.steps.append(event.seconds)
-            return handle(event)
-
-        monkeypatch.setattr(machine, "handle", noted)
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The lengths of the steps that the controller is given."""
+    lengths: list[float] = []
+    monkeypatch.setattr(_Pacer.get()._controller, "end_step", lengths.append)
+    return lengths
 
 
-def test_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events(monkeypatch)
+def test_steps_are_measured(steps: list[float]) -> None:
     for _ in range(3):
         with actorsnap.step():
             time.sleep(0.01)
-    assert len(events.steps) == 3
-    assert all(0.01 <= seconds < 5.0 for seconds in events.steps)
+    assert len(steps) == 3
+    assert all(0.01 <= seconds < 5.0 for seconds in steps)
 
 
-def test_a_step_that_raises_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Events(monkeypatch)
+def test_a_step_that_raises_does_not_count(steps: list[float]) -> None:
     with pytest.raises(ZeroDivisionError), actorsnap.step():
         _ = 1 / 0
-    assert events.steps == []
+    assert steps == []
 
 
-async def test_steps_of_coroutines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    events = Events(monkeypatch)
+async def test_steps_of_coroutines(steps: list[float], tmp_path: Path) -> None:
     options = Options(fsync=False, max_slowdown=0.5)
     state = {"model": StateDict(weight=torch.ones(1000))}
     pending = await Snapshot.async_take(tmp_path / "s", state, options=options)
     with actorsnap.step():
         await asyncio.sleep(0.01)
     await pending
-    assert len(events.steps) == 1
+    assert len(steps) == 1
 
 
 def test_who_marks_no_step_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +208,7 @@ def test_a_save_that_fails_is_paced_no_more(tmp_path: Path) -> None:
     with pytest.raises(actorsnap.ActorSnapError):
         pending.wait()
     wait_until(lambda: not _Pacer.get()._saves)
-    assert _Pacer.get()._machine._limits == {}
+    assert _Pacer.get()._controller._limits == {}
 
 
 def test_a_forked_child_begins_anew(tmp_path: Path) -> None:

@@ -267,23 +267,23 @@ def test_saves_with_less_memory_than_their_state(tmp_path: Path) -> None:
         offload="process", fsync=False, memory_budget_bytes=8 << 20, chunk_bytes=2 << 20
     )
     host = Host.get()
-    before = host.budget.limit_bytes
+    before = host.resources.budget.limit_bytes
     pending = [
         Snapshot.async_take(f"{tmp_path}/{number}", state(number, 24 << 20), options=options)
         for number in range(3)
     ]
     for each in pending:
         each.wait()
-    assert host.budget.statistics().leased_bytes == 0
-    assert host.budget.statistics().peak_bytes <= 8 << 20
+    assert host.resources.budget.statistics().leased_bytes == 0
+    assert host.resources.budget.statistics().peak_bytes <= 8 << 20
     assert [number_at(tmp_path / str(number)) for number in range(3)] == [0, 1, 2]
-    host.set_budget(before)
+    host.resources.set_budget(before)
 
 
 def test_the_first_save_behind_a_warm_up_makes_no_block_and_no_process(tmp_path: Path) -> None:
     warm_up(40 << 20, options=OFFLOADED)
     wait_until(lambda: uploader().pid is not None)
-    arena, pid = Host.get().arena, uploader().pid
+    arena, pid = Host.get().resources.arena, uploader().pid
     before = os.fstat(arena.share()).st_blocks * 512
     assert before == arena.free_bytes == 48 << 20
     Snapshot.async_take(str(tmp_path / "s"), state(1, 40 << 20), options=OFFLOADED).wait()
@@ -316,7 +316,7 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path, no_leaks: LeakCheck) ->
     for number in range(5):
         save(tmp_path / f"first {number}", number).wait()
     no_leaks.restart()
-    found, arena = process(), Host.get().arena
+    found, arena = process(), Host.get().resources.arena
     before = (arena.statistics(), found.num_fds(), found.num_threads())
     for number in range(30):
         save(tmp_path / str(number), number).wait()
@@ -477,7 +477,7 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path, holds: Holds) -
         pending.wait()
     assert (caught.value.stage, caught.value.may_be_committed) == ("cancel", False)
     assert [path for path in (tmp_path / "s").rglob("*") if path.is_file()] == []
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
 
 
 def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +491,7 @@ def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "s", 1)
     assert not (tmp_path / "s").exists()
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
     save(tmp_path / "s", 2).wait()
     assert number_at(tmp_path / "s") == 2
 
@@ -522,7 +522,7 @@ def test_a_save_whose_process_is_killed_is_made_by_another_one(
     pending.wait()
     assert number_at(tmp_path / "s") == 1
     assert process().pid != first.pid
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
 
 
 def test_the_process_stores_the_step(tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_save_that_kills_two_processes_is_aborted_by_name(tmp_path: Path, hold
     with pytest.raises(SnapshotAborted, match="SIGKILL") as caught:
         pending.wait()
     assert (caught.value.stage, caught.value.rank) == ("store", 0)
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
     holds.let("manifest")
     save(f"held://{tmp_path}/t", 2).wait()  # by a third one
     assert number_at(tmp_path / "t") == 2
@@ -601,11 +601,14 @@ def test_three_saves_that_need_all_memory_wait_for_each_other(tmp_path: Path) ->
     save(tmp_path / "first", 0, options).wait()
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(run, range(3)))
-    budget = Host.get().budget.statistics()
+    budget = Host.get().resources.budget.statistics()
     assert budget.peak_bytes <= budget_bytes
     assert (budget.leased_bytes, budget.num_waiting) == (0, 0)
     # Blocks are powers of two: the last chunk of each may lie in one of up to twice its size.
-    assert Host.get().arena.statistics().peak_bytes <= budget_bytes + 3 * options.chunk_bytes // 2
+    assert (
+        Host.get().resources.arena.statistics().peak_bytes
+        <= budget_bytes + 3 * options.chunk_bytes // 2
+    )
     # Only now: a read may go beyond the budget where saves hold all of it.
     assert [number_at(tmp_path / str(number)) for number in range(3)] == [0, 1, 2]
 
@@ -626,7 +629,7 @@ def test_a_copy_that_fails_here_is_the_saves_error(
         save(tmp_path / "s", 1).wait()
     assert caught.value.stage == "stage"
     assert isinstance(caught.value.__cause__, ValueError)
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
 
 
 def test_a_fault_at_this_end_leaves_no_save_waiting(

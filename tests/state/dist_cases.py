@@ -38,10 +38,11 @@ from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
-from actorsnap.runtime.host import run_sync
-from actorsnap.runtime.location import Location, Source
+from actorsnap.runtime.location import Location
 from actorsnap.runtime.restore import restore_by
 from actorsnap.runtime.rounds import Alone
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 from actorsnap.state.capture import capture
 from actorsnap.state.distributed import (
     Describer,

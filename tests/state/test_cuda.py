@@ -45,7 +45,7 @@ def save(path: Path, state: dict[str, Any], options: Options = THREAD) -> dict[s
     for value in state.values():
         value.zero_()
     pending.wait()
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
     return saved(path)
 
 
@@ -231,7 +231,7 @@ def test_several_devices_in_one_state(tmp_path: Path) -> None:
 def test_memory_is_pinned_once(tmp_path: Path, options: Options) -> None:
     state = {"x": torch.ones(4 * MIB, device="cuda")}
     save(tmp_path / "s1", dict(state), options)
-    arena = Host.get().arena
+    arena = Host.get().resources.arena
     first = arena.statistics()
     assert first.pinned_bytes >= 16 * MIB
     save(tmp_path / "s2", dict(state), options)
@@ -248,7 +248,7 @@ def test_memory_is_pinned_once(tmp_path: Path, options: Options) -> None:
 def test_a_warm_up_pins(tmp_path: Path) -> None:
     torch.zeros(1, device="cuda")
     warm_up(32 * MIB, options=THREAD)
-    arena = Host.get().arena
+    arena = Host.get().resources.arena
     assert arena.statistics().pinned_bytes >= 32 * MIB
     before = arena.statistics().pinned_bytes
     save(tmp_path / "s", {"x": torch.ones(4 * MIB - 4 * KIB, device="cuda")})  # one chunk
@@ -280,7 +280,7 @@ def test_a_copy_that_fails_aborts_the_save(
         with pytest.raises(SnapshotAborted, match="out of patience") as caught:
             save(tmp_path / "s", dict(state), options)
     assert caught.value.stage == "stage"
-    assert Host.get().arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.statistics().lent_bytes == 0
     state["x"].fill_(5.0)
     assert save(tmp_path / "s", dict(state), options)["x"].unique().tolist() == [5.0]
 

@@ -38,18 +38,13 @@ from actorsnap.format.manifest import (
     features_in,
 )
 from actorsnap.log import Log
+from actorsnap.runtime.garbage import find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import (
-    MAX_SMALL_READS,
-    Source,
-    find_attempts,
-    find_claims,
-    find_collectable,
-    open_location,
-)
-from actorsnap.runtime.maintenance import DataCheck
+from actorsnap.runtime.location import open_location
 from actorsnap.runtime.process import host_id
+from actorsnap.runtime.source import MAX_SMALL_READS, Source
 from actorsnap.runtime.validation import check_flag
+from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage
 from actorsnap.storage.many import for_each
 
@@ -104,7 +99,7 @@ class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
 def recover(
     source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
 ) -> Script[RecoverReport]:
-    """Writes the commit object again. ``progress`` is as in ``upkeep.verify``."""
+    """Writes the commit object again. ``progress`` is as in ``verify``."""
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
         async with source.opened(host, "recover") as (storage, reader, errands):
@@ -129,12 +124,12 @@ def recover(
 
     ended: RecoverReport | list[ActorSnapError] = yield step
     if isinstance(ended, list):
-        raise _as_one(ended, source.location.display_url)
+        raise _join_problems(ended, source.location.display_url)
     logger.info("%s: recovered %s", source.location.display_url, ended.attempt)
     return ended
 
 
-def _as_one(problems: Sequence[ActorSnapError], url: str) -> ActorSnapError:
+def _join_problems(problems: Sequence[ActorSnapError], url: str) -> ActorSnapError:
     """Returns the first problem, with the others as notes."""
     error = problems[0]
     for other in problems[1 : _MAX_NOTES + 1]:
@@ -196,7 +191,7 @@ class _Recovery:
             NotASnapshot: There is nothing to recover.
         """
         try:
-            await self._is_damaged()
+            await self._check_replaceable()
             chosen = await self._choose()
             await self._refuse_running(chosen.attempt)
             manifests, records, problems = await self._read_manifests(chosen)
@@ -230,8 +225,8 @@ class _Recovery:
         """Creates the commit object, or replaces the damaged one.
 
         Raises:
-                ObjectExists: Another snapshot was committed in the meantime.
-                ObjectNotFound: The attempt was deleted in the meantime.
+            ObjectExists: Another snapshot was committed in the meantime.
+            ObjectNotFound: The attempt was deleted in the meantime.
         """
         data = encode_commit(commit)
 
@@ -241,7 +236,7 @@ class _Recovery:
         await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
         commits = await read_commits(target)
         if isinstance(commits.newer, FormatError):
-            await self._is_damaged()  # raises if the caller did not ask to replace it
+            await self._check_replaceable()  # raises if the caller did not ask to replace it
             await target.put(COMMIT_KEY, [memoryview(data)])
         else:
             try:
@@ -257,8 +252,8 @@ class _Recovery:
             # newer one were lost.
             await target.delete([OLDER_COMMIT_KEY])
 
-    async def _is_damaged(self) -> bool:
-        """Returns whether there is a damaged commit object that may be replaced.
+    async def _check_replaceable(self) -> None:
+        """Checks that there is no commit object, or a damaged one that may be replaced.
 
         Raises:
             ObjectExists: The commit object is intact.
@@ -268,21 +263,20 @@ class _Recovery:
             commit = await find_commit(self._storage)
         except ChecksumMismatch as error:
             if self._call.replace_damaged:
-                return True
+                return
             error.add_note(
                 "It named one of the attempts there: recover(replace_damaged=True), on the command "
                 "line --replace-damaged, takes the one that is complete"
             )
             raise
-        if commit is None:
-            return False
-        raise ObjectExists(
-            op="recover",
-            key=COMMIT_KEY,
-            backend=self._storage.url,
-            detail=f"the commit object is intact and names {commit.attempt}: there is nothing to "
-            "recover",
-        )
+        if commit is not None:
+            raise ObjectExists(
+                op="recover",
+                key=COMMIT_KEY,
+                backend=self._storage.url,
+                detail=f"the commit object is intact and names {commit.attempt}: there is nothing "
+                "to recover",
+            )
 
     # Choosing
 
@@ -296,7 +290,7 @@ class _Recovery:
         names = await find_attempts(self._storage)
         if not names:
             await self._reader.commit()  # raises, with the reason
-            await self._is_damaged()  # raises, if a commit came just now
+            await self._check_replaceable()  # raises, if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:
                 raise UsageError(
@@ -428,15 +422,15 @@ class _Recovery:
         in_order = [found[rank] for rank in chosen.ranks if rank in found]
         manifests = [manifest for manifest, _ in in_order]
         records = tuple([record for _, record in in_order])
-        first = _shared(manifests[0]) if manifests else None
+        first = _common_record(manifests[0]) if manifests else None
         for manifest, record in in_order:
-            if _shared(manifest) != first:
+            if _common_record(manifest) != first:
                 detail = "it is of another save: world size, features, fsync or step differ"
                 problems.append(FormatError(key=record.key, detail=detail))
         return manifests, records, problems
 
 
-def _shared(manifest: RankManifest) -> SaveRecord | None:
+def _common_record(manifest: RankManifest) -> SaveRecord | None:
     """Returns the part of the save record that is equal on all ranks."""
     if isinstance(manifest.save, msgspec.UnsetType):
         return None

@@ -1,0 +1,411 @@
+"""How the command line shows the contents of snapshots: rows, trees, JSON, differences and values.
+
+On a terminal columns are aligned; in a pipe they are separated by tabs. Terminal control characters
+are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.manifest import (
+    BytesEntry,
+    Commit,
+    CompositeEntry,
+    ContainerEntry,
+    Entry,
+    ObjectRecord,
+    RankManifest,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+    is_same_content,
+)
+from actorsnap.planning.index import named_entries
+from actorsnap.state.objects import decode_inline
+from actorsnap.state.tensors import bytes_of
+from actorsnap.state.tree import flatten, parent_of, unflatten
+
+__all__ = [
+    "ListedLeaf",
+    "age_text",
+    "count_of",
+    "data_objects",
+    "describe",
+    "describe_difference",
+    "draw_tree",
+    "leaves_of",
+    "manifests_json",
+    "one_line",
+    "overview",
+    "print_columns",
+    "print_json",
+    "raw_bytes",
+    "size_text",
+    "snapshot_json",
+    "snapshot_rows",
+    "tree_of",
+    "value_text",
+    "visible",
+    "write_lines",
+]
+
+_MAX_VALUE = 60
+_MAX_ALIGNED = 60
+"""Widest cell that moves the next column, in characters."""
+
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Returns ``text`` with terminal control characters escaped; line ends stay."""
+    return _STEERING.sub(lambda m: m[0] if m[0] == "\n" else ascii(m[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    return visible(text).replace("\n", "\\n")
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Prints lines in batches: a manifest may have a million of them."""
+    lines = iter(lines)
+    while batch := list(islice(lines, 10_000)):
+        sys.stdout.write("".join([f"{one_line(line)}\n" for line in batch]))
+
+
+def print_columns(rows: Iterable[Sequence[str]]) -> None:
+    """Prints cells aligned on a terminal, with tabs between them in a pipe.
+
+    Does not use ``rich.table``, which cuts paths at the terminal's width: see decision 0001.
+    """
+    if not sys.stdout.isatty():
+        sys.stdout.writelines("\t".join(map(one_line, row)) + "\n" for row in rows)
+        return
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    widths = [0] * max(map(len, cells), default=0)
+    for row in cells:
+        for number, cell in enumerate(row[:-1]):
+            if len(cell) <= _MAX_ALIGNED:
+                widths[number] = max(widths[number], len(cell))
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        sys.stdout.write(line.rstrip() + "\n")
+
+
+def print_json(document: object) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def count_of(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def size_text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def age_text(seconds: float) -> str:
+    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+@dataclass(slots=True)
+class ListedLeaf:
+    """An entry with its own path, and the entries that complete it."""
+
+    entry: Entry
+    parts: list[Entry] = field(default_factory=list)
+    base: Entry | None = None
+    """The entry that a view refers to."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a leaf of the app state; the others are containers."""
+        return not isinstance(self.entry, ContainerEntry)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of stored bytes."""
+        return sum(
+            entry.data.stop - entry.data.start
+            for entry in (self.entry, *self.parts)
+            if isinstance(entry, TensorEntry | BytesEntry)
+        )
+
+    def has_values_of(self, other: ListedLeaf) -> bool:
+        """Whether the values are equal (up to CRC32C's collisions)."""
+        ours, theirs = self._content(), other._content()
+        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+
+    def _content(self) -> list[Entry]:
+        entries = [self.entry, *self.parts]
+        if self.base is not None and self.base not in self.parts:
+            entries.append(self.base)
+        return entries
+
+    def as_json(self) -> dict[str, Any]:
+        entry = self.entry
+        found: dict[str, Any] = {"kind": type(entry).__struct_config__.tag}
+        match entry:
+            case TensorEntry() | ViewEntry() | CompositeEntry():
+                found |= {"type": entry.type, "dtype": entry.dtype, "shape": entry.shape}
+            case BytesEntry():
+                found["type"] = entry.type
+            case ValueEntry():
+                found["value"] = entry.value
+        return {**found, "nbytes": self.nbytes}
+
+
+def _is_same(ours: Entry, theirs: Entry) -> bool:
+    if isinstance(ours, TensorEntry | BytesEntry) and isinstance(theirs, TensorEntry | BytesEntry):
+        return is_same_content(ours.data, theirs.data)
+    return ours == theirs
+
+
+def leaves_of(manifests: dict[int, RankManifest]) -> dict[str, ListedLeaf]:
+    """Returns containers and leaves by ``<rank>/<path>``, in order; leaves have their parts."""
+    leaves: dict[str, ListedLeaf] = {}
+    for rank, manifest in manifests.items():
+        by_name = named_entries(manifest)
+        for name, entry in by_name.items():
+            if parent_of(entry.path) == entry.path:
+                base = by_name[entry.of] if isinstance(entry, ViewEntry) else None
+                leaves[f"{rank}/{name}"] = ListedLeaf(entry, base=base)
+        for entry in manifest.entries:
+            parent = parent_of(entry.path)
+            if parent != entry.path:
+                leaves[f"{rank}/{parent}"].parts.append(entry)
+    return leaves
+
+
+def describe(leaf: ListedLeaf) -> list[str]:
+    """What a leaf or container is, in columns: the type, and size or kin."""
+    entry = leaf.entry
+    match entry:
+        case TensorEntry() | ViewEntry() | CompositeEntry():
+            cells = [f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"]
+            if not isinstance(entry, ViewEntry) or leaf.parts:
+                cells.append(size_text(leaf.nbytes))
+            if isinstance(entry, TensorEntry) and entry.offsets is not None:
+                cells.append(f"at {entry.offsets} of {entry.global_shape}")
+            elif isinstance(entry, ViewEntry):
+                cells.append(f"view of {entry.of}")
+            elif isinstance(entry, CompositeEntry):
+                cells.append(entry.layout)
+            return cells
+        case BytesEntry():
+            return [entry.type, size_text(leaf.nbytes)]
+        case ValueEntry():
+            return [shorten(_value_text(entry))]
+        case ContainerEntry():
+            return [entry.type]
+    raise AssertionError(entry)
+
+
+def _value_text(entry: ValueEntry) -> str:
+    if isinstance(entry.value, dict | list):  # JSON cannot represent it
+        return repr(decode_inline(entry.value, entry.path))
+    return json.dumps(entry.value, ensure_ascii=False)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
+
+
+@dataclass(slots=True)
+class Node:
+    """A path component: the leaf at it, and the components below."""
+
+    leaf: ListedLeaf | None = None
+    children: dict[str, Node] = field(default_factory=dict)
+    num_leaves: int = 0
+    nbytes: int = 0
+
+
+def tree_of(leaves: Mapping[str, ListedLeaf]) -> Node:
+    root = Node()
+    for path, leaf in leaves.items():
+        node = root
+        line = [root]
+        for name in path.split("/")[1:]:
+            node = node.children.setdefault(name, Node())
+            line.append(node)
+        node.leaf = leaf
+        nbytes = leaf.nbytes
+        for node in line:
+            node.num_leaves += leaf.counts
+            node.nbytes += nbytes
+    return root
+
+
+def draw_tree(root: Node, max_depth: int) -> Iterator[str]:
+    # An explicit stack: states may nest as deeply as Python's own limit.
+    levels = [iter(root.children.items())]
+    left = [len(root.children)]
+    while levels:
+        found = next(levels[-1], None)
+        if found is None:
+            levels.pop()
+            left.pop()
+            continue
+        left[-1] -= 1
+        indent = "".join("│   " if more else "    " for more in left[:-1])
+        yield f"{indent}{'├── ' if left[-1] else '└── '}{_label(*found)}"
+        if len(levels) < max_depth:
+            levels.append(iter(found[1].children.items()))
+            left.append(len(found[1].children))
+
+
+def _label(name: str, node: Node) -> str:
+    if not node.children:
+        return "  ".join([name, *(describe(node.leaf) if node.leaf is not None else ())])
+    container = None if node.leaf is None else node.leaf.entry
+    kind = f"{container.type}, " if isinstance(container, ContainerEntry) else ""
+    return (
+        f"{name}  ({kind}{count_of(node.num_leaves, 'leaf', 'leaves')}, {size_text(node.nbytes)})"
+    )
+
+
+def manifests_json(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> dict[str, Any]:
+    return {
+        "path": path,
+        "format_version": commit.version,
+        "created": commit.created,
+        "world_size": commit.world_size,
+        "attempt": commit.attempt,
+        "fsync": commit.fsync,
+        "step": commit.step,
+        "metadata": commit.metadata,
+        "objects": [msgspec.to_builtins(record) for record in data_objects(manifests)],
+        "entries": [
+            {"rank": rank, **msgspec.to_builtins(entry)}
+            for rank, manifest in manifests.items()
+            for entry in manifest.entries
+        ],
+    }
+
+
+def data_objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
+    """Returns the data objects, each once, even if several ranks wrote it."""
+    found: dict[str, ObjectRecord] = {}
+    for manifest in manifests.values():
+        for record in manifest.objects:
+            chunks = {*found.get(record.key, record).chunks, *record.chunks}
+            ordered = sorted(chunks, key=lambda chunk: chunk.start)
+            found[record.key] = msgspec.structs.replace(record, chunks=tuple(ordered))
+    return list(found.values())
+
+
+def overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> Iterator[str]:
+    objects = data_objects(manifests)
+    total = sum(record.size for record in objects)
+    yield f"{path}  {size_text(total)} in {count_of(len(objects), 'data object', 'data objects')}"
+    stored = sum(size for record in objects for _, size in record.stored)
+    if stored != total:
+        yield f"compressed to {size_text(stored)}, {stored / total:.0%}"
+    yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
+    if not commit.fsync:
+        yield "written with fsync=False: may not have survived a power loss"
+    if commit.step is not None:
+        yield f"step {commit.step}"
+    if commit.metadata:
+        yield f"metadata {json.dumps(commit.metadata, ensure_ascii=False)}"
+
+
+def describe_difference(
+    path: str, left: dict[str, ListedLeaf], right: dict[str, ListedLeaf]
+) -> list[str] | None:
+    if path not in right:
+        return [f"- {path}", *describe(left[path])]
+    if path not in left:
+        return [f"+ {path}", *describe(right[path])]
+    was, now = left[path], right[path]
+    descriptions = ["  ".join(describe(leaf)) for leaf in (was, now)]
+    if descriptions[0] != descriptions[1]:
+        return [f"! {path}", " -> ".join(descriptions)]
+    if not was.has_values_of(now):
+        # Checksums cover the memory that views share, not each view.
+        is_view = isinstance(was.entry, ViewEntry)
+        return [f"~ {path}", *describe(was), f"other values{' in that memory' * is_view}"]
+    return None
+
+
+def snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
+    for name, commit in found.items():
+        if isinstance(commit, Commit):
+            step = [] if commit.step is None else [f"step {commit.step}"]
+            metadata = [shorten(json.dumps(commit.metadata))] if commit.metadata else []
+            yield [name, commit.created, f"world size {commit.world_size}", *step, *metadata]
+        elif commit is None:
+            yield [name, "unfinished"]
+        else:
+            yield [name, f"damaged: {commit}"]
+
+
+def snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, Any]:
+    if isinstance(commit, Commit):
+        return {
+            "name": name,
+            "state": "committed",
+            "created": commit.created,
+            "world_size": commit.world_size,
+            "step": commit.step,
+            "metadata": commit.metadata,
+        }
+    if commit is None:
+        return {"name": name, "state": "unfinished"}
+    return {"name": name, "state": "damaged", "detail": str(commit)}
+
+
+class _Shortened:
+    """Prints as the beginning of long bytes."""
+
+    def __init__(self, value: bytes | bytearray) -> None:
+        self._text = f"{value[: _MAX_VALUE // 4]!r}... ({size_text(len(value))})"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _shorten_bytes(value: object) -> object:
+    is_long = isinstance(value, bytes | bytearray) and len(value) > _MAX_VALUE
+    return _Shortened(value) if is_long else value  # type: ignore[arg-type]
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    paths, leaves = flatten("v", value)
+    value = unflatten("v", zip(paths, map(_shorten_bytes, leaves), strict=True))
+    try:
+        return repr(value)
+    except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print
+        raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
+
+
+def raw_bytes(value: Any) -> bytes:
+    match value:
+        case bytes() | bytearray():
+            return bytes(value)
+        case str():
+            return value.encode("utf-8", "surrogatepass")
+    try:
+        return bytes(bytes_of(value))
+    except Exception as error:
+        what = f"a value of type {type(value).__name__}"
+        raise UsageError(f"{what} has no raw bytes; leave out --raw") from error

@@ -1,0 +1,156 @@
+"""What the saves and reads of a process share besides threads: memory, the pace, the uploader
+process, and the record of their attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.pace import Pace
+from actorsnap.format.layout import Attempt
+from actorsnap.runtime.arena import Arena
+from actorsnap.runtime.commit_order import CommitOrder
+from actorsnap.runtime.limits import default_budget_bytes
+from actorsnap.runtime.process import host_id, is_running
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.uploader_client import Uploader
+
+__all__ = ["Attempts", "Resources"]
+
+T = TypeVar("T")
+
+_MAX_ENDED = 64
+"""Maximum number of ended attempts to remember."""
+
+
+class Resources:
+    """See ``Host.resources``. On the runtime's loop only, unless a member says otherwise.
+
+    Args:
+        call_on_loop: See ``Host.call_on_loop``.
+
+    Attributes:
+        uploader: See ``uploader_client.find_uploader``.
+    """
+
+    def __init__(self, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._call_on_loop = call_on_loop
+        limit = default_budget_bytes()
+        self.arena = Arena(limit)
+        self.budget = Budget(
+            limit, allocate=self.arena.allocate, free=self.arena.free, pin=self.arena.pin
+        )
+        self.pace = Pace()
+        self.commit_order = CommitOrder()
+        self.attempts = Attempts()
+        self.uploader: Uploader | None = None
+
+    def set_budget(self, limit_bytes: int | None) -> None:
+        """Changes the memory budget, from any thread; None keeps it."""
+        if limit_bytes is None:
+            return
+
+        def change() -> None:
+            if limit_bytes != self.budget.limit_bytes:
+                self.arena.limit_bytes = limit_bytes
+                self.arena.trim()
+                self.budget.limit_bytes = limit_bytes
+
+        self._call_on_loop(change)
+
+    def set_duty(self, duty: float) -> None:
+        """Sets the share of time in which saves are stored, here and in the uploader process."""
+        self.pace.set(duty)
+        if self.uploader is not None:
+            self.uploader.set_duty(duty)
+
+
+class Attempts:
+    """Attempts of this process, and of the other one of trainer and uploader process.
+
+    On the runtime's loop only, except ``new``.
+
+    Attributes:
+        on_end: Called with the name of each attempt of this process that ends.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[Attempt] = set()
+        # Dicts as ordered sets, the oldest first.
+        self._ended: dict[str, None] = {}
+        self._ended_elsewhere: dict[str, None] = {}
+        self._discarded: dict[tuple[str, str], None] = {}
+        self.on_end: Callable[[str], None] = lambda _: None
+
+    def new(self) -> Attempt:
+        """Returns a unique name. The attempt counts as running until ``end``."""
+        attempt = Attempt(
+            created_s=int(time.time()),
+            host=host_id(),
+            pid=os.getpid(),
+            nonce=secrets.token_hex(4),
+        )
+        self._running.add(attempt)
+        return attempt
+
+    def end(self, attempt: Attempt) -> None:
+        """Records that the attempt has committed or can no longer commit."""
+        if attempt in self._running:
+            self._running.remove(attempt)
+            _remember(self._ended, str(attempt))
+            self.on_end(str(attempt))
+
+    def note_ended(self, attempts: Iterable[str]) -> None:
+        """Records ended attempts of the other process."""
+        for attempt in attempts:
+            _remember(self._ended_elsewhere, attempt)
+
+    def latest_ended(self) -> list[str]:
+        """Returns the latest ended attempts of this process."""
+        return list(self._ended)
+
+    def all_ended(self) -> frozenset[str]:
+        """Returns the latest ended attempts of both processes."""
+        return frozenset([*self._ended, *self._ended_elsewhere])
+
+    def is_running(self, attempt: Attempt) -> bool:
+        """Returns whether the attempt runs in this process."""
+        return attempt in self._running
+
+    def may_run(self, attempt: Attempt) -> bool:
+        """Returns whether an attempt of this machine and process namespace may be running.
+
+        Attempts with this process' id are known if they began here. All others are older: the
+        system has reused the id.
+        """
+        if attempt.pid == os.getpid():
+            return attempt in self._running
+        return str(attempt) not in self._ended_elsewhere and is_running(attempt.pid)
+
+    def discard(self, url: str, attempt: str) -> None:
+        """Records that this process aborted the attempt or deletes its snapshot.
+
+        Args:
+            url: The storage. An attempt of the same name at another URL is a copy and is kept.
+        """
+        _remember(self._discarded, (url, attempt))
+
+    def forget_discarded(self, url: str, attempt: str) -> None:
+        """Records that the attempt is deleted; one of its name is now a copy."""
+        self._discarded.pop((url, attempt), None)
+
+    def discarded(self, url: str) -> frozenset[str]:
+        """Returns the latest attempts at ``url`` that are not needed."""
+        return frozenset(attempt for place, attempt in self._discarded if place == url)
+
+
+def _remember(attempts: dict[T, None], attempt: T) -> None:
+    attempts[attempt] = None
+    if len(attempts) > _MAX_ENDED:
+        del attempts[next(iter(attempts))]

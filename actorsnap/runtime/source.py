@@ -1,0 +1,234 @@
+"""A snapshot that may exist: opened for an operation, with its index cached."""
+
+from __future__ import annotations
+
+from collections.abc import (
+    AsyncIterator,
+    Iterator,
+)
+from contextlib import asynccontextmanager, contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import anyio
+
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.fetcher import FetcherPool
+from actorsnap.actors.snapshot_reader import SnapshotReader
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    StorageError,
+)
+from actorsnap.format.foreign import HEAD_BYTES
+from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.options import Options, chunk_within
+from actorsnap.planning.index import Index, index_of
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.location import Location, OnRetry, open_location
+from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.many import for_each
+from actorsnap.storage.registry import (
+    folder_and_name,
+)
+
+__all__ = ["MAX_SMALL_READS", "Source"]
+
+MAX_SMALL_READS = 16
+"""Maximum number of concurrent requests for rank manifests and other small objects."""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The index of a snapshot as last read; shared by copies of a ``Source``."""
+
+    index: tuple[Commit, dict[int, RankManifest]] | None = None
+    views: dict[int, Index] = field(default_factory=dict)
+
+
+class Source:
+    """A snapshot that may exist: its place, the options, and the cached index."""
+
+    def __init__(self, location: Location, options: Options) -> None:
+        self.location = location
+        self.options = options
+        self._cache = _Cache()
+        self._is_one_call = False
+        self._deadline_s: float | None = None
+
+    def for_one_call(self) -> Source:
+        """Returns a copy for one call, whose operations share one ``timeout_s``."""
+        if self._is_one_call:
+            return self
+        source = copy(self)
+        source._is_one_call = True
+        return source
+
+    def _begin(self) -> float:
+        """Returns the deadline of an operation that starts now."""
+        deadline_s = self._deadline_s
+        if deadline_s is None:
+            deadline_s = anyio.current_time() + self.options.timeout_s
+            if self._is_one_call:
+                self._deadline_s = deadline_s
+        return deadline_s
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        host: Host,
+        op: str,
+        attempt: str | None = None,
+        on_retry: OnRetry | None = None,
+    ) -> AsyncIterator[tuple[Storage, SnapshotReader, AbandonableTasks]]:
+        """Opens the storage for one operation within ``timeout_s``; those of one call share it.
+
+        Work that does not write to the caller's memory runs as an errand. Only errands can be
+        abandoned at the deadline or on cancellation when the storage hangs.
+
+        Args:
+            op: The operation, for messages.
+            attempt: The attempt to read, if the commit object was read before.
+            on_retry: See ``StorageContext``.
+
+        Raises:
+            SnapshotReplaced: instead of ``ChecksumMismatch`` if the snapshot was replaced or
+                deleted in the meantime.
+            NotASnapshot: instead of ``StorageError`` if the URL is a file.
+            StorageError: timed out; quotes the last error that was retried.
+        """
+        host.resources.set_budget(self.options.memory_budget_bytes)
+        async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
+            with anyio.CancelScope(deadline=self._begin()) as scope:
+                run_blocking = errands.run_blocking
+                storage = await open_location(
+                    host,
+                    self.location,
+                    fsync=True,
+                    run_blocking=run_blocking,
+                    on_retry=errands.note_retry,
+                )
+
+                async def read_head() -> bytes | None:
+                    return await self._read_head(host, run_blocking)
+
+                reader = SnapshotReader(storage, run_blocking, attempt, read_head)
+                try:
+                    with self.naming():
+                        yield storage, reader, errands
+                except Exception as error:
+                    if _is_damage(error):
+                        await errands.run(reader.check_replaced)
+                    if what := await errands.run(reader.explain, error):
+                        raise what from error
+                    raise
+                finally:
+                    await errands.close(storage.aclose)
+        if scope.cancelled_caught:
+            raise StorageError(
+                op=op,
+                key="",
+                backend=self.location.display_url,
+                detail=f"timeout_s={self.options.timeout_s:g} is over; "
+                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
+                "for a slow storage",
+                retryable=True,
+            )
+
+    async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
+        """Returns the first bytes of the file or object with this exact URL; None if none."""
+        parts = folder_and_name(self.location.url)
+        if parts is None:
+            return None
+        folder, name = parts
+        try:
+            beside = await open_location(
+                host, replace(self.location, url=folder), fsync=False, run_blocking=run_blocking
+            )
+            try:
+                size = (await beside.stat(name)).size
+                return await beside.get(name, 0, min(size, HEAD_BYTES))
+            finally:
+                await beside.aclose()
+        except ActorSnapError:
+            return None
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Adds the URL of the snapshot to format errors, which name an object or path."""
+        try:
+            yield
+        except Exception as error:
+            found = first_error(error)
+            if isinstance(found, FormatError):
+                found.name_snapshot(self.location.display_url)
+            raise
+
+    async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
+        """Reads the commit object; returns it with all rank manifests, which are cached."""
+        commit = await reader.commit()
+        cache = self._cache
+        if cache.index is None or cache.index[0] != commit:
+            manifests: dict[int, RankManifest] = {}
+
+            async def read(named: tuple[int, ManifestRecord]) -> None:
+                rank, record = named
+                manifests[rank] = await reader.manifest(record)
+
+            await for_each(enumerate(commit.manifests), read, at_once=MAX_SMALL_READS)
+            cache.index = commit, dict(sorted(manifests.items()))
+            cache.views = {}
+        return cache.index
+
+    def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
+        """Returns the index as ``rank`` sees it; cached with the index."""
+        views = self._cache.views
+        found = views.get(rank)
+        if found is None:
+            found = views[rank] = index_of(manifests, rank=rank)
+        return found
+
+    def fetcher(self, host: Host, storage: Storage, **changes: Any) -> FetcherPool:
+        settings: dict[str, Any] = {
+            "run_blocking": host.run_blocking,
+            "budget": host.resources.budget,
+            "verify": self.options.verify,
+            "chunk_bytes": chunk_within(
+                self.options.chunk_bytes, host.resources.budget.limit_bytes
+            ),
+            "max_gap_bytes": self.options.max_gap_bytes,
+            "num_fetchers": self.options.num_uploaders,
+        }
+        return FetcherPool(storage, **(settings | changes))
+
+
+@asynccontextmanager
+async def _errands(
+    host: Host, label: str, on_retry: OnRetry | None
+) -> AsyncIterator[AbandonableTasks]:
+    """Provides errands in a separate call, which ends when the last errand has returned."""
+    tasks = anyio.create_task_group()
+    begun, over = anyio.Event(), anyio.Event()
+
+    async def keep() -> None:
+        async with tasks:
+            begun.set()
+            with anyio.CancelScope(shield=True):
+                await over.wait()
+
+    host.submit(keep())
+    try:
+        await begun.wait()
+        yield AbandonableTasks(
+            tasks, run_blocking=host.run_blocking, label=label, on_retry=on_retry
+        )
+    finally:
+        over.set()
+
+
+def _is_damage(error: Exception) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(ChecksumMismatch) is not None
+    return isinstance(error, ChecksumMismatch)

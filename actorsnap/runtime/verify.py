@@ -1,0 +1,394 @@
+"""The script that verifies a snapshot, and the check of its data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actorsnap.actors.fetcher import RangeRequest
+from actorsnap.actors.snapshot_reader import SnapshotReader, read_intact
+from actorsnap.errors import (
+    ActorSnapError,
+    ChecksumMismatch,
+    FormatError,
+    ObjectNotFound,
+    StorageError,
+    UnsupportedFormat,
+    UsageError,
+)
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.manifest import (
+    BytesEntry,
+    ManifestRecord,
+    ObjectRecord,
+    RankManifest,
+    Stored,
+    StoredChunk,
+    TensorEntry,
+)
+from actorsnap.planning.index import holes
+from actorsnap.planning.restore import check_chunks
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.reading import begins_anew
+from actorsnap.runtime.source import MAX_SMALL_READS, Source
+from actorsnap.state.sources import HostMemory
+from actorsnap.state.trial import Doubtful, try_manifests
+from actorsnap.storage.base import RunBlocking, Storage
+from actorsnap.storage.many import for_each
+
+__all__ = ["DataCheck", "VerifyReport", "verify"]
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a verification.
+
+    Attributes:
+        level: ``quick``: index, existence and sizes; ``full``: every byte, and whether each rank
+            can restore its entries.
+        num_objects: Data objects checked.
+        nbytes: Bytes compared with checksums.
+        problems: An error per damaged or missing object, and per entry that cannot be restored.
+    """
+
+    level: str
+    num_objects: int
+    nbytes: int
+    problems: tuple[ActorSnapError, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+class _NullSink:
+    """A sink that only counts bytes, for verification."""
+
+    is_addressable = False
+
+    def __init__(self, nbytes: int, count: Callable[[int], None]) -> None:
+        self.nbytes = nbytes
+        self._count = count
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise AssertionError("not addressable")
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        self._count(len(data))
+
+
+class _Meter:
+    """Adds up the work of worker threads and reports it to the caller's ``progress``.
+
+    Attributes:
+        done, total: Bytes compared so far, and to compare in total.
+    """
+
+    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.done = self.total = 0
+
+    def begin(self, total: int) -> None:
+        self.total = total
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self.total)
+
+
+@begins_anew
+def verify(
+    source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
+) -> Script[VerifyReport]:
+    """Checks a snapshot. ``progress`` gets bytes done and bytes in total, on any thread."""
+    if level not in ("quick", "full"):
+        raise UsageError(f'level must be "quick" or "full", not {level!r}')
+
+    async def step(host: Host) -> VerifyReport:
+        async with source.opened(host, "verify") as (storage, reader, errands):
+            return await errands.run(perform, host, storage, reader, errands.run_blocking)
+
+    async def perform(
+        host: Host, storage: Storage, reader: SnapshotReader, run_blocking: RunBlocking
+    ) -> VerifyReport:
+        commit = await reader.commit()
+        problems: list[ActorSnapError] = []
+        manifests: dict[str, RankManifest] = {}
+
+        async def read(record: ManifestRecord) -> None:
+            try:
+                manifests[record.key] = await reader.manifest(record)
+            except FormatError as error:
+                problems.append(error)
+
+        await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
+        check = DataCheck(source, host, storage, run_blocking, level=level, progress=progress)
+        problems += await check.run(
+            [manifests[r.key] for r in commit.manifests if r.key in manifests],
+            is_complete=len(manifests) == len(commit.manifests),
+        )
+        if problems:
+            await reader.check_replaced()
+        return VerifyReport(
+            level=level,
+            num_objects=check.num_objects,
+            nbytes=check.nbytes,
+            problems=tuple(problems),
+        )
+
+    report: VerifyReport = yield step
+    return report
+
+
+class DataCheck:
+    """Compares stored data with rank manifests.
+
+    Args:
+        storage: Open; the caller closes it.
+        level: ``quick`` or ``full``; see ``VerifyReport``.
+        progress: Gets bytes done and bytes in total, on any thread.
+
+    Attributes:
+        num_objects: Data objects checked.
+        nbytes: Bytes of intact objects; 0 if ``quick``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        host: Host,
+        storage: Storage,
+        run_blocking: RunBlocking,
+        *,
+        level: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._url = source.location.display_url
+        self._storage = storage
+        self._run_blocking = run_blocking
+        self._level = level
+        self._meter = _Meter(progress)
+        self._pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
+        self._unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
+        self._held: dict[str, _HeldObject] = {}
+        self.num_objects = 0
+        self.nbytes = 0
+
+    async def run(
+        self, manifests: Sequence[RankManifest], *, is_complete: bool
+    ) -> list[ActorSnapError]:
+        """Returns an error per damaged or missing object, and per entry that cannot be restored.
+
+        Args:
+            manifests: In rank order.
+            is_complete: Whether these are all manifests; otherwise only objects are checked.
+
+        Raises:
+            UnsupportedFormat: The package that reads the data is not installed.
+            StorageError: Reading failed.
+        """
+        problems: list[ActorSnapError] = []
+        self._held, contradictions = await self._run_blocking(_objects_in, manifests)
+        problems += contradictions
+        held = self._held.values()
+        if is_complete:
+            problems += await self._run_blocking(lambda: [*holes(manifests), *_gaps(held)])
+        total = sum(at.stop - at.start for each in held for _, at in each.leaves)
+        await self._run_blocking(self._meter.begin, total)
+        num_checked = 0
+
+        async def check(record: ObjectRecord) -> None:
+            nonlocal num_checked
+            try:
+                await self._check(record)
+                num_checked += 1
+            except ObjectNotFound as error:
+                missing = ChecksumMismatch(key=error.key, detail="the object is missing")
+                missing.__cause__ = error
+                problems.append(missing)
+            except UnsupportedFormat:
+                raise  # neither intact nor damaged: the check is impossible
+            except FormatError as error:
+                problems.append(error)
+            except BaseExceptionGroup as group:
+                damage, other = group.split(FormatError)
+                if damage is None or other is not None:
+                    raise
+                problems.append(_flatten_group(damage)[0])
+
+        records = [each.record for each in held]
+        # The pool itself limits concurrent reads.
+        parallel_objects = self._storage.capabilities.preferred_parallel_objects
+        at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
+        await for_each(records, check, at_once=at_once)
+        self.num_objects = len(records)
+        meter = self._meter
+        if not problems and (
+            num_checked != len(records) or (self._level == "full" and meter.done < meter.total)
+        ):
+            raise StorageError(
+                op="verify",
+                key="",
+                backend=self._url,
+                detail=f"only {num_checked} of {len(records)} objects and {meter.done} of "
+                f"{meter.total} bytes were compared, and nothing failed",
+            )
+        if self._level == "full" and is_complete:
+            trial = await self._run_blocking(try_manifests, dict(enumerate(manifests)))
+            known = {getattr(problem, "key", "") for problem in problems}
+            problems += [problem for problem in trial.problems if problem.key not in known]
+
+            async def build(leaf: Doubtful) -> None:
+                problems.extend(await self._build(leaf))
+
+            await for_each(trial.doubtful, build, at_once=1)
+        return problems
+
+    async def _build(self, leaf: Doubtful) -> list[FormatError]:
+        """Returns the reasons why the leaf cannot be built; empty if it can."""
+        try:
+            part = await self._run_blocking(leaf.restore)
+            await self._pool.fetch(
+                [RangeRequest(leaf.index, want.stored, want.sink) for want in part.memory.reads]
+            )
+            await self._run_blocking(part.build)
+        except FormatError as error:
+            found: list[Any] = [error]
+        except BaseExceptionGroup as group:
+            damage, other = group.split(FormatError)
+            if damage is None or other is not None:
+                raise
+            found = _flatten_group(damage)
+        else:
+            return []
+        # Checksum mismatches were reported before, per object.
+        return [error for error in found if not isinstance(error, ChecksumMismatch)]
+
+    async def _check(self, record: ObjectRecord) -> None:
+        await self._check_sizes(record)
+        if self._level == "full":
+            await read_intact(self._storage, lambda: self._check_header(record))
+            requests = [
+                RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._meter.add))
+                for manifest, at in self._held[record.key].leaves
+            ]
+            await self._pool.fetch(requests)
+            self.nbytes += record.size
+
+    async def _check_sizes(self, record: ObjectRecord) -> None:
+        if record.chunks:  # many keys: one listing
+            listed = self._storage.list(f"{record.key}/")
+            found = {info.key: info.size async for info in listed}
+        else:
+            found = {record.key: (await self._storage.stat(record.key)).size}
+        for key, size in self._held[record.key].stored.items():
+            if key not in found:
+                raise ChecksumMismatch(key=key, detail="the object is missing")
+            if found[key] != size:
+                raise ChecksumMismatch(
+                    key=key, detail=f"has {found[key]} bytes, was written with {size}"
+                )
+
+    async def _check_header(self, record: ObjectRecord) -> None:
+        header = await self._read_header(record)
+        if crc32c(header) != record.header_crc32c:
+            raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
+
+    async def _read_header(self, record: ObjectRecord) -> bytes:
+        if not record.chunks:
+            return await self._storage.get(record.key, 0, record.header_bytes)
+        header = np.empty(record.header_bytes, np.uint8)
+        sink = HostMemory(header.ctypes.data, len(header), header)
+        manifest, number = self._held[record.key].opener()
+        at = Stored(number, 0, len(header), ())
+        await self._unverified.fetch([RangeRequest(manifest, at, sink)])
+        return header.tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class _HeldObject:
+    """The records of all ranks about one data object.
+
+    Attributes:
+        parts: The manifests that list the object, with its number in each.
+        leaves: The leaves stored in it.
+    """
+
+    record: ObjectRecord
+    parts: list[tuple[RankManifest, int]] = field(default_factory=list)
+    leaves: list[tuple[RankManifest, Stored]] = field(default_factory=list)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Keys and sizes of the stored objects."""
+        return {
+            key: size
+            for manifest, number in self.parts
+            for key, size in manifest.objects[number].stored
+        }
+
+    @property
+    def chunks(self) -> list[StoredChunk]:
+        return [
+            chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
+        ]
+
+    def opener(self) -> tuple[RankManifest, int]:
+        """Returns the manifest and number that hold a compressed object's header.
+
+        Raises:
+            FormatError: no chunk begins at 0.
+        """
+        for manifest, number in self.parts:
+            if manifest.objects[number].chunks[0].start == 0:
+                return manifest, number
+        raise FormatError(key=self.record.key, detail="no chunk begins at 0")
+
+
+def _objects_in(
+    manifests: Sequence[RankManifest],
+) -> tuple[dict[str, _HeldObject], list[FormatError]]:
+    """Returns the data objects by key, and an error per disagreement between ranks."""
+    held: dict[str, _HeldObject] = {}
+    contradictions: list[FormatError] = []
+    for manifest in manifests:
+        for number, record in enumerate(manifest.objects):
+            each = held.setdefault(record.key, _HeldObject(record))
+            if each.record.is_like(record):
+                each.parts.append((manifest, number))
+            else:
+                detail = "ranks disagree about its size or header"
+                contradictions.append(FormatError(key=record.key, detail=detail))
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry):
+                leaves = held[manifest.objects[entry.data.object].key].leaves
+                leaves.append((manifest, entry.data))
+    return held, contradictions
+
+
+def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:
+    """Yields an error per compressed object whose chunks do not cover it."""
+    for each in held:
+        if each.record.chunks:
+            try:
+                check_chunks(each.record.key, each.record.size, each.chunks)
+            except FormatError as error:
+                yield error
+
+
+def _flatten_group(group: BaseExceptionGroup[Any]) -> list[Any]:
+    found: list[Any] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found.extend(_flatten_group(error))
+        else:
+            found.append(error)
+    return found
