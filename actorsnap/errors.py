@@ -28,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 __all__ = [
     "AccessDenied",
@@ -112,6 +114,22 @@ def describe(error: BaseException) -> str:
     """Returns the class, the message and the notes of an exception on one line. Never raises."""
     name, text = type(error).__name__, text_of(error)
     return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
+
+
+def call_foreign(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Calls code of the application in its own thread.
+
+    Raises:
+        RuntimeError: It raised an exception that its caller would take for a cancellation or the
+            end of a generator. ``KeyboardInterrupt`` and ``SystemExit`` pass.
+    """
+    try:
+        return fn(*args, **kwargs)
+    except BaseException as error:
+        is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        if is_plain or isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise RuntimeError(describe(error)) from error
 
 
 class ActorSnapError(Exception):

@@ -19,13 +19,12 @@ from actorsnap.runtime import (
     validation,
     verify,
 )
-from actorsnap.runtime.async_call import async_call
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.guard import Guard
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
 from actorsnap.runtime.save import Save
-from actorsnap.runtime.script import run_async, watch_async
+from actorsnap.runtime.script import async_call, run_async, watch_async
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.validation import AppState
 from actorsnap.runtime.verify import VerifyReport

@@ -32,9 +32,8 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.storage.base import Storage
+from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.foreign_errors import ends_this_task
-from actorsnap.storage.many import for_each
 
 __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 

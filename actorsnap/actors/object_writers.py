@@ -12,8 +12,7 @@ from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key
 from actorsnap.planning.packing import ObjectPlan
 from actorsnap.protocol.save import Token
-from actorsnap.storage.base import ObjectWriter, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 __all__ = ["RankObjects"]
 

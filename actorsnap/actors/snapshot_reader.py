@@ -28,8 +28,7 @@ from actorsnap.format.manifest import (
     world_size_of,
 )
 from actorsnap.log import Log
-from actorsnap.storage.base import RunBlocking, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import RunBlocking, Storage, for_each
 
 __all__ = [
     "Commits",

@@ -1,4 +1,4 @@
-"""Names objects, and lays out leaves in data objects that safetensors can open.
+"""Names objects and claims, and lays out leaves in data objects that safetensors can open.
 
 Decides object keys, attempt names, the names and order of bytes in a data object, and its header.
 Must not know tensors, files, the time, or the distribution of leaves over objects
@@ -8,7 +8,7 @@ Must not know tensors, files, the time, or the distribution of leaves over objec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from hashlib import sha256
@@ -18,21 +18,27 @@ from types import MappingProxyType
 import msgspec
 
 __all__ = [
+    "Attempt",
     "DATA_ALIGNMENT",
     "MAX_HEADER_BYTES",
-    "SAFETENSORS_DTYPES",
-    "Attempt",
     "ObjectLayout",
+    "SAFETENSORS_DTYPES",
     "Slot",
     "chunk_key",
+    "claim_prefix",
+    "collection_key",
+    "copy_claim_key",
     "data_key",
+    "decode_copy_claim",
     "dtype_itemsize",
+    "encode_copy_claim",
     "header_cost",
     "is_compressed_key",
     "is_well_formed_key",
     "lay_out",
     "manifest_key",
     "manifest_prefix",
+    "parse_claim",
     "parse_manifest_key",
     "safe_name",
     "shard_name",
@@ -376,3 +382,48 @@ def bounded_volume(shape: Sequence[int]) -> int:
         if volume > MAX_BYTES:
             break
     return volume
+
+
+_COLLECT = "collect"
+_COPY = "copy/"
+
+
+class _CopyClaim(msgspec.Struct):
+    stored: list[str]
+
+
+def claim_prefix(owner: str) -> str:
+    return f"{owner}/claim/"
+
+
+def copy_claim_key(owner: str, attempt: str) -> str:
+    """Returns the key with which the copy ``owner`` claims the attempt that it copies."""
+    return f"{claim_prefix(owner)}{_COPY}{attempt}"
+
+
+def collection_key(owner: str) -> str:
+    """Returns the key with which ``owner`` announces that it deletes leftovers of copies."""
+    return f"{claim_prefix(owner)}{_COLLECT}"
+
+
+def parse_claim(owner: str, key: str) -> str | None:
+    """Returns the attempt that a claim names; ``""`` for a collection, None for other keys."""
+    rest = key.removeprefix(claim_prefix(owner))
+    if rest == _COLLECT:
+        return ""
+    attempt = rest.removeprefix(_COPY)
+    is_claim = rest.startswith(_COPY) and not attempt.startswith(".") and "/" not in attempt
+    return attempt if is_claim and attempt else None
+
+
+def encode_copy_claim(stored: Iterable[str]) -> bytes:
+    """Encodes the claim of a copy; ``stored`` has the keys of complete objects."""
+    return msgspec.json.encode(_CopyClaim(sorted(stored)))
+
+
+def decode_copy_claim(data: bytes) -> list[str]:
+    """Returns the keys of complete objects; empty if the claim is unreadable."""
+    try:
+        return msgspec.json.decode(data, type=_CopyClaim).stored
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []

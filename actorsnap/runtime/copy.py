@@ -30,9 +30,10 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
     UnsupportedFormat,
+    call_foreign,
 )
 from actorsnap.format.checksum import combine, crc32c
-from actorsnap.format.claims import decode_copy_claim
+from actorsnap.format.layout import decode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
@@ -55,8 +56,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, open_location
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import Source
-from actorsnap.storage.base import ObjectWriter, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
 
@@ -547,7 +547,11 @@ class _Copy:
                 done_bytes=self._done_bytes,
                 total_bytes=self._total_bytes,
             )
-            await self._host.run_blocking(self._on_event, event)
+            try:
+                await self._host.run_blocking(call_foreign, self._on_event, event)
+            except Exception as error:
+                error.add_note("actorsnap: on_event of the copy raised this")
+                raise
 
     def _reading(self) -> AbstractContextManager[None]:
         return naming_side("the copy's source", self._storage.url)

@@ -13,7 +13,7 @@ import anyio
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.errors import FormatError, StorageError
-from actorsnap.format.claims import copy_claim_key, encode_copy_claim
+from actorsnap.format.layout import copy_claim_key, encode_copy_claim
 from actorsnap.runtime.garbage import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import Storage

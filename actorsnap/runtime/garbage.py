@@ -21,8 +21,13 @@ from actorsnap.actors.snapshot_reader import (
 from actorsnap.errors import (
     ChecksumMismatch,
 )
-from actorsnap.format.claims import claim_prefix, collection_key, parse_claim
-from actorsnap.format.layout import Attempt, manifest_prefix
+from actorsnap.format.layout import (
+    Attempt,
+    claim_prefix,
+    collection_key,
+    manifest_prefix,
+    parse_claim,
+)
 from actorsnap.format.manifest import OLDER_COMMIT_KEY, Commit
 from actorsnap.log import Log
 from actorsnap.planning.garbage import collectable, resumable, unclaimed

@@ -29,9 +29,8 @@ import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import UsageError, text_of
 from actorsnap.log import Log
-from actorsnap.runtime.limits import usable_cores
 from actorsnap.runtime.pool import WorkerPool
-from actorsnap.runtime.process import host_id
+from actorsnap.runtime.process import host_id, usable_cores
 from actorsnap.runtime.resources import Resources
 from actorsnap.storage.foreign_errors import ends_this_task
 

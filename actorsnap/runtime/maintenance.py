@@ -29,7 +29,7 @@ from actorsnap.log import Log
 from actorsnap.runtime.garbage import collect_garbage, find_attempts, find_collectable
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.source import MAX_SMALL_READS, Source
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import for_each
 
 __all__ = [
     "CollectReport",

@@ -1,4 +1,4 @@
-"""Identity of this process and its host, and checks of other processes."""
+"""Identity of this process and its host, checks of other processes, usable memory and cores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import functools
 import hashlib
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 import psutil
 
-__all__ = ["host_id", "is_running", "listens_at"]
+__all__ = [
+    "cgroup_free_bytes",
+    "default_budget_bytes",
+    "has_cores",
+    "host_id",
+    "is_running",
+    "listens_at",
+    "usable_cores",
+]
 
 
 @functools.cache
@@ -43,3 +53,92 @@ def listens_at(port: int) -> bool:
 
 
 os.register_at_fork(after_in_child=host_id.cache_clear)  # the namespace may differ
+
+
+_MAX_DEFAULT_BUDGET = 64 << 30
+
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""Variables of torchrun, Open MPI and Slurm with the number of ranks on this machine."""
+
+
+def default_budget_bytes() -> int:
+    """Returns 60 % of the free memory of the machine or cgroup; at least 64 MiB, at most 64 GiB."""
+    free = psutil.virtual_memory().available
+    limit = cgroup_free_bytes()
+    if limit is not None:
+        free = min(free, limit)
+    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, free * 6 // 10))
+
+
+def cgroup_free_bytes(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Returns the memory left to this process by its cgroup and all parents (v2 or v1), in bytes.
+
+    Files in the page cache count as free: the kernel drops them before it refuses memory.
+
+    Args:
+        membership: The file that lists the cgroups of this process.
+        root: The mount point of the cgroup folders.
+
+    Returns:
+        None without a limit.
+    """
+    free: list[int] = []
+    for folder, is_v2 in _cgroups(membership, root):
+        limit_name, usage_name, prefix = (
+            ("memory.max", "memory.current", "")
+            if is_v2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        )
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / limit_name).read_text())  # "max" is a ValueError: no limit
+            used = int((folder / usage_name).read_text())
+            cached = _cached_bytes(folder / "memory.stat", prefix)
+            free.append(max(0, limit - max(0, used - cached)))
+    return min(free, default=None)
+
+
+def _cgroups(membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yields the folders of the memory cgroups and their parents, and whether they are v2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0"
+        if not is_v2 and "memory" not in controllers.split(","):
+            continue
+        mount = root if is_v2 else root / "memory"
+        # In a container the path may be the host's, with only the mount's top present.
+        inside = PurePosixPath(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            yield mount / folder, is_v2
+
+
+def _cached_bytes(stat: Path, prefix: str) -> int:
+    wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
+    try:
+        fields = [line.split() for line in stat.read_text().splitlines()]
+        return sum(int(value) for name, value in fields if name in wanted)
+    except (OSError, ValueError):
+        return 0
+
+
+def usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether each rank of this machine has a second core, for another process.
+
+    Args:
+        num_ranks: Ranks of the job; all count as local if no launcher has set a number.
+    """
+    counts = [environ.get(name, "") for name in _LOCAL_RANKS]
+    num_here = next((int(text) for text in counts if text.isdecimal() and int(text)), num_ranks)
+    return usable_cores() >= 2 * num_here

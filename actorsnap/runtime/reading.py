@@ -121,7 +121,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
     part = prepare(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
-    yield lambda host: fetch(host, source, index, [part])
+    yield lambda host: fetch(host, source, index, [part], owns_memory=True)
     return part.build()
 
 
@@ -151,7 +151,9 @@ def read_object(
     part = read_one(
         index.entries, path, out, source.options.allow_pickle, index.held_by_other_ranks
     )
-    yield lambda host: fetch(host, source, index, [part], memory_budget_bytes)
+    yield lambda host: fetch(
+        host, source, index, [part], memory_budget_bytes, owns_memory=out is None
+    )
     return part.build()
 
 
@@ -161,10 +163,12 @@ async def fetch(
     index: Index,
     parts: Sequence[KeyRestore],
     memory_budget_bytes: int | None = None,
+    *,
+    owns_memory: bool = False,
 ) -> None:
     mark(parts)
     wanted = [want for part in parts for want in part.memory.reads]
-    await fetch_wanted(host, source, index, wanted, memory_budget_bytes)
+    await fetch_wanted(host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory)
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
@@ -179,8 +183,14 @@ async def fetch_wanted(
     wanted: Iterable[Wanted],
     memory_budget_bytes: int | None = None,
     observation: Observation | None = None,
+    *,
+    owns_memory: bool = False,
 ) -> None:
-    """Reads ranges into marked memory."""
+    """Reads ranges into marked memory.
+
+    Args:
+        owns_memory: No memory is the caller's, so that a read that hangs may be abandoned.
+    """
     requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
@@ -191,6 +201,10 @@ async def fetch_wanted(
         }
     if requests:
         watch = observation or Observation("read")
-        async with source.opened(host, "read", index.attempt, watch.on_retry) as (storage, _, _):
+        async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
+            storage, _, errands = opened
             fetcher = source.fetcher(host, storage, recorder=watch.recorder, **changes)
-            await fetcher.fetch(requests)
+            if owns_memory:
+                await errands.run(fetcher.fetch, requests)
+            else:
+                await fetcher.fetch(requests)

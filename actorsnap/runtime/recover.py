@@ -45,8 +45,7 @@ from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, Source
 from actorsnap.runtime.validation import check_flag
 from actorsnap.runtime.verify import DataCheck
-from actorsnap.storage.base import Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import Storage, for_each
 
 __all__ = ["RecoverCall", "RecoverReport", "recover"]
 

@@ -15,8 +15,7 @@ from actorsnap.actors.pace import Pace
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.commit_order import CommitOrder
-from actorsnap.runtime.limits import default_budget_bytes
-from actorsnap.runtime.process import host_id, is_running
+from actorsnap.runtime.process import default_budget_bytes, host_id, is_running
 
 if TYPE_CHECKING:
     from actorsnap.runtime.uploader_client import Uploader

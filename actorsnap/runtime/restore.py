@@ -16,6 +16,7 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RestoreAborted,
+    call_foreign,
     describe,
     printable,
 )
@@ -243,8 +244,14 @@ def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
     states: dict[str, Any] = {}
 
     def call(key: str) -> None:
-        stateful = app_state[key]
-        states[key] = None if isinstance(stateful, RNGState) else stateful.state_dict()
+        stateful, states[key] = app_state[key], None
+        if isinstance(stateful, RNGState):
+            return
+        try:
+            states[key] = call_foreign(stateful.state_dict)
+        except Exception as error:
+            error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
+            raise
 
     keys = sorted(app_state, key=lambda key: (isinstance(app_state[key], RNGState), key))
     _call_by_key(keys, call, team, Stage.COMPARE)
@@ -288,14 +295,16 @@ def _load(
     def call(key: str) -> None:
         try:
             if key in compared.adapting:
-                left_out = _load_adapting(
-                    key, loaders[key], states[key], compared.adapting[key], strict=strict
+                left_out = call_foreign(
+                    _load_adapting,
+                    *(key, loaders[key], states[key], compared.adapting[key]),
+                    strict=strict,
                 )
                 missing.extend(left_out.missing)
                 unexpected.extend(left_out.unexpected)
                 mismatched.extend(left_out.mismatched)
             else:
-                loaders[key](states[key])
+                call_foreign(loaders[key], states[key])
         except Exception as error:
             error.add_note(
                 f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "

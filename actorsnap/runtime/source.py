@@ -28,8 +28,7 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import Location, OnRetry, open_location
-from actorsnap.storage.base import RunBlocking, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import RunBlocking, Storage, for_each
 from actorsnap.storage.registry import (
     folder_and_name,
 )

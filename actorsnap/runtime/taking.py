@@ -29,9 +29,9 @@ from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
 from actorsnap.runtime.guard import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
-from actorsnap.runtime.limits import has_cores
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location, open_location, open_ready_location
+from actorsnap.runtime.process import has_cores
 from actorsnap.runtime.remote_engine import RemoteEngine
 from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.team import Membership, Team, find_team

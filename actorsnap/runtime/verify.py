@@ -38,8 +38,7 @@ from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import MAX_SMALL_READS, Source
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.trial import Doubtful, try_manifests
-from actorsnap.storage.base import RunBlocking, Storage
-from actorsnap.storage.many import for_each
+from actorsnap.storage.base import RunBlocking, Storage, for_each
 
 __all__ = ["DataCheck", "VerifyReport", "verify"]
 

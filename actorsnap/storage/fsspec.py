@@ -66,8 +66,8 @@ from actorsnap.storage.base import (
     num_bytes,
     range_end,
     truncated,
+    try_each,
 )
-from actorsnap.storage.many import try_each
 from actorsnap.storage.policies import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 

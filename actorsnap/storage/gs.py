@@ -51,10 +51,10 @@ from actorsnap.storage.base import (
     check_size,
     flat,
     truncated,
+    try_each,
 )
 from actorsnap.storage.cloud import add_policies, convert_options, split_url
 from actorsnap.storage.gs_client import GsClient, GsOptions, Resource
-from actorsnap.storage.many import try_each
 
 __all__ = ["GsStorage", "GsWriter", "open_gs"]
 

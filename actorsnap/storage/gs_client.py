@@ -37,7 +37,7 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
-from actorsnap.storage.base import StorageContext, flat, num_bytes, truncated
+from actorsnap.storage.base import StorageContext, flat, num_bytes, truncated, try_each
 from actorsnap.storage.cloud import (
     NetworkOptions,
     check_secret,
@@ -47,7 +47,6 @@ from actorsnap.storage.cloud import (
     remedy,
 )
 from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
-from actorsnap.storage.many import try_each
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
 __all__ = ["GsClient", "GsOptions", "Page", "Resource"]

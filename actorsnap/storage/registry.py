@@ -172,7 +172,8 @@ def canonical(url: str) -> str:
     scheme = _ALIASES.get(scheme, scheme)
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if scheme != "fs":
-        return f"{scheme}://{'/'.join(parts)}"
+        root = "/" if path.startswith("/") else ""
+        return f"{scheme}://{root}{'/'.join(parts)}"
     if path.startswith("localhost/"):  # of file://
         del parts[0]
     return "/" + "/".join(parts)

@@ -25,8 +25,7 @@ from actorsnap import (
     StorageError,
     sync,
 )
-from actorsnap.format.claims import collection_key, copy_claim_key, encode_copy_claim
-from actorsnap.format.layout import Attempt
+from actorsnap.format.layout import Attempt, collection_key, copy_claim_key, encode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import copy, copy_claim, maintenance, validation
 from actorsnap.runtime.host import Host

@@ -55,6 +55,8 @@ SYSTEM_CALLS: dict[str, tuple[str, Callable[[sync.Snapshot], Any]]] = {
     "get_manifest": ("open", lambda s: s.get_manifest()),
     "verify": ("stat", lambda s: s.verify()),
     "verify-full": ("preadv", lambda s: s.verify("full")),
+    "read_object": ("preadv", lambda s: s.read_object("model/weight")),
+    "get_state_dict_for_key": ("preadv", lambda s: s.get_state_dict_for_key("model")),
     "delete": ("unlink", lambda s: s.delete()),
     "delete-garbage": ("scandir", lambda s: s.delete()),
 }

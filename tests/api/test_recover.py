@@ -30,10 +30,9 @@ from actorsnap import (
     UnsupportedFormat,
     UsageError,
 )
-from actorsnap.format.claims import copy_claim_key, encode_copy_claim
 from actorsnap.format.compression import Codec
 from actorsnap.format.geometry import Box
-from actorsnap.format.layout import Attempt, manifest_key
+from actorsnap.format.layout import Attempt, copy_claim_key, encode_copy_claim, manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     COMMIT_KEYS,

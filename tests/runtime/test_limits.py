@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actorsnap.runtime import limits
-from actorsnap.runtime.limits import cgroup_free_bytes
+from actorsnap.runtime import process
+from actorsnap.runtime.process import cgroup_free_bytes
 
 GIB = 1 << 30
 V1_UNLIMITED = 0x7FFFFFFFFFFFF000
@@ -93,5 +93,5 @@ def test_each_rank_here_has_a_core_for_a_process(
     environ: dict[str, str],
     has: bool,
 ) -> None:
-    monkeypatch.setattr(limits, "usable_cores", lambda: num_cores)
-    assert limits.has_cores(num_ranks, environ) == has
+    monkeypatch.setattr(process, "usable_cores", lambda: num_cores)
+    assert process.has_cores(num_ranks, environ) == has
