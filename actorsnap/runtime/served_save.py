@@ -108,8 +108,9 @@ class ServedSave:
         self._turn: _LinkedTurn | None = None
         if frame.overwrite and frame.rank == 0:
             self._turn = _LinkedTurn(lambda: trainer.send(AnswerWanted(frame.number, "turn")))
-        self._absences: list[AbsenceReported] = []
+        self._absence: str | None = None
         self._has_absence = anyio.Event()
+        self._has_left_trainer = False
         self._take_over: tuple[TakeOver, StoreAt] | None = None
         self._ends: RelayedEnds | None = None
         membership = None
@@ -150,7 +151,7 @@ class ServedSave:
     def leave_trainer(self) -> None:
         """Handles the trainer's end. Call in the order of the saves' numbers."""
         # A commit that waits for the trainer's answer proceeds: all ranks have arrived there.
-        self._absences.append(AbsenceReported(self._number, None))
+        self._has_left_trainer = True
         self._has_absence.set()
         if self._turn is not None:
             self._turn.leave_trainer(
@@ -175,7 +176,7 @@ class ServedSave:
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
             case AbsenceReported():
-                self._absences.append(frame)
+                self._absence = frame.reason
                 self._has_absence.set()
             case TurnGiven():
                 assert self._turn is not None
@@ -191,10 +192,12 @@ class ServedSave:
 
     async def absence(self) -> str | None:
         """See ``RelayLink``."""
-        self._has_absence = anyio.Event()
+        if self._has_left_trainer:
+            return None
+        self._absence, self._has_absence = None, anyio.Event()
         self._trainer.send(AnswerWanted(self._number, "absence"))
         await self._has_absence.wait()
-        return self._absences.pop().reason
+        return self._absence
 
     async def _prepare_take_over(self, frame: TakeOver) -> None:
         # Imports torch.

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from actorsnap import Options, StateDict
 from actorsnap.runtime import taking, uploader_client
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.remote_engine import RemoteEngine
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
@@ -39,6 +40,7 @@ __all__ = [
     "direct_dying_processes",
     "direct_dying_trainers",
     "direct_detached",
+    "direct_died_before_the_commit",
     "direct_kinds",
     "direct_mixture",
     "direct_overwrites",
@@ -478,9 +480,21 @@ def obey(me: Rank, cannot_start: Sequence[int] = (), how: str = "") -> None:
             case "stop in the next":
                 _stop_in_the_next()
                 me.say({"error": ""})
+            case "die before the commit":
+                _die_before_the_commit()
+                me.say({"error": ""})
             case "wait":
                 assert pending is not None
                 me.say(outcome(pending.wait))
+
+
+def _die_before_the_commit() -> None:
+    """This process is killed when the process asks it whether rank 0 was given up."""
+
+    async def die(self: RemoteEngine) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    RemoteEngine._report_absence = die  # type: ignore[method-assign]
 
 
 def _stop_in_the_next() -> None:
@@ -674,6 +688,31 @@ def direct_stopped_after_staging(num_ranks: int, path: str, victim: int) -> dict
         begun = _begin(world, f"{path}/s", 3)
         again = _tell_all(world, {"do": "wait"})
         return {"others": answers, "stopped": stopped, "again": again}
+    finally:
+        _end(world, begun)
+
+
+def direct_died_before_the_commit(num_ranks: int, path: str) -> dict[str, Any]:
+    """Rank 0's trainer is killed while its process waits for its answer, just before the commit of
+    a detached save; the store's server lives, as torchrun's."""
+    world = World(num_ranks, obey, how="torchrun")
+    held = Held(path)
+    begun: list[Any] = []
+    try:
+        held.hold("manifest")
+        begun = _begin(world, f"{path}/s", 1, detach=True)
+        held.wait_held("manifest")
+        world.ranks[0].tell({"do": "die before the commit"})
+        world.ranks[0].hear()
+        held.let("manifest")
+        os.waitpid(world.ranks[0].pid, 0)
+        for rank in world.ranks[1:]:
+            rank.tell({"do": "wait"})
+        answers = [rank.hear() for rank in world.ranks[1:]]
+        wait_until(lambda: is_gone(begun[0]["pid"]))
+        is_committed = (Path(path) / "s" / "actorsnap.json").exists()
+        world.ranks = world.ranks[1:]
+        return {"others": answers, "is_committed": is_committed}
     finally:
         _end(world, begun)
 

@@ -349,3 +349,12 @@ def test_processes_commit_what_all_trainers_had_staged(director: Director, tmp_p
     assert said == {"was_alive": True, "is_committed": True}
     check_saved(tmp_path / "s", 1)
     assert len(assemble(tmp_path / "s").private) == 6
+
+
+def test_rank_0s_trainer_dies_before_the_commit_of_a_detached_save(
+    director: Director, tmp_path: Path
+) -> None:
+    said = director.play("direct_died_before_the_commit", num_ranks=2, path=str(tmp_path))
+    assert said["is_committed"], said
+    assert [rank["error"] for rank in said["others"]] == [""], said
+    check_saved(tmp_path / "s", 1)
