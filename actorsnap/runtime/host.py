@@ -259,11 +259,12 @@ class Host:
         self._bulk.lower_priority()
 
     def _relieve(self) -> None:
-        # Reset first: if the lines below fail, the next call must schedule the check again.
-        self._is_relieving = False
-        if any([pool.relieve() for pool in (self._workers, self._bulk)]):
-            self._is_relieving = True
-            self._loop.call_later(_RELIEF_S, self._relieve)
+        self._is_relieving = True  # also if no thread can be started now
+        try:
+            self._is_relieving = any([pool.relieve() for pool in (self._workers, self._bulk)])
+        finally:
+            if self._is_relieving:
+                self._loop.call_later(_RELIEF_S, self._relieve)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
