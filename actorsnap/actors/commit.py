@@ -18,6 +18,7 @@ from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Work
 from actorsnap.errors import (
+    ActorSnapError,
     ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
@@ -35,7 +36,7 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.foreign_errors import ends_this_task
 
-__all__ = ["CommitActor", "CommitTemplate", "is_committed"]
+__all__ = ["CommitActor", "CommitTemplate", "commit_alone", "is_committed"]
 
 logger = Log(__name__)
 
@@ -60,6 +61,34 @@ async def is_committed(storage: Storage, errands: AbandonableTasks, attempt: str
         except Exception as error:  # any error of a backend
             logger.warning("%s: whether it is committed is unknown: %s", attempt, error)
     return False
+
+
+async def _put(storage: Storage, data: bytes, *, overwrite: bool) -> None:
+    if overwrite:
+        await storage.put(COMMIT_KEY, [memoryview(data)])
+    else:
+        await storage.put_if_absent(COMMIT_KEY, data)
+
+
+async def commit_alone(storage: Storage, commit: Commit, *, overwrite: bool) -> None:
+    """Commits in a call by one process; looks for a commit whose answer is lost.
+
+    Raises:
+        ObjectExists: Another snapshot is committed, and ``overwrite`` is false.
+        StorageError: It is not committed, or the storage does not answer.
+    """
+    try:
+        await _put(storage, encode_commit(commit), overwrite=overwrite)
+        # A client may have swallowed the cancellation without writing.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+    except StorageError:
+        try:
+            # The backend may have repeated the request, and found the object of its first try.
+            if await find_commit(storage) == commit:
+                return
+        except ActorSnapError:
+            logger.debug("the commit object cannot be read", exc_info=True)
+        raise
 
 
 class _Visible(Enum):
@@ -165,10 +194,7 @@ class CommitActor:
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
             self._is_asked = True
             with self._recorder.row("coordinator") as row:
-                if self._template.overwrite:
-                    await self._storage.put(COMMIT_KEY, [memoryview(data)])
-                else:
-                    await self._storage.put_if_absent(COMMIT_KEY, data)
+                await _put(self._storage, data, overwrite=self._template.overwrite)
                 row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
             if may_be_replaced:
                 return Failure(

@@ -20,9 +20,9 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.abandonable import AbandonableTasks
+from actorsnap.actors.commit import commit_alone
 from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_intact
 from actorsnap.errors import (
-    ActorSnapError,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
@@ -34,7 +34,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.layout import decode_copy_claim
-from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
+from actorsnap.format.manifest import COMMIT_KEY, Commit
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.copy import (
@@ -375,38 +375,22 @@ class _Copy:
         Returns:
             The replaced attempt, if known, and whether there was no commit object before.
         """
-        data = encode_commit(commit)
         replaced: list[str] = []
         was_vacant = not overwrite
         try:
             with self._writing():
-                if not overwrite:
-                    await self._target.put_if_absent(COMMIT_KEY, data)
-                else:
+                if overwrite:
                     try:
                         older = await find_commit(self._target)
                         replaced = [older.attempt] if older is not None else []
                         was_vacant = older is None
                     except ChecksumMismatch:
                         logger.info("%s: replacing a damaged snapshot", self._target.url)
-                    await self._target.put(COMMIT_KEY, [memoryview(data)])
-            # A client may have swallowed the cancellation without writing.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-        except StorageError as error:
-            # The answer may be lost, or the backend may have repeated the request.
-            if await self._is_committed(commit):
-                return replaced, was_vacant
-            if isinstance(error, ObjectExists):
-                await self._errands.clean_up(self._discard)
+                await commit_alone(self._target, commit, overwrite=overwrite)
+        except ObjectExists:
+            await self._errands.clean_up(self._discard)
             raise
         return replaced, was_vacant
-
-    async def _is_committed(self, commit: Commit) -> bool:
-        try:
-            return await find_commit(self._target) == commit
-        except ActorSnapError:
-            logger.debug("the commit object cannot be read", exc_info=True)
-            return False
 
     async def _discard(self) -> None:
         """Deletes the copied attempt and the claim."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.abandonable import AbandonableTasks
+from actorsnap.actors.commit import commit_alone
 from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_commits, read_intact
 from actorsnap.errors import (
     ActorSnapError,
@@ -227,25 +227,16 @@ class _Recovery:
             ObjectExists: Another snapshot was committed in the meantime.
             ObjectNotFound: The attempt was deleted in the meantime.
         """
-        data = encode_commit(commit)
 
         async def look(record: ManifestRecord) -> None:
             await target.stat(record.key)
 
         await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
         commits = await read_commits(target)
-        if isinstance(commits.newer, FormatError):
+        is_damaged = isinstance(commits.newer, FormatError)
+        if is_damaged:
             await self._check_replaceable()  # raises if the caller did not ask to replace it
-            await target.put(COMMIT_KEY, [memoryview(data)])
-        else:
-            try:
-                await target.put_if_absent(COMMIT_KEY, data)
-            except ObjectExists:
-                # A repeated request finds the object created by the first one.
-                if await find_commit(target) != commit:
-                    raise
-        # A client may have swallowed the cancellation without writing.
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await commit_alone(target, commit, overwrite=is_damaged)
         if commits.older is not None:
             # The other name is valid now. A damaged object left here would count again if only the
             # newer one were lost.
