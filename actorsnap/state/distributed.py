@@ -343,7 +343,7 @@ def _ranks_of(group: Any) -> Ranks | None:
 
 
 def _synchronised_modules(module: torch.nn.Module) -> list[tuple[str, Any, Ranks | None]]:
-    """Returns name, module and ranks of each one of several ranks."""
+    """Returns name, module and ranks of each DistributedDataParallel of several ranks."""
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     if distributed is None:
         return []

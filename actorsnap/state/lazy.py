@@ -1,8 +1,8 @@
 """Finds leaves that may be copied after the call returns, and detects changes to them.
 
-Only tensors that nothing but an optimizer's step changes are *lazy*: parameters of modules that
-require gradients, and optimizer state. Leaves are matched by memory, so any view counts. Others are
-*eager*.
+Only tensors that nothing but an optimizer's step changes are *lazy*: parameters that require
+gradients, of modules in the app state, and the state of its optimizers. Leaves are matched by
+memory, so any view counts. Others are *eager*.
 
 Version counters, which views share, show in-place operations. Fused optimizers and DTensors do not
 move the parameter's, but most move or create a step counter, so a parameter is watched with its
