@@ -1,6 +1,5 @@
-"""Turns an app state into leaves with bytes and finished entries.
+"""Turns an app state into leaves with bytes and finished entries (``docs/format.md``, "Entries").
 
-Decides which entry each leaf becomes (``docs/format.md``, "Entries") and which are views of others.
 Runs in the caller's thread and copies no tensor: the result refers to live memory. It must not know
 objects, plans or storage.
 """
@@ -79,19 +78,17 @@ def capture(
 ) -> Captured:
     """Reads the state of every stateful, without copying tensors.
 
-    ``state_dict`` may be collective: it is called in sorted order of the keys. With several ranks,
-    the other calls are made even after one raised, so that no other rank hangs.
+    ``state_dict`` may be collective: keys are visited in sorted order. With several ranks, the
+    other calls are made even after one raised, so that no rank hangs.
 
     Args:
-        app_state: Objects with ``state_dict``, by key.
-        replicated: Globs of paths whose leaves are the same on every rank. ``*`` matches characters
-            within a path component, ``**`` any components.
-        allow_pickle: Whether leaves outside of the safe set may be pickled.
+        replicated: Globs of paths of leaves that are the same on every rank. ``*`` matches within a
+            path component, ``**`` any components.
+        allow_pickle: Whether to pickle leaves outside of the safe set.
         ranks, rank: Global ranks that save together, and that of this process.
 
     Raises:
-        UsageError: The app state is malformed, or has leaves that cannot be stored. Names all of
-            them.
+        UsageError: The app state is malformed, or some leaves cannot be stored. Names all.
         Exception: A ``state_dict`` raised it; a note names the key.
     """
     validate_app_state(app_state)
@@ -113,10 +110,7 @@ def capture(
 
 
 def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
-    """Returns the optimizers of an app state, by the path of their state.
-
-    Those of a ``ModelState`` share one state.
-    """
+    """Returns optimizers by the path of their state; those of a ``ModelState`` share one."""
     optimizers: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
     for key, value in app_state.items():
         if isinstance(value, torch.optim.Optimizer):
@@ -127,10 +121,7 @@ def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.O
 
 
 def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the attributes of modules' parameters, by path.
-
-    The detached parameters in a state dict lack them.
-    """
+    """Returns the attributes of modules' parameters, which state dicts lack, by path."""
     attributes: dict[str, dict[str, Any]] = {}
     for key, value in app_state.items():
         is_named = isinstance(value, ModelState)
@@ -148,7 +139,7 @@ def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """Calls every ``state_dict``. Random generators come first and are reset afterwards."""
+    """Random generators come first and are reset afterwards."""
     states: dict[str, Any] = {}
     failed: Exception | None = None
     generators = {key for key, value in app_state.items() if isinstance(value, RNGState)}
@@ -171,8 +162,6 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
 
 
 class _Globs:
-    """The ``replicated`` globs, and those that have not matched yet."""
-
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"replicated must be a list of globs, not {globs!r}")
@@ -207,7 +196,7 @@ def _glob_regex(glob: str) -> str:
 
 
 class _Collector:
-    """Turns leaves into parts, and finally leaves that share memory into views."""
+    """Turns leaves into parts, and leaves that share memory into views."""
 
     def __init__(
         self,
@@ -267,8 +256,6 @@ class _Collector:
         lines = "\n".join(f"  {line}" for line in self._refused)
         raise UsageError(f"{len(self._refused)} leaves of the app state cannot be saved:\n{lines}")
 
-    # Leaves by kind
-
     def _container(self, path: str, container: Container) -> ContainerEntry:
         attributes = None
         if container.metadata is not None:
@@ -299,14 +286,13 @@ class _Collector:
         self._parts.append(Leaf(item, source_of(raw), kind, ""))
 
     def _pickle_or_refuse(self, path: str, value: object, why: str, replicated: bool) -> None:
-        """Adds a value outside of the safe set, pickled if that is allowed."""
         if not self._allow_pickle:
             allow = "or allow pickle with options=Options(allow_pickle=True)"
             self._refuse(path, f"{why}, {allow}")
             return
         try:
             data = objects.pickled(value)
-        except Exception as error:  # pickling runs the value's own code
+        except Exception as error:  # runs the value's own code
             name = type(value).__qualname__
             self._refuse(path, f"is a {name} and cannot be pickled: {text_of(error)}")
         else:
@@ -404,7 +390,7 @@ class _Collector:
                 return
             source = self._copied(tensor)
             if not is_lazy:
-                # The stored bytes of a lazily conjugated tensor differ from its memory.
+                # Stored bytes of a lazily conjugated tensor differ from its memory.
                 self._track(memory_of(tensor), tensor.device)
         else:  # nearly all tensors: nothing here may be slow
             start = address_of(tensor)
@@ -428,8 +414,6 @@ class _Collector:
         leaf.attributes = self._attributes.get(path)
         if leaf.kind == "parameter" and leaf.attributes is None:
             leaf.attributes = objects.encode_attributes(tensor if whole is None else whole, path)
-
-    # Leaves that several ranks hold, or hold parts of
 
     def _add_distributed(self, path: str, tensor: torch.Tensor) -> None:
         sharding = self._describer.describe(tensor)
@@ -505,7 +489,7 @@ class _Collector:
     def _try_replica(self, path: str, value: object, replica: Replica) -> bool:
         """Adds a tensor that only some ranks hold, or of which the first rank's value counts.
 
-        Returns False for a leaf to add like any other.
+        Returns False for any other leaf.
         """
         if type(value) not in PLAIN_TYPES or (
             self._covers_all(replica) and not replica.rank_zero_wins
@@ -530,7 +514,7 @@ class _Collector:
             self._parts.append(leaf)
         else:
             # One box, so that any rank can restore it. With rank_zero_wins a rank names itself
-            # only: in another group the same name may mean another buffer.
+            # only: another group may use the same name for another buffer.
             whole = Sharding(
                 shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
             )
@@ -542,18 +526,15 @@ class _Collector:
         return True
 
     def mark_devices(self) -> None:
-        """Orders copies of worker threads after the work that this thread has queued on devices.
+        """Orders copies after the work that this thread has queued on devices.
 
-        Devices without a lane are synchronized here.
+        Synchronizes devices without a lane.
         """
         self._lanes.mark()
         for device in self._waits:
             torch.accelerator.current_stream(device).synchronize()
 
-    # Shared memory
-
     def finish(self) -> list[Part]:
-        """Returns the parts, with leaves that share memory as views of one stored leaf."""
         replaced: dict[int, list[Part]] = {}
         extents = self._extents.values()
         for group in sharing.find_groups(extents, self._repeating, self._region_of):
@@ -582,7 +563,7 @@ class _Collector:
 
     def _share(self, group: sharing.AliasGroup, replaced: dict[int, list[Part]]) -> None:
         members = [self._leaf(number) for number in group.members]
-        # A view needs its base, so all are replicated, or none.
+        # A view needs its base.
         replicated = all([leaf.item.replicated for leaf in members])
         base = None if group.base is None else self._leaf(group.base)
         if base is None:
@@ -616,7 +597,7 @@ class _Collector:
 
 
 def _why_not_inline(value: object, error: objects.NotInline) -> str:
-    """Returns why a leaf cannot be stored inline, and a remedy."""
+    """Returns the reason and a remedy."""
     culprit = error.value
     is_key = False
     if isinstance(value, dict) and type(value) in CONTAINER_TYPES:
@@ -646,7 +627,7 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
 
 
 def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | None:
-    """Returns the memory that a group touches; None if one tensor cannot cover it."""
+    """Returns None if one tensor cannot cover the memory of a group."""
     size = group.stop - group.start
     sources = [leaf.source for leaf in members]
     for source in sources:
@@ -663,5 +644,5 @@ def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | No
             return DeviceSource(raw, source.copier)
         if raw is not None:
             return StridedSource(raw)
-    # Storages that overlap by other means than torch's: each is stored separately.
+    # Storages overlap by other means than torch's: each is stored separately.
     return None

@@ -1,4 +1,4 @@
-"""The result of a capture: leaves with bytes, and finished entries.
+"""The result of a capture.
 
 The uploader process imports this module, so it must not import torch.
 """
@@ -21,14 +21,11 @@ __all__ = ["Captured", "Leaf", "Part"]
 class Leaf(msgspec.Struct, gc=False, eq=False):
     """A leaf with bytes.
 
-    Not garbage-collected: the collector would walk over 100,000 leaves repeatedly, which took
-    half of the time of a capture.
+    Not garbage-collected: walks over 100,000 leaves took half of the time of a capture.
 
     Attributes:
-        item: The leaf as the planner sees it.
         source: Its bytes; keeps their memory alive.
         kind, dtype: ``type`` and ``dtype`` of the entry; a ``bytes`` entry has no dtype.
-        requires_grad, memory_format, attributes: See ``TensorEntry``.
         holders: Group ranks with the same value, if some but not all have it.
         rank_zero_wins: Whether values may differ and this rank, the first, stores its own.
     """
@@ -49,7 +46,6 @@ class Leaf(msgspec.Struct, gc=False, eq=False):
         return None if self.item.replicated and not self.rank_zero_wins else self.holders
 
     def entry(self, stored: Stored, box: ItemBox | None = None) -> TensorEntry | BytesEntry:
-        """Returns the manifest entry of the leaf, or of a box of it."""
         item = self.item
         if not self.dtype:
             return BytesEntry(
@@ -79,9 +75,9 @@ class Captured:
     """A captured app state. Refers to the app state's own memory.
 
     Attributes:
-        parts: Leaves with bytes, and finished entries, in traversal order of the sorted keys.
-        globs: The caller's globs of replicated leaves, sorted.
-        sharded: Tensors of which this rank and others hold parts.
+        parts: Leaves with bytes, and finished entries, in traversal order of sorted keys.
+        globs: Of replicated leaves, sorted.
+        sharded: Tensors that this rank and others hold parts of.
         optimizers: See ``RankManifest``.
     """
 
@@ -92,12 +88,12 @@ class Captured:
 
     @property
     def leaves(self) -> list[Leaf]:
-        """The parts that have bytes, in the same order."""
+        """The parts that have bytes, in order."""
         return [part for part in self.parts if type(part) is Leaf]
 
     @property
     def scopes(self) -> dict[tuple[int, ...] | None, list[int]]:
-        """Indices of the leaves of each scope, except private ones; see ``Leaf.scope``."""
+        """Indices of leaves by ``Leaf.scope``, except private ones."""
         scopes: dict[tuple[int, ...] | None, list[int]] = {}
         for index, leaf in enumerate(self.leaves):
             if leaf.scope != ():

@@ -1,7 +1,6 @@
-"""Splits sparse and quantized tensors into dense parts, without copies, and assembles them again.
+"""Splits sparse and quantized tensors into dense parts, without copies, and assembles them.
 
-Implements "Composite layouts and their parts" of ``docs/format.md``. It must not know paths,
-entries or storage.
+Implements "Composite layouts and their parts" of ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ _COMPRESSED: Final = {name: layout for layout, name in _LAYOUTS.items() if name 
 
 _INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 _PACKED: Final = {"quint4x2": 2, "quint2x4": 4}
-"""Elements per byte of sub-byte dtypes."""
+"""Elements per byte."""
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is stored as parts."""
     return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED
 
 
@@ -42,9 +40,9 @@ _Parts: TypeAlias = tuple[CompositeLayout, dict[str, Any], list[tuple[str, torch
 
 
 def take_apart(tensor: torch.Tensor) -> _Parts | str:
-    """Splits a composite tensor into layout, parameters and named parts, which share its memory.
+    """Splits a composite into layout, parameters and parts, which share its memory.
 
-    Returns a str with the reason if it cannot be split.
+    Returns the reason if that is impossible.
     """
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
@@ -73,7 +71,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_bytes(shape: Sequence[int], name: str) -> int:
-    # torch pads each row to whole bytes.
+    # torch pads rows to whole bytes.
     per_byte = _PACKED[name]
     return prod(shape[:-1]) * -(-shape[-1] // per_byte) if shape else 1
 
@@ -93,7 +91,7 @@ def _take_quantized_apart(tensor: torch.Tensor) -> _Parts | str:
 
 
 def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns the required dtype and shape of a part; None if the whole implies none."""
+    """Returns the required dtype and shape; None if the whole implies none."""
     if part != "int_repr":
         return None
     if dtype in _PACKED:
@@ -122,7 +120,7 @@ def assemble(
     """Assembles a tensor in the memory of its parts.
 
     Raises:
-        ValueError, RuntimeError: The parts do not make a tensor of that layout.
+        ValueError, RuntimeError: The parts do not fit.
     """
     kind = DTYPES[dtype]
     size = tuple(shape)

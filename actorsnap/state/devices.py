@@ -1,14 +1,10 @@
 """Copies tensors from CUDA devices to the host (``docs/decisions/0013-staging-copies.md``).
 
-Decides the stream, the order and the size of the copies. A restore only needs the caller's stream
-(``current``). CUDA is called through ``DeviceCalls``; CI simulates it
-(``tests/state/fake_device.py``).
-
-- *Order.* A call records events on the caller's current streams (``Lanes.mark``). Copies run on our
-  own stream per device, which waits for them. Only worker threads wait for a device.
-- *Device memory.* Tensors are kept alive until their copies end. ``record_stream`` would delay the
-  reuse of their memory for longer. Slabs belong to our stream and are reused in its order.
-- *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab first.
+- *Order.* ``Lanes.mark`` records events on the caller's streams. Copies run on one other stream per
+  device, which waits for them. Only worker threads wait for a device.
+- *Device memory.* Tensors stay alive until their copies end; ``record_stream`` would delay reuse
+  for longer. Slabs belong to the copy stream and are reused in its order.
+- *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab.
 """
 
 from __future__ import annotations
@@ -27,17 +23,15 @@ from actorsnap.state.sources import Cut, Pinner
 __all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes"]
 
 _SLAB_BYTES: Final = 4 << 20
-"""Maximum size of a slab on the device, in bytes. Copies of this size saturate the bus."""
+"""Maximum size of a slab, in bytes. Copies of this size saturate the bus."""
 
 _DIRECT_BYTES: Final = 1 << 20
-"""Minimum size of a tensor that is copied without packing, in bytes."""
+"""Minimum size of a tensor that is not packed, in bytes."""
 
 
 class Event(Protocol):
-    """A point in the order of a stream."""
-
     def wait(self) -> None:
-        """Blocks the thread until the device reaches this point. Releases the GIL.
+        """Blocks until the device reaches this point. Releases the GIL.
 
         Raises ``RuntimeError`` if earlier work of the stream failed.
         """
@@ -45,14 +39,14 @@ class Event(Protocol):
 
 
 class CopyStream(Protocol):
-    """Work on a device, done in order after the calls return. The caller keeps tensors alive."""
+    """Work on a device, in order, after the calls return. The caller keeps tensors alive."""
 
     def wait_for(self, event: Event) -> None:
-        """Makes later work of this stream wait for ``event``, of any stream."""
+        """Makes later work wait for ``event``, of any stream."""
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns ``uint8`` memory for later work. May be dropped after the last call with it.
+        """Returns ``uint8`` memory for later work; may be dropped after the last call with it.
 
         Raises ``torch.OutOfMemoryError``.
         """
@@ -63,27 +57,23 @@ class CopyStream(Protocol):
         ...
 
     def pack(self, out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Copies flat tensors of bytes on the device into one, back to back."""
+        """Concatenates flat tensors of bytes on the device."""
         ...
 
-    def mark(self) -> Event:
-        """Returns the current end of the stream."""
-        ...
+    def mark(self) -> Event: ...
 
 
 class DeviceCalls(Protocol):
-    """The calls to CUDA that copies need."""
-
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
         ...
 
     def mark(self, device: torch.device) -> Event:
-        """Returns the current end of the calling thread's stream."""
+        """Returns the current end of the caller's stream."""
         ...
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the same device, made on the calling thread's stream.
+        """Returns a copy on the same device, made on the caller's stream.
 
         Raises ``torch.OutOfMemoryError``.
         """
@@ -94,7 +84,7 @@ class DeviceCalls(Protocol):
         ...
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a factory of contexts that select the calling thread's stream in any thread."""
+        """Returns a factory of contexts that select the caller's stream in any thread."""
         ...
 
     def pinner(self, device: torch.device) -> Pinner:
@@ -102,19 +92,19 @@ class DeviceCalls(Protocol):
         ...
 
     def own_pinner(self) -> Pinner | None:
-        """Returns the pinner of the calling thread's device; None if none is in use."""
+        """Returns the pinner of the caller's device; None if none is in use."""
         ...
 
 
 class Lanes:
-    """The lanes of one call, one per device."""
+    """One per device, for one call."""
 
     def __init__(self, calls: DeviceCalls) -> None:
         self._calls = calls
         self._lanes: dict[torch.device, Lane] = {}
 
     def of(self, tensor: torch.Tensor) -> Lane | None:
-        """Returns the lane of a tensor's device; None for another kind of device."""
+        """Returns None for another kind of device."""
         if not self._calls.has(tensor):
             return None
         lane = self._lanes.get(tensor.device)
@@ -123,13 +113,13 @@ class Lanes:
         return lane
 
     def mark(self) -> None:
-        """Makes copies wait for the work that the calling thread has queued by now."""
+        """Makes copies wait for the work that the calling thread has queued."""
         for lane in self._lanes.values():
             lane.mark()
 
 
 class Lane:
-    """Copies of one call from one device. Implements ``DeviceCopier``."""
+    """Copies from one device. Implements ``DeviceCopier``."""
 
     def __init__(self, calls: DeviceCalls, device: torch.device) -> None:
         self._calls = calls
@@ -148,7 +138,7 @@ class Lane:
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """See ``DeviceCopier``. The sources of cuts are ``tensors.DeviceSource``."""
+        """Sources of ``cuts`` are ``tensors.DeviceSource``."""
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
@@ -158,7 +148,7 @@ class Lane:
                 _bring(stream, host, run)
             return stream.mark().wait
         except BaseException:
-            # Copies under way still write to memory that is about to be reused.
+            # Unfinished copies still write to memory that is about to be reused.
             with contextlib.suppress(Exception):
                 stream.mark().wait()
             raise
@@ -210,7 +200,7 @@ def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     try:
         slab = stream.empty(last.at + last.nbytes - first.at)
     except torch.OutOfMemoryError:
-        # The model fills the device: copy tensor by tensor.
+        # The device is full: copy tensor by tensor.
         flats = [(cut, _flat(cut)) for cut in run]
         if any([flat is None for _, flat in flats]):
             raise
@@ -247,11 +237,8 @@ def _flat(cut: Cut) -> torch.Tensor | None:
     return None if flat is None else flat[cut.start : cut.start + cut.nbytes]
 
 
-# CUDA ---------------------------------------------------------------------------------------
-
-
 class Cuda:
-    """Real CUDA. Without CUDA in torch, only ``has`` is called."""
+    """Without CUDA in torch, only ``has`` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -285,8 +272,8 @@ class Cuda:
         return _CudaPinner(torch.device("cuda", torch.cuda.current_device()))
 
 
-# A call to CUDA allocates memory on the thread's current device: in worker threads the first one,
-# which another process may own. So each call sets its own device first.
+# CUDA allocates memory on the thread's current device. In worker threads that is the first one,
+# which another process may own. So each call sets its own device.
 
 
 @contextlib.contextmanager
@@ -303,25 +290,25 @@ class _CudaPinner:
         with torch.cuda.device(self._device):
             error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if error:
-                # Else CUDA would report the error with the next kernel of this thread.
+                # Else CUDA would report the error with this thread's next kernel.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 raise OSError(f"cudaHostRegister of {nbytes} bytes failed with error {error}")
 
     def unpin(self, address: int) -> None:
-        # CUDA may already be gone when the interpreter exits.
+        # CUDA may be gone when the interpreter exits.
         with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
 _PORTABLE: Final = 1
-"""``cudaHostRegisterPortable``: pins for all devices."""
+"""``cudaHostRegisterPortable``: for all devices."""
 
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        # Blocking: a waiting thread does not occupy a core.
+        # Blocking: the waiting thread does not spin.
         self.event = torch.cuda.Event(blocking=True)
         self.event.record(stream)
 
@@ -358,4 +345,4 @@ class _CudaStream:
 
 
 calls: DeviceCalls = Cuda()
-"""The implementation that all copies use. Tests replace it."""
+"""Tests replace it."""

@@ -1,8 +1,7 @@
 """Describes distributed tensors as boxes.
 
-Decides which boxes of a DTensor or ShardedTensor this process and other ranks hold, and which plain
-leaves DistributedDataParallel or a mesh keeps equal on several ranks. It must not know paths,
-entries or storage, and calls no collective: meshes and placements suffice.
+Also finds plain leaves that DistributedDataParallel or a mesh keeps equal. Calls no collective:
+meshes and placements suffice. It must not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ __all__ = [
 ]
 
 Ranks: TypeAlias = tuple[int, ...]
-"""Global ranks of the job, in ascending order."""
-
-
-# Distributed tensors --------------------------------------------------------------------------
+"""Global ranks, ascending."""
 
 
 class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -44,7 +40,7 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
     Attributes:
         box: In global index space.
         tensor: Its elements: a detached view of the distributed tensor's memory.
-        holders: All ranks that hold this box with equal values; None if only this rank does.
+        holders: Ranks that hold this box with equal values; None if only this rank does.
     """
 
     box: Box
@@ -56,11 +52,10 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A distributed tensor and its pieces in this process.
 
     Attributes:
-        global_shape: Shape of the whole tensor.
-        dtype, kind, requires_grad: ``dtype``, ``type`` and ``requires_grad`` of its entries.
-        ranks: All ranks that have the tensor, also an empty part.
-        pieces: Pieces that do not overlap, in order of memory. Empty if this rank is outside of the
-            mesh or its shard is empty.
+        kind: ``type`` of its entries.
+        ranks: All ranks that have the tensor, or an empty part.
+        pieces: In order of memory, without overlaps. Empty outside of the mesh or for an empty
+            shard.
     """
 
     global_shape: tuple[int, ...]
@@ -72,7 +67,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Describer:
-    """Describes tensors and computes each distinct layout once.
+    """Computes each distinct layout once.
 
     Refers to meshes; create one per pass over an app state.
     """
@@ -81,10 +76,9 @@ class Describer:
         self._layouts: dict[object, _Layout] = {}
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
-        """Describes a distributed tensor; returns None for other tensors.
+        """Returns None for tensors that are not distributed.
 
-        For one that cannot be described, returns a str with reason and remedy, to be appended to
-        the leaf's path.
+        If a tensor cannot be described, returns reason and remedy, to append to its path.
         """
         if _is_dtensor(tensor):
             return self._describe_dtensor(tensor)
@@ -131,7 +125,7 @@ def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _is_dtensor(value: object) -> bool:
-    # Importing the module takes long, and without it there are no DTensors.
+    # The import takes long. Without the module there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -155,7 +149,7 @@ def _sharding(
 def _local(tensor: Any) -> torch.Tensor:
     local = tensor._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
-        # Waits for a collective that is already running.
+        # A collective may still run.
         local = local.wait()
     detached: torch.Tensor = local.detach()
     return detached
@@ -211,7 +205,7 @@ def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Layout:
     order = getattr(spec, "shard_order", None)
     if order is not None and "_StridedShard" not in kinds:
         cutting = [axis for entry in order for axis in entry.mesh_dims]
-    else:  # from left to right
+    else:  # left to right
         cutting = [axis for axis in axes if kinds[axis] != "Replicate"]
     for axis in cutting:
         # Process groups sort their ranks, so torch mixes two orders unless they agree.
@@ -263,16 +257,13 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
     return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
 
 
-# Replicated leaves ----------------------------------------------------------------------------
-
-
 class Replica(msgspec.Struct, frozen=True, gc=False):
     """The ranks on which a leaf is the same.
 
     Attributes:
-        ranks: The ranks that hold it; None for all ranks of the job.
-        rank_zero_wins: Whether the value of the first rank is authoritative: buffers, which
-            DistributedDataParallel broadcasts from there before each forward pass.
+        ranks: None for all ranks of the job.
+        rank_zero_wins: Whether the first rank's value counts: DistributedDataParallel broadcasts
+            buffers before each forward pass.
     """
 
     ranks: Ranks | None
@@ -280,8 +271,6 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
 
 
 class Replication:
-    """The plain leaves of one stateful that are the same on several ranks."""
-
     def __init__(self) -> None:
         self._names: dict[str, Replica | None] = {}
         self._prefixes: list[tuple[str, Replica]] = []
@@ -290,9 +279,9 @@ class Replication:
         return bool(self._names or self._prefixes)
 
     def find(self, name: str) -> Replica | None:
-        """Returns the replica of a leaf; None if it may be private to this rank.
+        """Returns None for a leaf that may be private to this rank.
 
-        ``name`` are the keys below the top-level key, joined by dots: ``state.3.step``.
+        ``name`` joins the keys below the top-level key by dots: ``state.3.step``.
         """
         if name in self._names:
             return self._names[name]
@@ -302,11 +291,10 @@ class Replication:
         return None
 
     def add_name(self, name: str, replica: Replica | None) -> None:
-        """Sets the replica of one leaf; None excludes it from prefixes."""
+        """None excludes the leaf from prefixes."""
         self._names[name] = replica
 
     def add_prefix(self, prefix: str, replica: Replica) -> None:
-        """Sets the replica of all other leaves with this prefix."""
         self._prefixes.append((prefix, replica))
         self._prefixes.sort(key=lambda item: -len(item[0]))
 
@@ -315,13 +303,12 @@ def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
     """Finds plain leaves that are the same on several ranks, by key of the app state.
 
     - Leaves under DistributedDataParallel, anywhere in a module.
-    - Plain leaves (step counters, hyperparameters) of a torch optimizer over DTensors: the ranks of
-      their mesh step together.
-    - The state of a torch optimizer whose parameters DistributedDataParallel keeps equal, unless
-      its module has trainable parameters that no optimizer of the app state has: other ranks may
-      step those (``ZeroRedundancyOptimizer.optim``).
+    - Plain leaves of a torch optimizer over DTensors: the ranks of a mesh step together.
+    - State of a torch optimizer whose parameters DistributedDataParallel keeps equal, unless no
+      optimizer of the app state has some trainable parameters of its module: other ranks may step
+      those (``ZeroRedundancyOptimizer.optim``).
 
-    LBFGS is left out, since its steps depend on the loss.
+    LBFGS is left out: its steps depend on the loss.
     """
     synchronised: dict[int, Ranks | None] = {}
     stepped = {
@@ -382,20 +369,17 @@ def _add_parameters(
 
 
 def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = False) -> Replication:
-    """Returns the replication of a module's leaves.
-
-    ``is_plain``: names, which get ``prefix``, are those of the unwrapped model.
-    """
+    """``is_plain``: names, which get ``prefix``, are those of the unwrapped model."""
     result = Replication()
 
     def name_of(*parts: str) -> str:
         name = ".".join([part for part in parts if part])
         name = plain_name(module, name) if is_plain else name
-        # Hooks of this wrapper remove its name from the state dict's keys.
+        # The wrapper's hooks remove its name from state dict keys.
         return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
     for name, ddp, ranks in _synchronised_modules(module):
-        # A placeholder, so that plain names work for a prefix too.
+        # The placeholder makes plain names work for a prefix.
         result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
         for buffer, _ in ddp.named_buffers(remove_duplicate=False):
             result.add_name(name_of(name, buffer), Replica(ranks, rank_zero_wins=True))
@@ -409,7 +393,7 @@ def _mesh_ranks(mesh: Any) -> Ranks:
 
 
 def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
-    """Returns the replica of a parameter's plain optimizer state; None if private."""
+    """Returns the replica of its plain optimizer state; None if private."""
     if _is_dtensor(parameter):
         ranks = _mesh_ranks(parameter.device_mesh)
         return Replica(ranks) if len(ranks) > 1 else None

@@ -1,17 +1,14 @@
 """Finds leaves that may be copied after the call returns, and detects changes to them.
 
 Only tensors that nothing but an optimizer's step changes are *lazy*: parameters that require
-gradients, of modules in the app state, and the state tensors of its optimizers. A leaf is matched
-to them by its memory, so any view counts. All other leaves are *eager*.
+gradients, of modules in the app state, and the state of its optimizers. Leaves are matched by
+memory, so any view counts. Others are *eager*.
 
 Version counters, which views share, show in-place operations. Fused optimizers and DTensors do not
-move the parameter's, but most move or create a step counter. So a parameter is watched with its
-state, or for the appearance of a state. The tensors of optimizers that move no counter at all
-(``_uncounted_in``) are eager, unless the trainer guarded the optimizer in an earlier save.
-
-No counter shows that a storage was moved to other memory and its old memory freed
-(``share_memory_()``, sending a tensor to another process, ``resize_()``). So addresses are compared
-too.
+move the parameter's, but most move or create a step counter, so a parameter is watched with its
+state. Tensors of optimizers that move no counter (``_uncounted_in``) are eager, unless an earlier
+save guarded the optimizer. Addresses are compared, too: no counter shows a moved storage
+(``share_memory_()``, ``resize_()``).
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ __all__ = ["LazyState", "find_lazy", "tensors_of"]
 _log = Log(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20
-"""Maximum bytes of eager leaves copied in the caller's thread, so that it need not wait for whole
-chunks because of normalisation statistics, counters and random generators."""
+"""Maximum bytes of eager leaves copied in the caller's thread. It then does not wait for whole
+chunks because of statistics, counters and random generators."""
 
 
 _WITH_TENSORS = (torch.Tensor, Mapping, list, tuple)
@@ -57,7 +54,7 @@ _States: TypeAlias = Mapping[torch.Tensor, Any]
 
 @dataclass(eq=False)
 class LazyState:
-    """The leaves of an app state that only optimizers' steps change. Keeps tensors alive.
+    """The leaves that only optimizers' steps change. Keeps tensors alive.
 
     Attributes:
         eager: Numbers of the leaves that the caller waits for.
@@ -69,16 +66,15 @@ class LazyState:
     _extents: _ByDevice
     # By id of a tensor.
     _leaves_of: Mapping[int, Sequence[int]]
-    # By leaf: its memory, and the numbers of the tensors whose counters move when it changes.
+    # By leaf: its memory, and numbers of the tensors whose counters show its changes.
     _places: Mapping[int, Sequence[_Place]]
     _watched: Mapping[int, Sequence[int]]
-    # By number of a tensor.
     _tensors: Sequence[torch.Tensor]
     _versions: Sequence[int]
     _stateless: Mapping[int, Sequence[_States]]
 
     def touched_by(self, optimizer: Any) -> list[int]:
-        """Returns the leaves that a step of the optimizer changes, in its order."""
+        """Returns the leaves that a step changes, in its order."""
         found: dict[int, Sequence[int]] = {}
         others: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors_of(optimizer)):
@@ -87,12 +83,12 @@ class LazyState:
                 others[number] = tensor
             else:
                 found[number] = leaves
-        if others:  # not in the app state, but may share memory with it
+        if others:  # not in the app state, but may share its memory
             found.update(_Memory(self._extents).meeting(_extents_of(others.items())))
         return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
 
     def changed(self, leaves: Iterable[int]) -> int | None:
-        """Returns a leaf that changed or lost its memory since the capture; None if none did."""
+        """Returns a leaf that changed or lost its memory since the capture, or None."""
         for leaf in leaves:
             if any([address_of(owner) != start for owner, start in self._places.get(leaf, ())]):
                 return leaf
@@ -105,7 +101,7 @@ class LazyState:
         return None
 
     def release(self) -> None:
-        """Drops all references to tensors. No leaf counts as touched or changed any more."""
+        """Drops all tensors. No leaf counts as touched or changed afterwards."""
         self._tensors, self._watched, self._places = (), {}, {}
         self._stateless = {}
         self._leaves_of, self._extents = {}, {}
@@ -118,12 +114,12 @@ def find_lazy(
     *,
     is_guarded: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
 ) -> LazyState:
-    """Finds the lazy leaves, and copies small eager ones, which get the copy as their source.
+    """Finds the lazy leaves, and replaces small eager ones' sources by copies.
 
     Args:
         app_state: The captured app state.
-        leaves: Its leaves, in order.
-        is_guarded: Returns whether the steps of an optimizer can be made to wait.
+        leaves: In order.
+        is_guarded: Whether the steps of an optimizer can be made to wait.
     """
     modules, optimizers = _trained_parts(app_state)
     tensors, watched_with, stateless, others = _steady_tensors(modules, optimizers)
@@ -172,7 +168,7 @@ def find_lazy(
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a step changes: parameters, each followed by its state."""
+    """Yields what a step changes: parameters, each followed by its state."""
     state = getattr(optimizer, "state", {})
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -213,7 +209,7 @@ def _steady_tensors(
 
     Returns:
         Tensors that only steps change; for each, the tensors whose counters show that; for those
-        without state, the optimizers' states in which it will appear; and all other tensors.
+            without state, the states in which it will appear; and all others.
     """
     parameters: dict[int, torch.Tensor] = {}
     others: list[torch.Tensor] = []
@@ -253,13 +249,13 @@ def _steady_tensors(
 
 
 _COUNT_FUSED_STEPS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Classes whose fused steps move the counter of ``step`` in the state, or create the state."""
+"""Their fused steps move the counter of ``step`` in the state, or create the state."""
 
 
 def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns tensors that a step changes without moving their or their state's counter.
+    """Returns tensors that a step changes without moving any counter.
 
-    Fused steps of other classes than ``_COUNT_FUSED_STEPS`` may do so, and foreach steps of SGD of
+    Candidates are fused steps of other classes than ``_COUNT_FUSED_STEPS``, and foreach SGD of
     DTensors.
     """
     found: list[torch.Tensor] = []
@@ -291,7 +287,7 @@ def _warn_of_uncounted(kind: str) -> None:
 
 
 def _has_state(states: _States, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer has tensors for the parameter. Reading can create an empty state."""
+    """Reading can create an empty state."""
     state = states.get(parameter)
     return isinstance(state, _WITH_TENSORS) and next(_tensors_in(state), None) is not None
 
@@ -308,16 +304,14 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Returns a number that changes with the tensor, or with a DTensor's local tensor."""
+    """Returns a number that changes with the tensor, or a DTensor's local tensor."""
     try:
         if type(tensor) in PLAIN_TYPES:
             return tensor._version
         return tensor._version + _local(tensor)._version
-    except RuntimeError:  # inference tensors have none
+    except RuntimeError:  # inference tensors
         return 0
 
-
-# Memory ---------------------------------------------------------------------------------------
 
 _ByDevice: TypeAlias = dict[torch.device, Extents]
 _Place: TypeAlias = tuple[torch.Tensor, int]
@@ -348,7 +342,6 @@ def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
-    """Returns the extents of leaves, except arrays."""
     found: _ByDevice = {}
     cpu = found[torch.device("cpu")] = Extents()
     for number, leaf in enumerate(leaves):
@@ -374,7 +367,6 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of a DTensor; other tensors as they are."""
     return tensor if type(tensor) in PLAIN_TYPES else getattr(tensor, "_local_tensor", tensor)
 
 
@@ -397,8 +389,6 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
 
 
 class _Memory:
-    """Finds numbered members by memory range."""
-
     def __init__(self, extents: _ByDevice) -> None:
         self._devices: dict[torch.device, tuple[Any, Any, list[int], list[int]]] = {}
         for device, found in extents.items():
@@ -431,7 +421,7 @@ class _Memory:
 
 
 def _copy_aside(leaves: Sequence[Leaf]) -> None:
-    """Replaces the sources of leaves by copies; those on a device are copied there."""
+    """Replaces sources by copies, on the same device."""
     others = [leaf for leaf in leaves if not _copy_on_device(leaf)]
     sizes = [leaf.item.nbytes for leaf in others]
     memory: Any = np.empty(sum(sizes), np.uint8)

@@ -1,8 +1,7 @@
-"""Encodes leaves that are no tensors, inline or as bytes.
+"""Encodes leaves that are no tensors, inline or as bytes (``docs/format.md``).
 
-Implements "Inline encoding" of ``docs/format.md``, and the bytes of ``bytes`` entries. Types
-outside of a closed set are pickled if allowed, else refused. It must not know entries, app states
-or storage.
+Types outside of a closed set are pickled if allowed, else refused. It must not know entries or
+storage.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ __all__ = [
 ]
 
 INLINE_BYTES: Final = 4096
-"""Maximum length of inline bytes, strings and containers, in bytes. Longer ones are stored next to
-the tensors."""
+"""Maximum length of inline values, in bytes."""
 
 MAX_INT_BITS: Final = 12_000
 """Maximum length of an integer, in bits. Python refuses to print much longer ones."""
 
 _MAX_DEPTH: Final = 100
-"""Maximum nesting of containers in an inline value, which is encoded by recursion."""
+"""Maximum nesting of inline containers, which are encoded by recursion."""
 
 _INT64: Final = (-(1 << 63), 1 << 63)
 
@@ -68,7 +66,7 @@ def _constants(kind: type) -> dict[str, Any]:
 
 
 class NotInline(Exception):
-    """The inline encoding does not cover ``value``, perhaps a part of the encoded one."""
+    """The inline encoding does not cover ``value``."""
 
     def __init__(self, value: object) -> None:
         kind = type(value)
@@ -78,14 +76,11 @@ class NotInline(Exception):
         super().__init__(self.kind)
 
 
-# Inline encoding ----------------------------------------------------------------------------
-
-
 def encode_inline(value: object, path: str) -> Any:
     """Encodes ``value`` for JSON.
 
     Raises:
-        NotInline: The value is outside of the safe set.
+        NotInline: A part is outside of the safe set.
         UsageError: The value contains itself or nests too deep. Names ``path``.
     """
     return _encode(value, path, 0)
@@ -137,7 +132,7 @@ def _encode_bytes(value: bytes | bytearray) -> Any:
 
 
 def _encode_descr(dtype: np.dtype[Any]) -> Any:
-    """Returns numpy's description of a dtype, if that restores it."""
+    """Returns numpy's description, if that restores the dtype."""
     try:
         descr = np.lib.format.dtype_to_descr(dtype)
         same = np.lib.format.descr_to_dtype(descr)
@@ -158,7 +153,7 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
     pairs = []
     low, high = _INT64
     for key, item in value.items():
-        # Avoids calls for most items: ``_metadata`` of a module has a dict for each submodule.
+        # Avoids most calls: ``_metadata`` of a module has a dict per submodule.
         if type(key) is not str or not key.isascii():
             key = _encode(key, path, depth)
         if type(item) is not int or not low <= item < high:
@@ -224,7 +219,7 @@ def _decode_float(value: Any) -> float:
 
 
 def _decode_descr(descr: Any) -> Any:
-    """Restores the tuples in numpy's descriptions, which JSON lacks."""
+    """Restores the tuples, which JSON lacks."""
     if isinstance(descr, str):
         return descr
     fields: list[Any] = []
@@ -257,11 +252,7 @@ _DECODERS: Final[dict[str, Any]] = {
 }
 
 
-# Attributes ----------------------------------------------------------------------------------
-
-
 def _is_attribute(name: object) -> bool:
-    """Whether a parameter's attribute may be the user's."""
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -271,10 +262,9 @@ def _is_attribute(name: object) -> bool:
 
 
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
-    """Encodes the plain attributes of a parameter inline; returns None if it has none.
+    """Encodes the plain attributes of a parameter inline; returns None without any.
 
-    Skips names of torch, names with a leading ``_``, which belong to libraries, values outside of
-    the safe set, and values too long to be inline.
+    Skips names of torch and of libraries (a leading ``_``), and values that are unsafe or too long.
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(parameter).items():
@@ -287,17 +277,14 @@ def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | No
 
 
 def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Decodes attributes; see ``decode_inline``."""
+    """See ``decode_inline``."""
     return {
         name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
     }
 
 
-# Bytes --------------------------------------------------------------------------------------
-
-
 def encode(value: object, path: str) -> tuple[str | None, Any]:
-    """Encodes a value inline; or as bytes, if it is too long.
+    """Encodes a value inline; or as bytes, if too long.
 
     Returns:
         The type of a ``bytes`` entry and its bytes; or None and the inline value.
@@ -321,7 +308,7 @@ def encode(value: object, path: str) -> tuple[str | None, Any]:
 
 
 def decode(kind: str, data: bytearray) -> Any:
-    """Decodes the bytes of a ``bytes`` entry. Unpickling runs any code in the bytes.
+    """Decodes a ``bytes`` entry. Unpickling runs any code in it.
 
     Raises:
         Exception: The bytes are no value of that type.
@@ -342,13 +329,10 @@ def decode(kind: str, data: bytearray) -> Any:
 
 
 def pickled(value: object) -> bytes:
-    """Pickles ``value`` with ``torch.save``."""
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
 
-
-# NumPy --------------------------------------------------------------------------------------
 
 NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
     dtype.str: (dtype, name)
@@ -358,11 +342,11 @@ NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
     )
     for dtype in [np.dtype(name)]
 }
-"""By numpy's type string, the numpy dtype and the name of the equal torch dtype."""
+"""By numpy's type string: the numpy dtype and the equal torch dtype's name."""
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns the type string of a numpy dtype that torch has, too; else None."""
+    """Returns None for a dtype that torch lacks."""
     name = dtype.str
     return name if name in NUMPY_DTYPES and NUMPY_DTYPES[name][0] == dtype else None
 
@@ -376,7 +360,7 @@ def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
     _encode_descr(array.dtype)
     out = io.BytesIO()
     with warnings.catch_warnings():
-        # numpy warns that releases before 1.9 (or 1.17) cannot read this version.
+        # numpy warns that releases before 1.17 cannot read it.
         warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()

@@ -1,7 +1,4 @@
-"""Primes optimizers for a restore, and names states independently of the parallelism.
-
-It must not know paths, entries or storage.
-"""
+"""Primes optimizers, and names states independently of the parallelism."""
 
 from __future__ import annotations
 
@@ -26,15 +23,14 @@ __all__ = [
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Creates the state that an optimizer lacks before its first step, to be restored into.
 
-    Tensors have the shapes, dtypes, devices and placements that the optimizer gives them. For
-    torch's own classes the values are those before the first step, so training may continue without
-    a restore; but SGD with dampening then dampens the first gradient, too. Parameters, gradients,
-    learning rates, hooks, step counters and random generators do not change. Parameters that have
-    state already or require no gradients are skipped.
+    Tensors have the shapes, dtypes, devices and placements that the optimizer gives them. Torch's
+    own classes get the values before the first step, so training may continue without a restore;
+    only SGD with dampening then dampens the first gradient. Parameters, gradients, learning rates,
+    hooks, step counters and random generators do not change. Skips parameters that have state or
+    require no gradients.
 
-    Args:
-        optimizer: Any optimizer. Classes outside of torch.optim run one step on zeros in place of
-            the parameters; step counters in the state are then set to 0.
+    Classes outside of torch.optim run one step on zeros, not the parameters; step counters in their
+    state are then set to 0.
 
     Raises:
         UsageError: The optimizer cannot be primed; run one step instead.
@@ -52,7 +48,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not groups:
         return
     init = getattr(kind, "_init_group", None)
-    # Keeps the step out of the caller's autograd graphs, and makes no inference tensors.
+    # Keeps the step out of autograd graphs, and makes no inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(optimizer, torch.optim.LBFGS):
             _prime_lbfgs(optimizer)
@@ -78,7 +74,6 @@ def _adopt(
     parameters: Sequence[torch.Tensor],
     stand_ins: Sequence[torch.Tensor],
 ) -> None:
-    """Moves the state of each stand-in to its parameter."""
     for parameter, stand_in in zip(parameters, stand_ins, strict=True):
         state = optimizer.state.pop(stand_in, None)
         if state:
@@ -90,10 +85,10 @@ def _adopt(
 def _init_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor]
 ) -> None:
-    """Runs the part of torch's step that creates the state."""
+    """Runs the part of torch's step that creates state."""
     stand_ins = [parameter.detach() for parameter in parameters]
     for parameter, stand_in in zip(parameters, stand_ins, strict=True):
-        # Only presence, shape and dtype of the gradient matter.
+        # Only the gradient's presence, shape and dtype matter.
         stand_in.grad = parameter.detach()
     init: Any = optimizer._init_group  # type: ignore[attr-defined]
     lists: list[list[Any]] = [
@@ -109,7 +104,7 @@ def _init_group(
 
 
 def _prime_lbfgs(optimizer: torch.optim.LBFGS) -> None:
-    # All state belongs to the first parameter, and the first iteration overwrites it.
+    # The first parameter has all state, which the first iteration overwrites.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer.state.get(parameters[0]):
         return
@@ -149,7 +144,7 @@ def _step_on_zeros(
         stand_ins[number] = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
         for stand_in in stand_ins[number]:
             stand_in.grad = torch.zeros_like(stand_in)
-    # The class's own ``step``, without hooks.
+    # ``step`` without hooks.
     step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     try:
         for group, _ in everything:
@@ -191,19 +186,16 @@ def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
     group[name] = value
 
 
-# Classes ---------------------------------------------------------------------------------------
-
-
 def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Returns the qualified names of the optimizers' classes, sorted, joined by commas."""
+    """Returns qualified names, sorted, joined by commas."""
     return ", ".join(sorted({_qualified(_class_of(optimizer)) for optimizer in optimizers}))
 
 
 def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> bool:
-    """Whether optimizers have the classes in ``saved``, which ``class_names`` returned.
+    """Whether classes match ``saved`` (``class_names``).
 
     A class may have moved to another module, but not into or out of torch. A class outside of torch
-    also takes the state of its base classes.
+    also takes its base classes' state.
     """
     names = set(map(_identity, saved.split(", ")))
     matched: set[tuple[bool, str]] = set()
@@ -218,7 +210,7 @@ def takes_state_of(optimizers: Sequence[torch.optim.Optimizer], saved: str) -> b
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Returns the class of an optimizer, or of the one in a wrapper (accelerate's)."""
+    """Looks into wrappers (accelerate's)."""
     inner = vars(optimizer).get("optimizer")
     return _class_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
@@ -228,15 +220,12 @@ def _qualified(kind: type) -> str:
 
 
 def _identity(name: str) -> tuple[bool, str]:
-    """Returns what must be equal: whether a class is torch's, and the end of its name."""
+    """Returns what must match: whether the class is torch's, and the end of its name."""
     return name.startswith("torch."), name.rpartition(".")[2]
 
 
-# Models under any parallelism -----------------------------------------------------------------
-
-
 def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns modules and all submodules, each once; faster than ``Module.modules()`` (4 x)."""
+    """Returns each module and submodule once; 4 x as fast as ``Module.modules()``."""
     seen = dict.fromkeys(modules)
     parts = list(seen)
     for module in parts:  # grows
@@ -248,7 +237,7 @@ def submodules_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def plain_name(module: torch.nn.Module, name: str) -> str:
-    """Returns a name in ``module`` without the parts of wrappers (DDP, compile)."""
+    """Returns a name without the parts of wrappers (DDP, compile)."""
     parts = []
     at: Any = module
     for part in name.split("."):
@@ -270,18 +259,18 @@ class ModelState:
 
     The state is that of ``torch.distributed.checkpoint.state_dict.get_state_dict``, in its sharded
     form, keyed by parameter name without the prefixes of DistributedDataParallel, FSDP and
-    ``torch.compile``. It can be restored under another wrapper, on another mesh, in other pipeline
-    stages, or in one process.
+    ``torch.compile``. It can be restored under another wrapper, mesh or pipeline stages, or in one
+    process.
 
-    With FSDP1 (``FullyShardedDataParallel``) ``state_dict`` and ``load_state_dict`` are collective,
-    as in torch. Otherwise no rank waits for another.
+    With FSDP1 (``FullyShardedDataParallel``) both methods are collective. Otherwise no rank waits
+    for another.
 
     Args:
-        model: The model, wrapped as for training.
-        optimizers: One, several or no optimizers of the model.
-        flatten: Whether hyperparameters are stored per parameter, which pipeline stages need.
-            Otherwise they are stored per group: smaller for models with very many parameters, and
-            needed by optimizers whose state has other values than tensors and numbers.
+        model: Wrapped as for training.
+        optimizers: None, one or several.
+        flatten: Whether hyperparameters are stored per parameter, as pipeline stages need. Per
+            group is smaller with many parameters, and needed if optimizer state has other values
+            than tensors and numbers.
     """
 
     def __init__(
@@ -307,7 +296,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
 
-        Primes optimizers without state (``prime_optimizer``).
+        Primes optimizers without state.
         """
         from torch.distributed.checkpoint import state_dict as names
 
@@ -323,14 +312,13 @@ class ModelState:
         """Loads a state that ``state_dict`` returned.
 
         Args:
-            state_dict: The state.
             strict: Whether the model refuses missing and unexpected names.
         """
         from torch.distributed.checkpoint import state_dict as names
 
         options = self._options(strict=strict)
         self._prime()
-        # Copies, since torch removes items.
+        # torch removes items.
         names.set_model_state_dict(self.model, dict(state_dict["model"]), options=options)
         if self.optimizers and "optim" in state_dict:
             names.set_optimizer_state_dict(
@@ -343,6 +331,6 @@ class ModelState:
         return StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
-        # Otherwise torch runs a step, which moves step counters and drops gradients.
+        # Else torch runs a step, which drops gradients.
         for optimizer in self.optimizers:
             prime_optimizer(optimizer)

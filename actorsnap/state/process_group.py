@@ -1,8 +1,7 @@
-"""Finds the ranks that save together, and the store that they share.
+"""Finds the ranks that save together, and their store.
 
-They come from a process group of torch.distributed, the caller's store, or torchrun's environment
-variables, without a connection to another process: a store from the environment connects when it
-is cloned. Only this module inspects torch.distributed's groups.
+They come from a process group, the caller's store, or torchrun's environment variables, without
+network access: a store from the environment connects when cloned.
 """
 
 from __future__ import annotations
@@ -46,12 +45,11 @@ class Group:
     """Two or more ranks that save together.
 
     Attributes:
-        rank: Rank of this process in the group.
-        world_size: Number of ranks in the group.
-        ranks: Their global ranks, in the order of the group.
-        store: A store with queues (``transport.store.QueueStore``). Clone it before use.
-        name: Name of job and group, unique at one store and equal on all ranks.
-        address: Address of the store below all prefixes, if it has one.
+        rank: Rank in the group.
+        ranks: Global ranks, in the order of the group.
+        store: Has queues (``transport.store.QueueStore``). Clone it before use.
+        name: Unique at one store and equal on all ranks.
+        address: Address of the store below all prefixes, if any.
     """
 
     rank: int
@@ -63,7 +61,6 @@ class Group:
 
 
 def global_rank() -> int:
-    """Returns the global rank of this process, as in meshes and process groups."""
     dist = _distributed()
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -88,17 +85,17 @@ def find_group(
     """Returns the group of a call; None if it has one rank only.
 
     Args:
-        group: A ``ProcessGroup`` with this process as a member. None takes the default one if it is
-            initialised, else torchrun's environment variables.
-        store: A c10d store that all ranks share, instead of the group's own. Two jobs that use one
-            need a ``PrefixStore`` each.
+        group: A ``ProcessGroup`` with this process. None takes the default one if initialised, else
+            torchrun's environment variables.
+        store: A c10d store of all ranks, instead of the group's own. Jobs that share one need a
+            ``PrefixStore`` each.
         rank, world_size: With ``store`` and without a process group; ``RANK`` and ``WORLD_SIZE`` by
             default.
         environ: Replaces the process environment.
 
     Raises:
-        UsageError: This process is not in ``group``, the store has no queues, or the ranks
-            contradict each other.
+        UsageError: This process is not in ``group``, the store has no queues, or ranks contradict
+            each other.
     """
     environ = os.environ if environ is None else environ
     if store is None and (rank is not None or world_size is not None):
@@ -123,7 +120,7 @@ def find_group(
     size = _variable("WORLD_SIZE", environ)
     if size == 1:
         return None
-    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0 does.
+    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0.
     is_host = own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     port = _variable("MASTER_PORT", environ)
     environment_store = _store_of_environment(os.getpid(), environ["MASTER_ADDR"], port, is_host)
@@ -131,10 +128,10 @@ def find_group(
 
 
 def find_prefix(store: Any) -> str:
-    """Returns the prefix that a store adds to all keys; "" without a prefix.
+    """Returns the prefix that a store adds to all keys, or "".
 
     No method returns it. So one rank sets a random key, finds it among all keys, and publishes the
-    prefix in the store. Blocks, up to the timeout of the store.
+    prefix. Blocks, up to the store's timeout.
 
     Raises:
         RuntimeError: The store does not answer, or this torch cannot list its keys.
@@ -162,14 +159,13 @@ def _without_prefixes(store: Any) -> Any:
 
 
 def _distributed() -> Any:
-    """Returns ``torch.distributed`` untyped; its type stubs lack the stores."""
+    """Untyped: the type stubs lack the stores."""
     import torch.distributed
 
     return torch.distributed
 
 
 def _process_group(group: Any) -> Any:
-    """Returns ``group``, or the default process group; None if neither exists."""
     dist = _distributed()
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -220,7 +216,7 @@ def _group(rank: int, ranks: tuple[int, ...], store: Any, name: str) -> Group:
 
 def _store_of(group: Any) -> Any:
     try:
-        store = group.get_group_store()  # public, but undocumented
+        store = group.get_group_store()  # undocumented
     except (AttributeError, RuntimeError) as error:
         raise UsageError(
             "this torch does not return the store of a process group: pass store=, a TCPStore that "
@@ -235,7 +231,7 @@ def _store_of(group: Any) -> Any:
 
 
 def _check_store(store: Any) -> StoreAddress | None:
-    """Checks that a store has queues, without network access; returns its address, if any."""
+    """Raises ``UsageError`` without queues; returns the address, if any. No network access."""
     dist = _distributed()
     base = _without_prefixes(store)
     remedy = (
@@ -264,7 +260,7 @@ def _check_store(store: Any) -> StoreAddress | None:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """Returns a name for this job and its restart count."""
+    """Names the job and its restart count."""
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{job}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if job else "job"
 
@@ -289,7 +285,7 @@ def _variable(name: str, environ: Mapping[str, str]) -> int:
 
 
 class StoreAt:
-    """A TCPStore that is not connected yet. Keeps ``server`` alive."""
+    """A TCPStore to connect. Keeps ``server`` alive."""
 
     def __init__(self, address: StoreAddress, server: Any = None) -> None:
         self.address = address
@@ -311,7 +307,7 @@ class StoreAt:
 
 @functools.cache
 def _store_of_environment(pid: int, host: str, port: int, is_host: bool) -> StoreAt:
-    """Returns the store of this process; a server that it hosts lives as long as the process.
+    """Returns the store of this process; a server that it hosts lives as long.
 
     ``pid`` keeps a forked child from using its parent's.
     """

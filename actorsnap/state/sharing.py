@@ -1,8 +1,8 @@
 """Memory regions of tensors and arrays, and groups of leaves that share memory.
 
-Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``. Decides for each
-group whether one leaf or the whole span of memory is the base, or whether members are stored
-separately after all. It must not know paths, entries or app states. The caller numbers the members.
+Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``: the base of a
+group is one leaf or the whole span, or members are stored separately. It must not know paths,
+entries or app states.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _MAX_EXACT = 128
-"""Maximum number of strided members that are compared in pairs; with more, extents decide."""
+"""Maximum number of strided members compared in pairs; with more, extents decide."""
 
 _MAX_WORK = 10_000
 """Effort limit of ``numpy.shares_memory``."""
 
 _MAX_SPAN = 2
-"""Maximum ratio of a span's size to its members' total size, for the span to be stored. A row and a
-column of a large matrix share one element, but the user did not save the matrix."""
+"""Maximum ratio of a stored span's size to its members' total size. A row and a column of a large
+matrix share one element, but the user did not save the matrix."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
@@ -45,7 +45,6 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         start: Address of the first element.
-        itemsize: Bytes of an element.
         shape, strides: In elements; strides are not negative.
     """
 
@@ -56,17 +55,15 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stop(self) -> int:
-        """End of the last element."""
         return self.start + extent_bytes(self.shape, self.strides, self.itemsize)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, repeated ones included."""
+        """Includes repeated elements."""
         return prod(self.shape) * self.itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether elements are in C order, without gaps."""
         return 0 in self.shape or all(
             stride == expected or size == 1
             for size, stride, expected in zip(
@@ -76,7 +73,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def repeats(self) -> bool:
-        """Whether elements certainly share memory with each other."""
+        """Whether elements certainly share memory."""
         return self.stop - self.start < self.nbytes
 
     @property
@@ -92,7 +89,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """A key: equal for regions with the same memory for each element."""
+        """Equal for regions with the same memory for each element."""
         strides: tuple[int, ...] = ()
         if 0 not in self.shape:
             strides = tuple(
@@ -106,12 +103,12 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
 
 def memory_of(tensor: torch.Tensor) -> Region:
-    """Returns the memory of a strided tensor, also of a lazily conjugated one."""
+    """Also of a lazily conjugated tensor."""
     return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
 
 
 def region_of(value: TensorOrArray) -> Region | None:
-    """Returns the region of a dense tensor or array; None if strides cannot express it."""
+    """Returns None if strides cannot express the memory."""
     if isinstance(value, torch.Tensor):
         return None if value.is_neg() or value.is_conj() else memory_of(value)
     itemsize = value.itemsize
@@ -122,7 +119,7 @@ def region_of(value: TensorOrArray) -> Region | None:
 
 
 class Extents:
-    """Address ranges of members, none of them empty, in the memory of one device."""
+    """Non-empty address ranges of members, in the memory of one device."""
 
     __slots__ = ("numbers", "starts", "stops")
 
@@ -141,9 +138,9 @@ class AliasGroup(msgspec.Struct, frozen=True):
     """Members that share memory.
 
     Attributes:
-        members: Their numbers, ascending.
-        base: Number of the member that is stored for all; None if the span is stored.
-        start, stop: The span of memory that the group touches.
+        members: Ascending.
+        base: Number of the member that is stored for all; None for the span.
+        start, stop: The span that the group touches.
         same: Whether all have one layout. Views then have C-order strides, like the stored base.
     """
 
@@ -163,7 +160,7 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     order = np.argsort(low, kind="stable")
     low = low[order]
     reach = np.maximum.accumulate(high[order])
-    # A new group begins where no earlier extent reaches.
+    # No earlier extent reaches a new group.
     begins = np.flatnonzero(low[1:] >= reach[:-1]) + 1
     if len(begins) == len(order) - 1:
         return []
@@ -171,7 +168,7 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
 
 
 class _ArrayOver:
-    """An array interface over a region. ``numpy.shares_memory`` reads addresses only."""
+    """An array interface over a region, for ``numpy.shares_memory``."""
 
     def __init__(self, region: Region) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -184,7 +181,7 @@ class _ArrayOver:
 
 
 def share_bytes(a: Region, b: Region) -> bool:
-    """Whether two regions have a byte in common. True if that is too hard to decide."""
+    """Returns True if undecided."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
     arrays: list[Any] = [np.asarray(_ArrayOver(region)) for region in (a, b)]
@@ -254,8 +251,8 @@ def _resolve(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]
             dense += alike
     if stop - start <= _MAX_SPAN * apart:
         return [AliasGroup(tuple(members), None, start, stop, same=False)]
-    # Thin members are stored separately, and so share only with equal ones. The other extents are
-    # dense enough for any span that they make, so this terminates.
+    # Thin members are stored separately, so share only with equal ones. Other extents are dense
+    # enough for any span of theirs, so this terminates.
     groups = [each for alike in thin for each in _resolve(alike, regions)]
     return groups + _groups(sorted(dense), regions)
 
@@ -278,8 +275,8 @@ def find_groups(
     """Returns groups of leaves that share memory, also of one leaf that repeats elements.
 
     Args:
-        extents: Extents of all members, one per device.
-        repeating: Numbers of members whose elements share memory.
+        extents: One per device.
+        repeating: Members whose elements share memory.
         region_of_member: Called for overlaps and repeats only.
     """
     groups: list[AliasGroup] = []

@@ -1,9 +1,7 @@
 """Byte sources and sinks: how saving and storage access the bytes of leaves.
 
-The uploader process imports this module, so it must not import torch.
-
-Staging copies with ``gather``. Each piece in CPU memory takes one call, which releases the GIL and
-creates no view or tensor: ``docs/decisions/0013-staging-copies.md``.
+The uploader process imports this module, so it must not import torch. See
+``docs/decisions/0013-staging-copies.md`` for ``gather``.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ __all__ = [
 
 
 class _Bytes(Protocol):
-    """The C-order bytes of a leaf. Keeps the leaf's memory alive.
+    """The C-order bytes of a leaf. Keeps its memory alive.
 
     Attributes:
-        nbytes: Number of bytes.
         is_addressable: Whether the bytes are contiguous in CPU memory, so that ``view`` works.
     """
 
@@ -50,27 +47,24 @@ class _Bytes(Protocol):
 
 
 class ByteSource(_Bytes, Protocol):
-    """Bytes to store."""
-
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Copies bytes ``[start, start + len(out))`` into ``out``. Blocks; for worker threads.
+        """Copies bytes from ``start`` on into ``out``. Blocks; for worker threads.
 
-        Large copies release the GIL. Unless the source is addressable, both ends are multiples of
-        the item size.
+        Large copies release the GIL. Unless addressable, both ends are multiples of the item size.
         """
         ...
 
 
 class ByteSink(_Bytes, Protocol):
-    """Memory for restored bytes. Its views are writable."""
+    """Memory for restored bytes. Views are writable."""
 
     def copy_from(self, start: int, data: memoryview) -> None:
-        """Copies ``data`` to bytes ``[start, start + len(data))``; see ``copy_into``."""
+        """Copies ``data`` to bytes from ``start`` on; see ``copy_into``."""
         ...
 
 
-# One ctypes array type per power of two: creating one per size would take long. A slot for the
-# owner is cheaper for the garbage collector than an instance dict.
+# One ctypes array type per power of two: creation takes long. A slot for the owner is cheaper for
+# the garbage collector than an instance dict.
 _WINDOWS: Final[list[Any]] = [
     type(
         "Window",
@@ -82,7 +76,7 @@ _WINDOWS: Final[list[Any]] = [
 
 
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
-    """Returns ``nbytes`` bytes at ``address``; the view keeps ``owner`` alive."""
+    """Returns a view that keeps ``owner`` alive."""
     if nbytes == 0:
         return memoryview(bytearray())
     window = _WINDOWS[nbytes.bit_length()].from_address(address)
@@ -98,8 +92,6 @@ def copy_bytes(out: memoryview, data: memoryview) -> None:
 
 
 class HostMemory(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Contiguous CPU memory, to save from or to restore into."""
-
     address: int
     nbytes: int
     owner: object
@@ -134,7 +126,7 @@ class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes ``[start, start + nbytes)`` of a source, and their offset ``at`` in host memory."""
+    """Bytes ``[start, start + nbytes)`` of a source; ``at`` is their offset in host memory."""
 
     source: Any
     start: int
@@ -143,35 +135,33 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Pinner(Protocol):
-    """Pins host memory for a device, which makes copies asynchronous and faster."""
+    """Pins host memory for a device: copies are then asynchronous and faster."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Raises ``OSError`` if the memory cannot be pinned."""
+        """Raises ``OSError`` on failure."""
         ...
 
     def unpin(self, address: int) -> None: ...
 
 
 class DeviceCopier(Protocol):
-    """Copies from many sources, which refer to it as ``copier``, in one call.
+    """Copies from many sources, whose ``copier`` it is, in one call.
 
-    Attributes:
-        pinner: Pins the memory that is copied into.
+    ``pinner`` pins the memory that is copied into.
     """
 
     @property
     def pinner(self) -> Pinner: ...
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Begins copies; returns a function that waits for their end. It must be called once.
+        """Begins copies; returns a function that waits for their end. Call it once.
 
         Args:
             out: Must live until then, as must the sources.
-            cuts: In ascending order of ``at``, which is relative to ``out``.
+            cuts: Ascending by ``at``.
 
         Raises:
-            Exception: An error of the device, here or from the returned function. All copies have
-                ended then.
+            Exception: An error of the device, here or later. All copies have ended then.
         """
         ...
 
@@ -184,12 +174,10 @@ def gather(
 ) -> None:
     """Copies pieces into ``out``, back to back. Blocks; for worker threads.
 
-    Devices copy at the same time as this thread.
+    Devices copy at the same time.
 
     Args:
-        sources: Source of each item.
-        pieces: Ranges of items.
-        out: Memory to copy into.
+        sources: By item.
         pin: Called before a device copies into ``out``.
 
     Raises:

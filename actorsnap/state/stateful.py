@@ -1,7 +1,7 @@
 """Statefuls: the objects in an app state.
 
-Decides which app states are valid, which random generators are saved, and how far a stateful may
-differ from a state that it loads. It must not know paths, entries or storage.
+Decides which app states are valid, and how far a stateful may differ from a state to load. It must
+not know paths, entries or storage.
 """
 
 from __future__ import annotations
@@ -52,28 +52,26 @@ class Stateful(Protocol):
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
 
-    ``load_state_dict`` keeps keys that it does not get: under ``strict=False`` a key that is newer
-    than the snapshot keeps its value.
+    ``load_state_dict`` keeps keys that it does not get: under ``strict=False``, those newer than
+    the snapshot.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a shallow copy: a plain dict with the same values."""
+        """Returns a shallow copy as a plain dict."""
         return dict(self.data)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets every key of ``state_dict``."""
         self.data.update(state_dict)
 
 
 class RNGState:
-    """The process's random generators: Python's, NumPy's global one, torch's on CPU and CUDA.
+    """Python's random generator, NumPy's global one, torch's on CPU and CUDA.
 
-    NumPy's is saved if NumPy is imported, CUDA's if CUDA is initialised. Reading draws no numbers.
-    Restoring sets the generators that both the snapshot and this process have.
+    NumPy's is saved if imported, CUDA's if initialised. Reading draws no numbers. Restoring sets
+    the generators that both snapshot and process have.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of each generator's state."""
         version, words, gauss_next = random.getstate()
         state: dict[str, Any] = {
             "python": {
@@ -91,7 +89,7 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the generators that ``state_dict`` has a state for.
+        """Sets the generators in ``state_dict``.
 
         Raises:
             UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
@@ -142,7 +140,7 @@ def _set_cuda(states: list[torch.Tensor]) -> None:
 
 
 def validate_app_state(app_state: object) -> None:
-    """Raises ``UsageError`` unless ``app_state`` is a non-empty dict of statefuls with str keys."""
+    """Raises ``UsageError`` unless a non-empty dict of statefuls with str keys."""
     if not isinstance(app_state, Mapping):
         raise UsageError(
             f"app_state must be a dict of objects with state_dict and load_state_dict, "
@@ -170,27 +168,24 @@ def validate_app_state(app_state: object) -> None:
         raise UsageError("app_state cannot be used:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-# Loading a state ------------------------------------------------------------------------------
-
-
 class Matching(StrEnum):
-    """How far the current state of a stateful must match the state to load."""
+    """How far a stateful's current state must match the state to load."""
 
     LEAVES = "leaves"
-    """Both sides must have the same leaves. A module's extra states may differ."""
+    """Both sides must have the same leaves, except a module's extra states."""
     KEYS = "keys"
-    """The saved structure replaces the current one. Dict keys that were not saved are missing, and
-    tensors that were saved must fit."""
+    """The saved structure replaces the current one. Unsaved dict keys are missing; saved tensors
+    must fit."""
     MODEL = "model"
     """For a ``ModelState``: ``LEAVES`` for the model, ``KEYS`` for the optimizers."""
     GROUPS = "groups"
-    """Like ``NOTHING``, but an optimizer's parameter groups must match, since torch checks them."""
+    """Like ``NOTHING``, but parameter groups must match, since torch checks them."""
     NOTHING = "nothing"
     """The saved state is loaded unchanged. Current tensors that fit only provide memory."""
 
 
 def matching_of(stateful: Stateful) -> Matching:
-    """Optimizers and schedulers rebuild their state on load, so need not match."""
+    """Optimizers and schedulers rebuild their state."""
     if isinstance(stateful, torch.nn.Module):
         return Matching.LEAVES
     if isinstance(stateful, torch.optim.Optimizer):
@@ -204,7 +199,7 @@ def matching_of(stateful: Stateful) -> Matching:
 
 
 def adapts(stateful: Stateful) -> bool:
-    """Whether a module may load a state with other leaves than its own, which only torch knows."""
+    """Whether a module may load other leaves than its own."""
     if not isinstance(stateful, torch.nn.Module):
         return False
     load = getattr(stateful.load_state_dict, "__func__", None)
@@ -218,22 +213,21 @@ def adapts(stateful: Stateful) -> bool:
 
 
 def _is_fully_shards(hook: Any) -> bool:
-    """Whether a hook is one of ``fully_shard``, which do not change the state."""
+    """Hooks of ``fully_shard`` do not change the state."""
     module: str = getattr(hook, "__module__", None) or ""
     return module.startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def can_assign(stateful: Stateful) -> bool:
-    """Whether ``load_state_dict`` can replace tensors on the meta device."""
     if isinstance(stateful, torch.nn.Module):
         return _takes(stateful.load_state_dict, "assign")
     return isinstance(stateful, StateDict)
 
 
 def loader(stateful: Stateful, *, strict: bool) -> Callable[[Any], Any]:
-    """Returns ``load_state_dict``, bound to ``strict``, and to ``assign`` for tensors on meta.
+    """Returns ``load_state_dict``, bound to ``strict`` and ``assign`` if the method takes them.
 
-    A module's own method may take neither.
+    ``assign`` is for tensors on meta.
     """
     load: Callable[..., Any] = stateful.load_state_dict
     if isinstance(stateful, ModelState):
@@ -260,13 +254,13 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _to_assign(module: torch.nn.Module, state: Any) -> Any:
-    """Prepares a state for ``assign=True``: keeps tensors that are not on meta, and ties.
+    """Keeps ties, and tensors that are not on meta, under ``assign=True``.
 
-    ``assign=True`` alone would replace every parameter, untie a parameter with two names, and tie
-    tensors that only the snapshot ties.
+    That alone would replace every parameter, untie a parameter with two names, and tie tensors that
+    only the snapshot ties.
     """
     made: dict[tuple[int, int], torch.Tensor] = {}
-    holders: dict[int, int] = {}  # the storage on meta that a restored storage replaces
+    holders: dict[int, int] = {}  # by restored storage: the one on meta
     for name, held in _tensors(module).items():
         value = state.get(name)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -291,7 +285,7 @@ def _to_assign(module: torch.nn.Module, state: Any) -> Any:
 
 
 def torch_complaints(error: RuntimeError) -> list[str]:
-    """Returns the misfits in an error of a module's ``load_state_dict``; [] for another error.
+    """Returns the misfits in an error of a module's ``load_state_dict``; [] for others.
 
     torch raises it after loading all that fits.
     """

@@ -1,7 +1,4 @@
-"""Hooks before an optimizer's step that remove themselves.
-
-It must not know the purpose of a hook.
-"""
+"""Hooks before an optimizer's step that remove themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ __all__ = ["StepHook", "check_optimizer"]
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ``UsageError`` if ``optimizer`` takes no step hooks."""
+    """Raises ``UsageError`` if it takes no step hooks."""
     is_bare = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
         optimizer, "_optimizer_step_pre_hooks"
     )  # a wrapper that has not initialised its base class
@@ -35,10 +32,10 @@ class StepHook:
     """Calls ``before`` before each step of an optimizer, until it returns True.
 
     Hooks must not be removed while torch iterates over them. So a post-step hook removes the
-    pre-step hook; and a post-step hook that is the last of all removes those of this class.
+    pre-step hook, and the last one removes all post-step hooks.
 
     Args:
-        optimizer: An optimizer that passes ``check_optimizer``.
+        optimizer: Passes ``check_optimizer``.
         before: Runs in the thread of the step. If it raises, so does the step, before any change.
     """
 
@@ -50,7 +47,7 @@ class StepHook:
         self._handle = optimizer.register_step_pre_hook(hook)
 
     def remove(self) -> None:
-        """Removes the hook. The optimizer must not step meanwhile in another thread."""
+        """The optimizer must not step meanwhile."""
         self._before = None
         self._handle.remove()
         if self._post_handle is not None:
@@ -69,7 +66,7 @@ class StepHook:
         self._handle.remove()
         hooks = optimizer._optimizer_step_post_hooks
         if next(reversed(hooks), None) == self._post_handle.id:
-            # This is the end of the iteration, so all of them can be removed.
+            # The iteration ends here, so all can be removed.
             for after in list(hooks.values()):
                 if (hook := getattr(after, "actorsnap_hook", None)) is not None:
                     hook._post_handle.remove()

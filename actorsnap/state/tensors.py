@@ -1,7 +1,6 @@
-"""Byte sources and sinks of tensors and arrays, dtype names, and tensors that cannot be stored.
+"""Byte sources and sinks of tensors and arrays, dtype names, and refusals of tensors.
 
-Decides how C-order bytes are accessed: in a tensor's own memory, or by copies of boxes where layout
-or device require that. It must not know paths below the leaf, or entries.
+Bytes are in C order. They are accessed in place, or copied where layout or device require that.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-"""Every dtype of this torch, by its name in manifests."""
+"""By name in manifests."""
 
 DTYPE_NAMES: Final[dict[torch.dtype, tuple[str, int]]] = {
     dtype: (name, dtype.itemsize) for name, dtype in DTYPES.items()
 }
-"""Name of every dtype, and its item size in bytes."""
+"""Name and item size in bytes of every dtype."""
 
 QUANTIZED: Final[frozenset[torch.dtype]] = frozenset(
     DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES
@@ -77,16 +76,13 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""By item size in bytes, a dtype that every kernel can copy; not all copy sub-byte dtypes."""
+"""By item size: a dtype that every kernel can copy. Not all copy sub-byte dtypes."""
 
 _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
     None: torch.contiguous_format,
     "channels_last": torch.channels_last,
     "channels_last_3d": torch.channels_last_3d,
 }
-
-
-# Layouts ------------------------------------------------------------------------------------
 
 
 def empty_tensor(
@@ -96,10 +92,10 @@ def empty_tensor(
     device: torch.device | str = "cpu",
     memory_format: MemoryFormat | None = None,
 ) -> torch.Tensor:
-    """Returns an uninitialised tensor for the leaf at ``path``.
+    """Returns an uninitialised tensor.
 
     Raises:
-        MemoryError: The memory could not be allocated; names the leaf.
+        MemoryError: Names the leaf at ``path``.
     """
     # torch.empty warns that complex32 is experimental.
     made = torch.int32 if dtype is torch.complex32 else dtype
@@ -113,7 +109,7 @@ def empty_tensor(
 
 
 def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
-    """Returns the named memory format of a dense tensor; None for others and for row-major."""
+    """Returns None if row-major or not dense."""
     if tensor.ndim == 4:
         name: MemoryFormat = "channels_last"
     elif tensor.ndim == 5:
@@ -125,7 +121,7 @@ def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns C-order strides, in elements."""
+    """In elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -133,7 +129,6 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Returns the bytes from a tensor's first to its last element."""
     if prod(shape) == 0:
         return 0
     last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
@@ -145,12 +140,12 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Whether the C-order bytes of ``tensor`` are contiguous in CPU memory."""
+    """Whether the C-order bytes are contiguous in CPU memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor | None:
-    """Returns ``nbytes`` bytes at address ``start``; None if the tensor's storage lacks them."""
+    """Returns bytes at address ``start``; None if the tensor's storage lacks them."""
     storage = tensor.untyped_storage()
     offset = start - storage.data_ptr()
     if offset < 0 or offset + nbytes > storage.nbytes():
@@ -160,26 +155,23 @@ def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor, detached and in its carrier dtype, for copies of its bytes."""
-    tensor = tensor.detach()  # so that autograd leaves and inference tensors can be written
+    """Returns a dense tensor, detached and in its carrier dtype, for copies."""
+    tensor = tensor.detach()  # makes autograd leaves and inference tensors writable
     if tensor.is_conj() or tensor.is_neg():
         # copy_ resolves these only in the tensor's own dtype.
         return tensor
     return tensor.view(CARRIERS[tensor.itemsize])
 
 
-# Sources and sinks --------------------------------------------------------------------------
-
-
 def _elements(buffer: memoryview, owner: TensorOrArray) -> tuple[Any, bool]:
     """Returns a buffer as flat elements like ``owner``'s, and whether they are a copy.
 
-    An unaligned buffer is copied: torch's kernels may use instructions that fault on it.
+    Unaligned buffers are copied: kernels of torch may fault on them.
     """
     if isinstance(owner, np.ndarray):
         return np.frombuffer(buffer, owner.dtype), False
     if buffer.readonly:
-        # torch.frombuffer warns about read-only memory. Nothing is written through this.
+        # torch.frombuffer warns about read-only memory, although nothing is written.
         raw = np.frombuffer(buffer, np.uint8)
         buffer = memory_at(raw.ctypes.data, raw.nbytes, raw)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -190,14 +182,14 @@ def _elements(buffer: memoryview, owner: TensorOrArray) -> tuple[Any, bool]:
 
 
 _TILE = 512
-"""Columns of a tile. Copying 4,096 x 4,096 transposed floats took 60 ms instead of 400 ms."""
+"""4,096 x 4,096 transposed floats take 60 ms in tiles of this width, else 400 ms."""
 
 
 def _copy(out: Any, source: Any) -> None:
     """Copies elements; one side is contiguous.
 
-    If rows of ``out`` run across the source's memory, each element is in another page. A tile is
-    narrow enough for these pages to stay cached for the next row.
+    If rows of ``out`` run across the source's memory, each element is in another page. The pages of
+    a tile stay cached for the next row.
     """
     if isinstance(out, np.ndarray):
         np.copyto(out, source)
@@ -212,8 +204,6 @@ def _copy(out: Any, source: Any) -> None:
 
 
 class _Copied:
-    """Bytes that are accessed by copies only."""
-
     __slots__ = ()
     is_addressable = False
 
@@ -222,10 +212,10 @@ class _Copied:
 
 
 class _Strided(_Copied):
-    """A tensor or array that is not contiguous, on a device, or lazily conjugated.
+    """A value that is not contiguous, on a device, or lazily conjugated.
 
     Attributes:
-        owner: A tensor in its carrier dtype; or an array, perhaps with negative or uneven strides.
+        owner: A tensor in its carrier dtype; or an array with any strides.
     """
 
     __slots__ = ("_shape", "itemsize", "nbytes", "owner")
@@ -239,7 +229,7 @@ class _Strided(_Copied):
     def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
         """Returns views of the owner, and the parts of ``flat`` that hold their elements.
 
-        ``flat`` are the bytes from ``start`` on, in any dtype.
+        ``flat`` holds the bytes from ``start`` on, in any dtype.
         """
         owner = self.owner
         flat = flat.view(owner.dtype)
@@ -270,7 +260,7 @@ class StridedSource(_Strided):
 
 
 class DeviceSource(_Strided):
-    """A tensor on a device. Its bytes are copied with others of its lane; see ``gather``.
+    """A tensor on a device, copied with others of its lane; see ``gather``.
 
     Attributes:
         flat: Its bytes in C order; None if its memory is in another order.
@@ -291,7 +281,7 @@ class DeviceSource(_Strided):
 
 
 def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a factory of contexts that order writes in the calling thread's current stream."""
+    """Returns a factory of contexts that order writes in the caller's current stream."""
     calls = devices.calls
     if isinstance(value, torch.Tensor) and calls.has(value):
         return calls.current(value.device)
@@ -299,7 +289,7 @@ def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[
 
 
 class StridedSink(_Strided):
-    """Copies bytes into a tensor or array. Leaves autograd's state alone."""
+    """Leaves autograd's state alone."""
 
     __slots__ = ("_writing",)
 
@@ -319,13 +309,13 @@ class StridedSink(_Strided):
 class ExtentSink(StridedSink):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
-    With dims sorted by stride, memory order is C order: a range of memory holds a flat range of
+    With dims sorted by stride, memory order is C order, so a range of memory holds a flat range of
     elements.
 
     Args:
-        tensor: Takes the elements. They must not share memory.
-        strides: Strides of the view, which has the shape of ``tensor``. Its elements may share
-            memory along strides of 0 only.
+        tensor: Takes the elements, which must not share memory.
+        strides: Strides of the view, of the shape of ``tensor``. Only elements along strides of 0
+            may share memory.
     """
 
     __slots__ = ("_strides",)
@@ -337,7 +327,7 @@ class ExtentSink(StridedSink):
         dims = sorted(range(tensor.ndim), key=steps.__getitem__, reverse=True)
         self.owner = self.owner.permute(dims)
         self._strides: list[int] = [steps[dim] for dim in dims]
-        # The other dims repeat elements.
+        # Other dims repeat elements.
         self._shape = tuple([tensor.shape[dim] for dim in dims if steps[dim]])
 
     def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
@@ -351,7 +341,6 @@ class ExtentSink(StridedSink):
         return pairs
 
     def _num_before(self, at: int) -> int:
-        """Returns the number of elements before a position in the memory."""
         before = 0
         count = prod(self._shape)
         for size, stride in zip(self._shape, self._strides, strict=False):
@@ -364,14 +353,13 @@ class ExtentSink(StridedSink):
 
 
 class BoxSink(_Copied):
-    """Takes a range of the C-order bytes of a box, and copies it to the tensors that overlap it.
+    """Takes a range of the C-order bytes of a box, and copies it to overlapping tensors.
 
     Args:
-        box: The box, in the index space of a larger tensor.
-        start: First byte of the range, relative to the box's first byte.
-        nbytes: Length of the range.
-        targets: Boxes of the same space and the tensors that hold them, of any strides, on any
-            device. Elements must not share memory. Bytes outside of these boxes are dropped.
+        box: In the index space of a larger tensor.
+        start, nbytes: The range, relative to the box's first byte.
+        targets: Boxes of the same space and their tensors, of any strides and device, whose
+            elements must not share memory. Bytes outside of these boxes are dropped.
     """
 
     __slots__ = ("_box", "_start", "_targets", "nbytes")
@@ -407,9 +395,9 @@ class BoxSink(_Copied):
 
 
 class ClippedSink(_Copied):
-    """Takes ``nbytes`` bytes, and passes those from ``skip`` on to ``inner``, as many as it takes.
+    """Takes ``nbytes`` bytes; passes those from ``skip`` on to ``inner``.
 
-    The other bytes need memory in which they are verified.
+    The others only need memory for verification.
     """
 
     __slots__ = ("_inner", "_skip", "nbytes")
@@ -441,26 +429,22 @@ def source_of(value: TensorOrArray) -> ByteSource:
 
 
 def sink_of(value: TensorOrArray) -> ByteSink:
-    """Returns the sink of a writable value. Its elements must not share memory."""
+    """Elements of ``value`` must not share memory."""
     return _memory_of(value) or StridedSink(value)
 
 
 def bytes_of(value: TensorOrArray) -> bytearray:
-    """Returns a copy of the C-order bytes."""
+    """Returns a copy in C order."""
     source = source_of(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))
     return out
 
 
-# Tensors that can be stored -----------------------------------------------------------------
-
-
 def tensor_type(tensor: torch.Tensor) -> TensorType:
-    """Returns the type of a plain tensor in manifests."""
     if type(tensor) is torch.nn.Parameter:
         return "parameter"
-    # torch.nn.Buffer(x) is a plain tensor with this attribute.
+    # Set by torch.nn.Buffer, which returns a plain tensor.
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
 
 
@@ -477,15 +461,15 @@ _LAYOUTS = frozenset(
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a plain tensor's memory; 0 if it has none."""
+    """Returns the address of a plain tensor's memory, or 0."""
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # torch.func wraps another tensor in it, or the storage was emptied
+    except RuntimeError:  # a torch.func wrapper, or an emptied storage
         return 0
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Returns the reason why a tensor cannot be stored, with a remedy; None if it can."""
+    """Returns why a tensor cannot be stored, with a remedy; else None."""
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in PLAIN_TYPES:

@@ -1,11 +1,8 @@
-"""Flattens state dicts into paths and leaves, and rebuilds them.
+"""Flattens state dicts into paths and leaves, and rebuilds them (``docs/format.md``, "Paths").
 
-Implements "Paths" of ``docs/format.md`` and the ``container`` rule of its "Entries". Pure: it must
-not know torch, tensors, entries or storage.
-
-Containers are exactly ``dict``, ``OrderedDict``, ``Counter``, ``list`` and ``tuple``. Subclasses (a
-namedtuple, a defaultdict) are leaves, since their type would be lost. So are dicts with a key that
-has no token, and long lists of plain values, whose paths would fill most of the snapshot.
+Pure: it must not know torch, entries or storage. Containers are exactly ``dict``, ``OrderedDict``,
+``Counter``, ``list`` and ``tuple``. Leaves are subclasses (a namedtuple), whose type would be lost,
+dicts with a key without token, and long lists of plain values, whose paths would fill the snapshot.
 """
 
 from __future__ import annotations
@@ -50,10 +47,10 @@ _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
 """Types of dict keys with tokens, and of items of long lists that are one leaf."""
 
 _MAX_PLAIN_ITEMS = 256
-"""Maximum number of items of a list or tuple of plain values that is flattened."""
+"""Maximum number of plain items that are flattened."""
 
 _ORDINARY = re.compile(r"[0-9]*[A-Za-z_.][A-Za-z0-9_.\-]*").fullmatch
-"""Matches keys that are their own token, as most are."""
+"""Matches keys that are their own token."""
 _SPECIAL = re.compile("[%/@\ud800-\udfff]")
 _INTEGER = re.compile(r"-?[0-9]+", re.ASCII).fullmatch
 _ESCAPED = re.compile(r"%u([0-9a-f]{4})|%([0-9A-F]{2})")
@@ -69,16 +66,13 @@ _HUGE = 1 << 12_000
 
 @dataclass(slots=True, eq=False)
 class Container:
-    """A container in a flattened state that paths do not imply.
+    """A container that paths do not imply.
 
     ``metadata`` is torch's ``_metadata`` of a module's state dict.
     """
 
     type: ContainerType
     metadata: object = None
-
-
-# Tokens and paths ---------------------------------------------------------------------------
 
 
 def _escape_char(match: re.Match[str]) -> str:
@@ -117,7 +111,7 @@ def _unescape_char(match: re.Match[str]) -> str:
 
 
 def unescape(token: str) -> Key:
-    """Returns the key of a token; raises ``FormatError`` if no key has it."""
+    """Raises ``FormatError`` if no key has this token."""
     if _ORDINARY(token):
         return token
     if token in _FIXED_TOKENS:
@@ -125,7 +119,7 @@ def unescape(token: str) -> Key:
     key: Key
     try:
         if _INTEGER(token):
-            key = int(token)  # Python refuses 4301 digits and more, as it does in str(key)
+            key = int(token)  # Python refuses 4301 digits and more
         elif token.startswith("%f"):
             key = float.fromhex(token[2:])
         else:
@@ -142,7 +136,7 @@ def join(*keys: Key) -> str:
 
 
 def human(path: str, separator: str = "/") -> str:
-    """Returns a path as a person would type it: its keys as text, joined by ``separator``."""
+    """Returns a path as typed: its keys as text, joined by ``separator``."""
     if "%" not in path:
         return path.replace("/", separator)
     return separator.join([str(unescape(token)) for token in path.split("/")])
@@ -153,16 +147,13 @@ def part_path(path: str, part: str) -> str:
 
 
 def parent_of(path: str) -> str:
-    """Returns the path of the entry that ``path`` is a part of, else ``path`` itself."""
-    # An "@" in a key is escaped, so the first one begins the part.
+    """Returns the path of the entry that ``path`` is a part of, else ``path``."""
+    # An "@" in a key is escaped.
     return path.partition("@")[0]
 
 
-# Flattening ---------------------------------------------------------------------------------
-
-
 def _child_paths(path: str, node: object) -> list[str] | None:
-    """Returns the paths of a container's children; None if it is a leaf."""
+    """Returns None for a leaf."""
     prefix = path + "/"
     if not isinstance(node, dict):
         assert isinstance(node, list | tuple)
@@ -178,7 +169,7 @@ def _child_paths(path: str, node: object) -> list[str] | None:
 
 
 def keys_without_token(node: Mapping[Any, object]) -> list[object]:
-    """Returns the keys of a dict that have no token; they make the dict a leaf."""
+    """Returns the keys without a token, which make the dict a leaf."""
     without: list[object] = []
     nans: list[object] = []
     for key in node:
@@ -187,7 +178,7 @@ def keys_without_token(node: Mapping[Any, object]) -> list[object]:
             without.append(key)
         elif kind is float and isnan(key):
             nans.append(key)
-    # A dict can have several NaN keys, which would share one token.
+    # Several NaN keys would share one token.
     return without + nans if len(nans) > 1 else without
 
 
@@ -198,14 +189,14 @@ def _shown(path: str) -> str:
 def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
     """Returns the paths and leaves of a state, in traversal order; ``root`` is its path.
 
-    Containers that are empty or no plain dict precede their children, as ``Container``.
+    Empty containers, and all but plain dicts, precede their children as ``Container``.
 
     Raises:
         UsageError: A container contains itself, or containers nest deeper than 900.
     """
     paths: list[str] = []
     values: list[object] = []
-    # An explicit stack, since recursion would hit the program's recursion limit before ours.
+    # Recursion would hit the program's limit before ours.
     outer: list[tuple[Iterator[tuple[str, object]], int]] = []
     active: set[int] = set()
     siblings: Iterator[tuple[str, object]] = iter([(root, value)])
@@ -247,12 +238,9 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
             active.discard(done)
 
 
-# Building -----------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A container under construction, with its children in order of appearance."""
+    """A container under construction; children are in order of appearance."""
 
     path: str
     kind: str
@@ -276,14 +264,14 @@ class Skeleton:
         return path in self._leaves
 
     def num_items(self, path: str) -> int:
-        """Returns the number of children of ``path``; 0 if it is no container."""
+        """Returns 0 if ``path`` is no container."""
         branch = self._branches.get(path)
         return 0 if branch is None else len(branch.keys)
 
     def further_keys(self, state: object) -> list[tuple[str, object]]:
         """Returns path and value of each dict key that only ``state`` has.
 
-        Compares containers that both have, but not the items of lists.
+        Compares common containers, but not the items of lists.
         """
         further: list[tuple[str, object]] = []
         shared = [(self._root, state)]
@@ -353,7 +341,7 @@ class Skeleton:
                 raise FormatError(key=path, detail=f"{_shown(at)} is a leaf and has children")
             if at == self._root:
                 break
-            # Without a limit, the prefixes of a long path would take quadratic time.
+            # Bounds the quadratic time that prefixes of a long path take.
             if len(missing) > MAX_NESTING or "/" not in at:
                 raise FormatError(
                     key=path, detail=f"does not lie below {_shown(self._root)}, or too deep"
@@ -376,10 +364,10 @@ class Skeleton:
     def build(self, values: Mapping[str, object]) -> object:
         """Returns the containers, filled with values.
 
-        Leaves without a value are left out, and so are containers of which all children are.
+        Leaves without a value are left out, and containers of which all children are.
         """
         built: dict[str, object] = {}
-        # Outer containers were added before inner ones, so build in reverse.
+        # Outer containers were added first.
         for branch in reversed(self._branches.values()):
             keys: list[Key] = []
             children: list[object] = []

@@ -1,9 +1,7 @@
 """Finds entries that a restore would refuse, from the manifests of a snapshot.
 
-Runs the first pass of a restore (``state.restore.match``) on several views of the snapshot, and
-decides which leaves must also be built because their bytes may be invalid. It must not know
-storage. Does not find damaged bytes, nor shards that do not cover their tensor
-(``planning.index.holes``).
+Runs the first pass of a restore (``state.restore.match``), and finds leaves to build because their
+bytes may be invalid. Does not find damaged bytes, nor uncovered tensors (``planning.index.holes``).
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class Doubtful:
 
     Attributes:
         index: The view whose objects the entries refer to.
-        path: Path of the leaf.
         entries: Its entry, and entries that this refers to.
     """
 
@@ -50,13 +47,12 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        """Prepares the restore of this leaf alone."""
         return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial: one error per refused entry, and the leaves to build."""
+    """One error per refused entry, and the leaves to build."""
 
     problems: tuple[FormatError, ...]
     doubtful: tuple[Doubtful, ...]
@@ -65,8 +61,8 @@ class Trial:
 def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
     """Tries every key for every rank that saved, and for one that did not. Allocates no memory.
 
-    To avoid quadratic time, a rank's entries are tried with those that every rank may read;
-    problems are then confirmed with all manifests.
+    Avoids quadratic time: tries a rank's entries with those that every rank may read, then confirms
+    problems with all manifests.
     """
     try:
         index = index_of(manifests, rank=len(manifests))
@@ -104,7 +100,7 @@ def _try_each_rank(found: _Findings, index: Index, manifests: Mapping[int, RankM
 def _without_shards(
     entries: Sequence[AnyEntry], *, is_replicated: bool = False
 ) -> tuple[Entry, ...]:
-    """Returns the entries, with a plain leaf in place of each sharded tensor."""
+    """Replaces each sharded tensor by a plain leaf."""
     kept: dict[str, Entry] = {}
     for entry in entries:
         if isinstance(entry, ShardedEntry) or (
@@ -128,7 +124,7 @@ class _Findings:
 
 
 def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> None:
-    """Decodes the attributes of a rank's shards; a merged view keeps those of one rank."""
+    """Decodes the attributes of a rank's shards; a merged view keeps one rank's."""
     for entry in entries:
         if isinstance(entry, TensorEntry) and entry.offsets is not None and entry.attributes:
             try:

@@ -1,8 +1,8 @@
 """A restore in three passes: from entries of a snapshot to a state for ``load_state_dict``.
 
-``match`` compares entries with the leaves of the app state, ``allocation`` finds memory to read
-stored ranges into, and ``build`` builds the state from the bytes. ``checks`` validates entries,
-``rules`` decides which leaves must match, ``aliasing`` finds leaves that share memory.
+``match`` compares entries with leaves, ``allocation`` finds memory to read into, and ``build``
+builds the state. ``checks`` validates entries, ``rules`` decides which leaves must match,
+``aliasing`` finds shared memory.
 """
 
 from actorsnap.state.restore.aliasing import (

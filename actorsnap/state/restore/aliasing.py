@@ -1,7 +1,7 @@
-"""Memory of the app state that leaves are restored into, and conflicts in it.
+"""Memory that leaves are restored into, and conflicts in it.
 
-Decides whether a target can be written, and which leaves would write different bytes to the same
-memory, unless they also share it in the snapshot. It must not know entries, storage or keys.
+Leaves conflict if they would write different bytes to the same memory, unless they share it in the
+snapshot.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ Target: TypeAlias = TensorOrArray
 TARGET_TYPES: Final = (torch.Tensor, np.ndarray)
 
 _MAX_EXACT = 128
-"""Maximum number of overlapping extents that are compared in pairs; with more, extents decide."""
-
-
-# Layouts --------------------------------------------------------------------------------------
+"""Maximum number of overlapping extents compared in pairs; with more, extents decide."""
 
 
 def _has_writable_memory(target: object) -> bool:
@@ -68,7 +65,7 @@ def is_injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def matching_region(target: Target, stored: Region) -> Region | None:
-    """Returns the region of a writable target if it has the layout of ``stored``; else None."""
+    """Returns a writable target's region; None unless its layout is that of ``stored``."""
     region = region_of(target) if _has_writable_memory(target) else None
     if region is None or stored.at(region.start).layout != region.layout:
         return None
@@ -76,26 +73,21 @@ def matching_region(target: Target, stored: Region) -> Region | None:
 
 
 def mark_written(targets: Iterable[Target]) -> None:
-    """Reports writes to autograd: graphs built on the old values then refuse to run backward."""
+    """Makes autograd graphs built on the old values refuse to run backward."""
     tensors = [target for target in targets if isinstance(target, torch.Tensor)]
     torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
-
-
-# Destinations ---------------------------------------------------------------------------------
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Memory of the app state that a leaf is restored into.
 
     Attributes:
-        path: Path of the leaf.
-        target: The tensor or array that owns the memory.
-        start, stop: Its extent.
+        start, stop: Extent of ``target``.
         base: Path of the entry with the leaf's bytes; for a sharded one, a key of its content.
         origin: Address for the first byte of ``base``, if target and stored leaf have the same
             layout; else both layouts. Destinations with equal ``base`` and ``origin`` agree about
             every byte.
-        device: Device of the addresses; None for the CPU.
+        device: None for the CPU.
     """
 
     path: str
@@ -108,7 +100,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def region(self) -> Region:
-        """The region of the target; its whole extent if strides cannot express it."""
+        """The target's whole extent if strides cannot express it."""
         if isinstance(self.target, torch.Tensor):
             return memory_of(self.target)
         return region_of(self.target) or Region(self.start, 1, (self.stop - self.start,), (1,))
@@ -117,10 +109,9 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 def destination(
     path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
 ) -> list[Destination]:
-    """Returns the destination of a leaf, in a list; [] if ``target`` has no writable memory.
+    """Returns a list of one; [] if ``target`` has no writable memory.
 
     Args:
-        path, target, base: See ``Destination``.
         stored: Region of the leaf in the stored bytes, if it is a view of them.
         origin: Used without ``stored``.
     """
@@ -151,21 +142,18 @@ def destination(
     return [Destination(path, target, start, stop, base, origin, device)]
 
 
-# Conflicts ------------------------------------------------------------------------------------
-
-
 def find_conflicts(
     destinations: Sequence[Destination], fixed: Sequence[Destination] = ()
 ) -> list[tuple[Destination, Destination]]:
     """Returns pairs that cannot both be restored in place: the first keeps its memory.
 
-    May report a pair without a conflict: if a leaf is restored with other strides than it was saved
-    with, or if very many destinations overlap.
+    May report pairs without a conflict if strides differ from the saved ones, or very many
+    destinations overlap.
 
     Args:
         destinations: In order. The second of a pair gets other memory.
-        fixed: Destinations that precede ``destinations`` and are written even if they lose, so all
-            conflicts among them are reported.
+        fixed: Precede ``destinations`` and are written even if they lose, so all conflicts among
+            them are reported.
     """
     conflicts: list[tuple[Destination, Destination]] = []
     for device in {each.device for each in (*fixed, *destinations)}:
@@ -181,7 +169,6 @@ def find_conflicts(
 def _conflicts(
     destinations: Sequence[Destination], num_fixed: int, numbers: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Finds conflicts among destinations whose extents overlap transitively."""
     conflicts: list[tuple[int, int]] = []
     open_: list[int] = []
     for number in sorted(numbers, key=lambda number: destinations[number].start):

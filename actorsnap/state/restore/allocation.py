@@ -1,15 +1,13 @@
 """Second pass of a restore: finds memory for the bytes of matched leaves.
 
-Decides which ranges are read, in whole checksum blocks, and where they go: into the target's memory
-if it has the stored layout, through a sink if it has another one, else into fresh memory. Writes
-nothing to a target. It must not know where or how bytes are stored or fetched.
+Reads whole checksum blocks: into the target's memory if it has the stored layout, through a sink if
+it has another one, else into fresh memory. Writes nothing to a target. Leaves that are views of the
+same stored bytes share one read. In this order:
 
-Leaves that are views of the same stored bytes share one read. In this order:
-
-1. Targets that together have the layout of the stored bytes take them directly.
+1. Targets that together have the stored layout take the bytes directly.
 2. A target that takes all of them in another layout gets its own read.
 3. A view that is read alone takes only its elements.
-4. The others are views of fresh memory, copied to their targets after the read.
+4. Other views get fresh memory and are copied afterwards.
 """
 
 from __future__ import annotations
@@ -82,9 +80,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         stored: Whole checksum blocks of a leaf.
-        sink: Takes all of them.
-        holders: Ranks likely to want exactly these bytes, ascending. None for every rank that
-            restores; empty for this rank alone.
+        holders: Ranks likely to want these bytes, ascending. None means every rank that restores;
+            empty means this rank alone.
     """
 
     stored: Stored
@@ -96,10 +93,9 @@ class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A leaf in fresh memory.
 
     Attributes:
-        entry: The leaf's entry.
         target: Gets a copy, if it can take one.
-        value: The leaf; or, with a ``region``, raw bytes.
-        region: Layout in ``value`` of an unaligned leaf, which torch has no tensors for.
+        value: The leaf; with a ``region``, raw bytes.
+        region: Layout in ``value`` of an unaligned leaf, which torch cannot express.
     """
 
     entry: TensorEntry | ViewEntry | ShardedEntry
@@ -113,14 +109,12 @@ class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
-        reads: All writes to a target before ``KeyRestore.build``. A range may appear twice.
-        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets, in the same
-            checksum blocks.
+        reads: All writes to a target before ``KeyRestore.build``. Ranges may repeat.
+        surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets.
         destinations: Memory of the target that is written to.
         values: Targets that the reads complete, by path.
-        fresh: Leaves in fresh memory.
         buffers: Leaves to decode.
-        spread: Views to copy into a distributed target; the whole is among ``fresh``.
+        spread: Views to copy into a distributed target; ``fresh`` has the whole.
     """
 
     reads: list[Wanted] = field(default_factory=list)
@@ -133,7 +127,7 @@ class Allocation:
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A leaf as a view of stored bytes; its region is relative to the first of them."""
+    """A view of stored bytes; its region is relative to their first."""
 
     entry: TensorEntry | ViewEntry
     target: Target | None
@@ -141,11 +135,11 @@ class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def find_memory(match: Match) -> Allocation:
-    """Finds memory for all leaves of ``match``.
+    """Finds memory for all leaves.
 
     Raises:
-        FormatError: Shards do not cover their tensor, or overlap.
-        MemoryError: The memory could not be allocated; names the leaf.
+        FormatError: Shards overlap or do not cover their tensor.
+        MemoryError: Names the leaf.
     """
     memory = Allocation()
     views: dict[str, list[_Member]] = {}
@@ -170,9 +164,6 @@ def find_memory(match: Match) -> Allocation:
     for path, members in views.items():
         _add_members(memory, match, match.bases[path], members)
     return memory
-
-
-# Leaves ---------------------------------------------------------------------------------------
 
 
 def _holders(match: Match, entry: TensorEntry | BytesEntry) -> Ranks | None:
@@ -215,7 +206,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
         if target is None or not is_writable(target):
             _add_members(memory, match, entry, [member])
             return
-        # An array, or a tensor on a device or strided.
+        # An array, or on a device, or strided.
         sink = sink_of(target)
         memory.values[path] = target
     if nbytes and sink is not None:
@@ -231,7 +222,7 @@ def _add_view(
         member = _member(entry, pair.target)
         memory.destinations += destination(entry.path, pair.target, base, member.region)
     else:
-        # Read as a whole and then copied: it has the checksums of its base, and any strides.
+        # Copied from the whole: it has its base's checksums, and any strides.
         memory.destinations += _destinations_of_pieces(pair, base)
         memory.spread.append(pair)
         member = _member(entry, None)
@@ -258,9 +249,6 @@ def _add_parts(
             _add_tensor(memory, match, Pair(part, DTYPES[part.dtype], None), part)
 
 
-# Boxes: the snapshot has shards, or the target is one -----------------------------------------
-
-
 def _add_boxes(
     memory: Allocation,
     pair: Pair,
@@ -268,15 +256,12 @@ def _add_boxes(
     shards: Sequence[Shard],
     base: str,
 ) -> None:
-    """Adds a tensor that is stored in boxes, or whose target holds boxes.
-
-    See ``Destination`` for ``base``.
-    """
+    """See ``Destination`` for ``base``."""
     path, target, sharding = entry.path, pair.target, pair.sharding
     dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
     pieces = [] if sharding is None else list(sharding.pieces)
     whole = Box.whole(entry.shape)
-    # Before memory is taken: the manifest may claim any global shape.
+    # Precedes allocation: the manifest may claim any global shape.
     planned = plan_boxes(
         path,
         [shard.box for shard in shards],
@@ -319,9 +304,9 @@ def _box_reads(
     pieces: Sequence[LocalPiece],
     default: Ranks | None,
 ) -> list[Wanted]:
-    """Returns reads for the boxes of pieces, with their sinks.
+    """Returns reads for the boxes of pieces.
 
-    Pieces without holders get those of ``default``.
+    Pieces without holders get ``default``.
     """
     wanted: list[Wanted] = []
     for read in planned:
@@ -341,15 +326,12 @@ def _box_reads(
 
 
 def slice_stored(data: Stored, start: int, stop: int) -> Stored:
-    """Returns the stored bytes from one block boundary to another."""
+    """Both offsets are block boundaries."""
     if stop - start == data.stop - data.start:
         return data
     block_bytes = data.block_bytes
     blocks = data.crc32c[start // block_bytes : -(-stop // block_bytes)]
     return Stored(data.object, data.start + start, data.start + stop, blocks)
-
-
-# Views of the same stored bytes ---------------------------------------------------------------
 
 
 def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
@@ -367,7 +349,7 @@ def _add_members(
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
     high = max([region.stop for region in regions], default=0)
-    # Keeps aligned members aligned relative to this offset.
+    # Keeps aligned members aligned.
     low -= low % max([region.itemsize for region in regions], default=1)
     start = low - low % data.block_bytes
     stop = min(high + -high % data.block_bytes, data.stop - data.start)
@@ -392,7 +374,7 @@ def _add_members(
 
 
 def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list[ByteSink]:
-    """Finds memory for ``nbytes`` bytes; each sink takes all of them."""
+    """Returns sinks that each take all bytes."""
     sinks: list[ByteSink] = []
     left = _take_spans(memory, nbytes, members, sinks)
     left = _take_whole(memory, nbytes, left, sinks)
@@ -406,7 +388,7 @@ def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list
 def _take_spans(
     memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
 ) -> list[_Member]:
-    """Adds sinks for targets with the layout of the stored bytes; returns the other members."""
+    """Adds sinks for targets of the stored layout; returns the other members."""
     left: list[_Member] = []
     spans: dict[tuple[object, int], list[tuple[_Member, Region]]] = {}
     for member in members:
@@ -420,7 +402,7 @@ def _take_spans(
         spans.setdefault((device, start), []).append((member, region))
     for (_, start), span in spans.items():
         sink = None
-        # Bytes between the leaves may belong to others and must not be overwritten.
+        # Bytes between the leaves may belong to others.
         if touched_without_gaps([region for _, region in span], start, start + nbytes):
             sink = _span_sink(start, nbytes, [member.target for member, _ in span])
         if sink is None:
@@ -462,7 +444,7 @@ def _is_separable(region: Region) -> bool:
     steps = [(n, step) for n, step in zip(region.shape, region.strides, strict=True) if step]
     return (
         0 not in region.shape
-        and region.start == 0  # otherwise elements are unaligned
+        and region.start == 0  # else elements are unaligned
         and is_injective([n for n, _ in steps], [step for _, step in steps])
     )
 
@@ -514,11 +496,8 @@ def lay_over(
     return tensor.set_(raw.untyped_storage(), offset, region.shape, region.strides)
 
 
-# Targets --------------------------------------------------------------------------------------
-
-
 def _tensor_over(target: Target) -> torch.Tensor | None:
-    """Returns a writable target as a tensor over its memory; None for unusual strides."""
+    """Returns a writable target as a tensor; None for unusual strides."""
     if isinstance(target, torch.Tensor):
         return target
     if region_of(target) is None:
@@ -528,7 +507,7 @@ def _tensor_over(target: Target) -> torch.Tensor | None:
 
 
 def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | None:
-    """Returns a sink for a span of memory; None if the targets' storage does not contain it."""
+    """Returns None if the targets' storage does not contain the span."""
     first = targets[0]
     if not isinstance(first, torch.Tensor) or first.is_cpu:
         return HostMemory(start, nbytes, targets)
@@ -537,10 +516,7 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
 
 
 def stand_in(path: str, target: Target) -> Target | None:
-    """Returns a target of the same kind with memory of its own.
-
-    None for sparse and quantized tensors, which are built from their parts.
-    """
+    """Returns a target of the same kind in its own memory; None for composites."""
     if isinstance(target, np.ndarray):
         return np.empty_like(target)
     if is_distributed(target):

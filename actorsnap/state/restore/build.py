@@ -1,8 +1,7 @@
 """Third pass of a restore: builds the state of a key from the bytes that were read.
 
-Decides how bytes become values, and which leaves are copied into their targets. ``prepare`` and
-``read_one`` run the first two passes. It must not know where or how bytes are stored or fetched,
-nor call ``load_state_dict``.
+``prepare`` and ``read_one`` run the first two passes. It must not know where or how bytes are
+stored or fetched, nor call ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -39,16 +38,14 @@ __all__ = ["KeyRestore", "prepare", "read_one"]
 
 @dataclass(frozen=True, slots=True)
 class KeyRestore:
-    """The restore of a top-level key, or of a part of it, before its reads."""
-
     match: Match
     memory: Allocation
 
     def build(self) -> Any:
         """Returns the state for ``load_state_dict``. Call it once, after all reads.
 
-        Containers come from the snapshot. Tensors that were restored in place are the target's own
-        objects. Missing and mismatched leaves keep the target's values.
+        Containers come from the snapshot. Tensors restored in place are the target's own objects.
+        Missing and mismatched leaves keep the target's values.
 
         Raises:
             FormatError: Bytes are no value of their entry's type.
@@ -87,22 +84,20 @@ def prepare(
     """Prepares the restore of a key. Does not write to the target.
 
     Args:
-        key: The top-level key.
-        entries: Its entries, in traversal order. Others are used only as bases of views.
-        target: The stateful's current ``state_dict()``, of which tensors and writable arrays are
-            restored in place. None builds everything fresh, on the CPU.
-        allow_pickle: Whether pickled leaves may be read, which runs any code in them.
-        matching: How far ``target`` must match. Under ``LEAVES``, leaves that it lacks are not
-            read.
+        entries: In traversal order. Other keys' are used only as bases of views.
+        target: The current ``state_dict()``, whose tensors and writable arrays are restored in
+            place. None builds everything fresh, on the CPU.
+        allow_pickle: Whether to read pickled leaves, which runs any code in them.
+        matching: Under ``LEAVES``, leaves that ``target`` lacks are not read.
         root: Escaped path to restore instead of the whole key.
-        unshared: Paths of leaves that get fresh memory instead of the target's.
+        unshared: Paths of leaves that get fresh memory.
         world_size: Number of ranks that saved.
 
     Raises:
-        UsageError: Leaves are pickled, and ``allow_pickle`` is False. Names all of them.
-        FormatError: Entries contradict themselves or each other. Raised before
-            memory is allocated for them.
-        MemoryError: The memory could not be allocated; names the leaf.
+        UsageError: Leaves are pickled, without ``allow_pickle``. Names all of them.
+        FormatError: Entries contradict themselves or each other. Precedes allocation of their
+            memory.
+        MemoryError: Names the leaf.
     """
     root = escape(key) if root is None else root
     targets: dict[str, Any] = leaves_of(root, target)
@@ -119,9 +114,6 @@ def prepare(
     return KeyRestore(match, find_memory(match))
 
 
-# One leaf -------------------------------------------------------------------------------------
-
-
 def read_one(
     entries: Sequence[AnyEntry],
     path: str,
@@ -134,13 +126,12 @@ def read_one(
     Args:
         entries: Entries of one rank.
         path: A path of the manifest, or an unambiguous one as typed (``optim/state/0``).
-        out: A tensor or array to restore a leaf into, or None.
-        allow_pickle: See ``prepare``.
-        held_by_other_ranks: See ``Index.held_by_other_ranks``; for the message only.
+        out: A tensor or array to restore a leaf into.
+        held_by_other_ranks: For the message only.
 
     Raises:
         UsageError: The path does not exist, or is ambiguous; or ``out`` cannot take a value.
-        IncompatibleState: ``out`` has another kind, dtype or shape than the leaf.
+        IncompatibleState: ``out`` has another kind, dtype or shape.
         FormatError: See ``prepare``.
     """
     root = _resolve(entries, path, held_by_other_ranks)
@@ -207,11 +198,8 @@ def _resolve(
     raise UsageError(f"the snapshot has no path {path!r}{hint and '; '}{hint}")
 
 
-# Values ---------------------------------------------------------------------------------------
-
-
 def _settle(fresh: Fresh) -> object:
-    """Returns a leaf from fresh memory; or its target, if that takes a copy."""
+    """Returns a fresh leaf; or its target, if that takes a copy."""
     entry, target, value = fresh.entry, fresh.target, fresh.value
     if fresh.region is not None:
         value = lay_over(value.clone(), entry, fresh.region)
@@ -239,7 +227,7 @@ def _decode(pair: Pair, data: bytearray) -> object:
 
 
 def _spread(pair: Pair, whole: Any) -> Target | None:
-    """Copies the elements of ``whole`` that a distributed target holds."""
+    """Copies what a distributed target holds."""
     assert pair.sharding is not None
     for piece in pair.sharding.pieces:
         _copy(piece.tensor, whole[slices_of(piece.box)])
@@ -265,9 +253,6 @@ def _assemble(pair: Pair, values: dict[str, object]) -> object:
         ) from error
 
 
-# Copies ---------------------------------------------------------------------------------------
-
-
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
     into = carried(target)
     into.copy_(value if into.dtype is value.dtype else carried(value))
@@ -283,7 +268,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies ``value`` into ``target``, unless other elements repeat there."""
+    """Copies ``value``, unless elements repeat in ``target``."""
     if is_writable(target):
         _copy(target, value)
         return True
@@ -298,7 +283,7 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns ``target`` with a copy of ``value``, if it is a writable array that fits."""
+    """Returns ``target`` with a copy of ``value``, if that fits."""
     if (
         type(target) is np.ndarray
         and target.dtype == value.dtype
@@ -311,13 +296,13 @@ def _assign_array(target: object, value: np.ndarray[Any, Any]) -> np.ndarray[Any
 
 
 def _assign_composite(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Copies a sparse or quantized ``value`` into ``target``; returns whether torch can do that."""
+    """Copies ``value`` if torch can."""
     try:
-        # A detached sparse tensor would not keep the copy. Inference tensors can only be written
-        # in inference mode; turning that mode off turns gradients on.
+        # A detached sparse tensor would not keep the copy. Inference tensors can only be written in
+        # inference mode; leaving that mode turns gradients on.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(value)
     except (NotImplementedError, RuntimeError):
-        # Another number of elements, another quantization scheme, packed elements.
+        # Another number of elements or quantization scheme, or packed elements.
         return False
     return True

@@ -1,8 +1,7 @@
-"""Checks entries before memory is allocated for them.
+"""Checks entries before memory is allocated for them (``docs/format.md``, "Entries").
 
-Dtype, shape and byte range must agree, a view must stay within its base, and a part must fit its
-composite (``docs/format.md``, "Entries"). Completes ``format/manifest.py``, which knows neither all
-dtypes nor the limits of torch and numpy. It must not know targets or how entries are restored.
+Completes ``format/manifest.py``, which does not know all dtypes or the limits of torch and numpy.
+It must not know targets or how entries are restored.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | 
 
 
 def check_tensor(entry: TensorEntry) -> torch.dtype | None:
-    """Checks a dense tensor or array; returns the torch dtype, None for numpy's."""
+    """Returns the torch dtype, None for numpy's."""
     dtype = _check_kind(entry)
     nbytes = entry.data.stop - entry.data.start
     itemsize = itemsize_of(entry) if dtype is None else dtype.itemsize
@@ -83,14 +82,14 @@ def check_tensor(entry: TensorEntry) -> torch.dtype | None:
         fail(entry.path, f"a numpy scalar has no shape {shape}")
     if entry.offsets is not None or entry.global_shape is not None:
         fail(entry.path, "it is a shard, and stands alone")
-    # A product of zero does not bound the other sizes.
+    # A product of zero does not bound other sizes.
     if nbytes == 0 and prod([size for size in shape if size]) >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
     return dtype
 
 
 def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
-    """Checks a tensor and its shards; returns the same as ``check_tensor``."""
+    """See ``check_tensor``."""
     dtype = _check_kind(entry)
     itemsize = itemsize_of(entry)
     shape = entry.shape
@@ -106,7 +105,7 @@ def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
 
 
 def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
-    """Checks a view of a checked ``base``; returns the same as ``check_tensor``."""
+    """``base`` is checked. See ``check_tensor``."""
     if not isinstance(base, TensorEntry):
         fail(view.path, f"it is a view of {view.of!r}, which is no tensor entry")
     dtype = _check_kind(view)

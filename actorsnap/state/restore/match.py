@@ -1,8 +1,7 @@
 """First pass of a restore: compares the entries of a key with the leaves of its target.
 
-Decides which entries are valid, which leaf of the app state each one fits, and which leaves are
-missing, unexpected or mismatched (``docs/format.md``, "Entries"). ``state.trial`` runs this pass
-alone: it allocates no memory and reads no bytes. It must not know how leaves are restored.
+Finds invalid entries, and missing, unexpected or mismatched leaves (``docs/format.md``, "Entries").
+Allocates no memory and reads no bytes. It must not know how leaves are restored.
 """
 
 from __future__ import annotations
@@ -49,9 +48,6 @@ _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()
 
 
-# Entries of a key -----------------------------------------------------------------------------
-
-
 def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
     """Returns the entries of each top-level key, then those of other keys that its views refer to.
 
@@ -88,9 +84,6 @@ def leaves_of(root: str, target: object | None) -> dict[str, object]:
     }
 
 
-# Differences ----------------------------------------------------------------------------------
-
-
 def describe(value: object) -> str:
     """Returns the kind of a leaf, for messages."""
     if isinstance(value, torch.Tensor):
@@ -103,14 +96,13 @@ def describe(value: object) -> str:
 
 
 def _kind_of(entry: _TensorLike) -> str:
-    """Returns the kind of a stored leaf, in the terms of ``describe``."""
     if isinstance(entry, CompositeEntry):
         return f"{entry.layout} tensor" if entry.layout.startswith("sparse") else "tensor"
     return "numpy array" if entry.type in NUMPY_KINDS else "tensor"
 
 
 def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | None) -> str | None:
-    """Returns how a tensor or array of the app state differs from its entry; None if it fits.
+    """Returns how a leaf of the app state differs from its entry; None if it fits.
 
     ``sharding`` describes a distributed target.
     """
@@ -153,16 +145,12 @@ def _fits_plainly(
     return not nbytes or bool(address_of(target) and target.untyped_storage().nbytes() >= nbytes)
 
 
-# Matching -------------------------------------------------------------------------------------
-
-
 class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A stored leaf to restore, and its target.
 
     Attributes:
-        entry: The leaf's entry.
-        dtype: The torch dtype of a dense tensor; else None.
-        target: A tensor or array of the app state that fits; None makes a fresh value.
+        dtype: Of a dense tensor; else None.
+        target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
         is_plain: Whether the target is in CPU memory in C order, like the stored bytes.
     """
@@ -176,26 +164,22 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Entries of a key, matched with the leaves of a target.
+    """Entries of a key, matched with the leaves of a target. Mappings are by path.
 
     Attributes:
-        rules: The rules of the match.
-        targets: Leaves of the target, by path.
         skeleton: Containers of the result.
-        bases: Tensors that views refer to, by path.
+        bases: Tensors that views refer to.
         world_size: Number of ranks that saved.
-        describer: Describes distributed targets.
         pairs: Leaves with bytes to read, in order.
         composites: Leaves made of ``parts``, in order.
-        parts: Parts of composites, by path.
-        values: Leaves that need no bytes, by path: stored inline, or kept from the target.
-        attributes: Attributes of fresh tensors, by path.
-        missing: Paths of leaves or dict keys that only the target has.
-        unexpected: Paths of leaves that only the snapshot has.
-        unplaced: Like ``unexpected``, but another rank may have them in its target.
-        mismatched: A line per tensor that does not fit, or per optimizer with other groups.
-        on_meta: Paths of tensors on the meta device. Fresh CPU tensors replace them, except under
-            ``MODEL`` and ``NOTHING``.
+        values: Leaves that need no bytes: stored inline, or kept from the target.
+        attributes: Attributes of fresh tensors.
+        missing: Leaves or dict keys that only the target has.
+        unexpected: Leaves that only the snapshot has.
+        unplaced: Like ``unexpected``, but another rank may have them.
+        mismatched: A line per tensor that does not fit, or optimizer with other groups.
+        on_meta: Tensors on the meta device. Fresh CPU tensors replace them, except under ``MODEL``
+            and ``NOTHING``.
     """
 
     rules: Rules
@@ -224,7 +208,6 @@ class Match:
         return self.world_size > 1 and not getattr(entry, "replicated", True)
 
     def keep(self, path: str, target: object, why: str) -> None:
-        """Adds a mismatch, and keeps the target's leaf."""
         self.mismatched.append(f"{path}: {why}")
         self.values[path] = target
 
@@ -239,14 +222,12 @@ def match_key(
     matching: Matching = Matching.KEYS,
     world_size: int = 1,
 ) -> Match:
-    """Compares entries with a target; see ``prepare``.
+    """Compares entries with a target; see ``prepare`` for other parameters.
 
     Args:
         root: Path of the target.
-        entries: Entries at and below ``root``; others are used only as bases of views.
-        target: A state dict, or None.
-        targets: Its leaves, or substitutes; ``leaves_of(root, target)`` by default.
-        allow_pickle, matching, world_size: See ``prepare``.
+        entries: Entries outside of ``root`` are used only as bases of views.
+        targets: Leaves of ``target``, or substitutes; ``leaves_of`` by default.
 
     Raises:
         UsageError, FormatError: See ``prepare``.
@@ -329,7 +310,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
 
 
 def _find_target(found: Match, entry: AnyEntry) -> object:
-    """Returns the target's leaf; ``_ABSENT`` without one, ``_UNWANTED`` to skip the entry."""
+    """Returns ``_ABSENT`` without a leaf, ``_UNWANTED`` to skip the entry."""
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
@@ -339,7 +320,7 @@ def _find_target(found: Match, entry: AnyEntry) -> object:
 
 
 def _is_mismatch(found: Match, path: str, stored: str, target: object) -> bool:
-    """Whether a tensor or array must not be replaced by a ``stored`` leaf of another kind."""
+    """Whether a ``stored`` leaf of another kind must not replace a tensor or array."""
     if not isinstance(target, TARGET_TYPES) or not found.rules.is_strict(path):
         return False
     found.keep(path, target, f"{stored} in the snapshot, {describe(target)} in the app state")
@@ -367,14 +348,14 @@ def _add_tensor(
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
         if why is not None:
-            # A distributed tensor is never replaced: other ranks hold the rest.
+            # Other ranks hold the rest of a distributed tensor.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
                 return
         elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
             found.on_meta.append(path)
             if found.rules.matching in (Matching.MODEL, Matching.NOTHING):
-                # load_state_dict might copy into that tensor, or replace it.
+                # load_state_dict might copy into that tensor.
                 found.values[path] = target
                 return
         else:
@@ -399,7 +380,7 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
 
 
 def _add_missing(found: Match) -> None:
-    """Adds leaves that only the target has; keeps additional keys of its dicts."""
+    """Adds leaves that only the target has; keeps additional dict keys."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
         found.missing.extend(
@@ -415,7 +396,7 @@ def _add_missing(found: Match) -> None:
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
-    """Adds the first difference between an optimizer's parameter groups and the saved ones."""
+    """Adds the first difference between saved and current parameter groups."""
     target: Any = found.rules.target
     root = found.rules.root
     groups = target["param_groups"]
@@ -431,7 +412,7 @@ def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
         held = group["params"]
         inline = found.values.get(path)
         if path in stored:
-            # Not read yet. But params are numbered consecutively, so equal sizes mean equal counts.
+            # Not read yet. Params are numbered consecutively, so equal sizes mean equal counts.
             size = stored[path].stop - stored[path].start
             kind, encoded = objects.encode(held, path)
             is_same = kind is not None and len(encoded) == size

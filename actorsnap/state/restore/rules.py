@@ -1,7 +1,4 @@
-"""Decides which leaves of a target must match, and which may be missing or left out.
-
-That depends on ``Matching`` and the target's state dict. This module must not know entries.
-"""
+"""Decides which leaves of a target must match, and which may be missing or left out."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ class Rules:
 
     Attributes:
         root: Path of the target.
-        target: A state dict, or None.
-        matching: See ``Matching``.
-        strict_root: Path below which snapshot and target must have the same leaves; or None.
+        strict_root: Path below which both sides must have the same leaves; or None.
         opaque: Paths of extra states below ``strict_root``, which may have any leaves.
     """
 
@@ -52,7 +47,6 @@ class Rules:
         return cls(root, target, matching, strict_root, opaque)
 
     def is_strict(self, path: str) -> bool:
-        """Whether a leaf must match the target's."""
         strict_root = self.strict_root
         if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
             return False
@@ -92,8 +86,8 @@ class Rules:
     def may_lack(self, path: str, skeleton: Skeleton) -> bool:
         """Whether the snapshot of a ``ModelState`` may lack a dict key.
 
-        The model's leaves are compared one by one. The optimizers' state may be absent, or have
-        hyperparameters in the other form (``flatten``), which torch can read.
+        The model's leaves are compared one by one. The optimizers' state may be absent, or have the
+        other form of hyperparameters (``flatten``).
         """
         if self.matching is not Matching.MODEL:
             return False
