@@ -1,1 +1,1 @@
-"""The stored data (``docs/format.md``): geometry, layout, schema and checksums. No I/O, no torch."""
+"""The stored data (``docs/format.md``): geometry, layout, schema, checksums. No I/O, no torch."""

@@ -3,13 +3,13 @@
 
 A writer chooses the block size from the leaf's size; a reader derives it from the number of
 checksums. With ``n > 1`` blocks it is in ``[nbytes / n, nbytes / (n - 1))``, because ``n`` blocks
-are enough and ``n - 1`` are not: at most one power of two. The same holds for every run of the
-leaf's blocks.
+are enough and ``n - 1`` are not: at most one power of two. The same holds for runs of the leaf's
+blocks.
 
 ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). Appending ``n`` bytes
-multiplies the message by ``x**(8n)``, so the CRC of a concatenation is ``first * x**(8n) mod P``,
-xor ``second``; CRC32C's inversions cancel. ``x**(8n) mod P`` takes one multiplication per set bit
-of ``n``. Frequent lengths use a table lookup per byte: 0.3 us instead of 6.
+multiplies it by ``x**(8n)``, so a concatenation's CRC is ``first * x**(8n) mod P``, xor ``second``;
+CRC32C's inversions cancel. ``x**(8n) mod P`` takes one multiplication per set bit of ``n``.
+Frequent lengths use a table lookup per byte: 0.3 us instead of 6.
 """
 
 from __future__ import annotations
@@ -93,12 +93,7 @@ def is_block_count(nbytes: int, num_blocks: int) -> bool:
 
 
 def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
-    """Returns the CRC32C of each block of ``view``, counted from its start.
-
-    Args:
-        view: C-contiguous, any format; its raw bytes count.
-        block_bytes: The last block may be shorter.
-    """
+    """Returns the CRC32C of each block of ``view``, which is C-contiguous, of any format."""
     if block_bytes <= 0:
         raise ValueError(f"block_bytes must be positive, got {block_bytes}")
     if view.nbytes == 0:  # memoryview.cast refuses shapes with a zero

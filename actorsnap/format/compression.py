@@ -1,10 +1,10 @@
 """Codecs, and frames of compressed chunks (``docs/format.md``, "Compressed data object").
 
-The shuffle gathers the first bytes of all items, then the second ones, and so on: exponents of
-neighbouring weights are similar, their mantissas are noise. Shifts of whole items are two to eight
-times as fast as a transposed copy, without the GIL.
+The shuffle gathers the first bytes of all items, then the second ones, and so on: neighbouring
+weights have similar exponents and random mantissas. Shifts of whole items are two to eight times as
+fast as a transposed copy, without the GIL.
 
-Zstandard is Python's ``compression.zstd`` or, before 3.14, its backport, imported at first use.
+Zstandard is Python's or, before 3.14, its backport, imported at first use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
 
     @classmethod
     def parse(cls, compression: str) -> Codec:
-        """Returns the codec that ``Options.compression`` names."""
         match = _NAMED.fullmatch(compression) if isinstance(compression, str) else None
         if match is None:
             raise UsageError(
@@ -104,7 +103,7 @@ def count_frames(nbytes: int) -> int:
 
 
 def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
-    """Whether these are frames of a chunk of ``nbytes`` bytes; without any it is uncompressed."""
+    """Whether these are the frames of a chunk of ``nbytes`` bytes; none if uncompressed."""
     if not frames:
         return True
     return len(frames) == count_frames(nbytes) and (
@@ -113,7 +112,6 @@ def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
 
 
 def width_for(itemsize: int) -> int:
-    """Returns the shuffle width, in bytes, for items of ``itemsize`` bytes."""
     return itemsize if itemsize in (2, 4, 8, 16) else 1
 
 

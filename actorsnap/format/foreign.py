@@ -52,7 +52,7 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def attempts_in(keys: Iterable[str]) -> dict[str, int]:
-    """Returns the attempts among ``keys``, by name, with their numbers of objects."""
+    """Returns the number of objects of each attempt among ``keys``."""
     attempts: dict[str, int] = {}
     for key in keys:
         folder = key.partition("/")[0]
@@ -66,7 +66,6 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
 
     Args:
         keys: Some or all object keys under the URL.
-        url: Named in the sentence.
         complete: The attempts that lack only a commit object.
     """
     inside = _snapshot_around(url)
@@ -130,7 +129,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
 
 
 def _snapshot_around(path: str) -> str:
-    """Returns ``path`` up to the first attempt's name, or an empty string."""
+    """Returns ``path`` before the first attempt's name, or an empty string."""
     parts = path.split("/")
     for index, part in enumerate(parts):
         if Attempt.parse(part) is not None:

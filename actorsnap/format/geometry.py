@@ -1,7 +1,6 @@
 """Boxes in index space, and their flat ranges. The only index arithmetic of the package.
 
-A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space
-(``docs/format.md``, "Entries").
+A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's indices.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
-        # min() is much faster than any() over a generator, for 100,000s of boxes.
+        # min() is much faster than any() over a generator.
         if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
             raise ValueError(
                 f"offsets and sizes must not be negative: {self.offsets}, {self.sizes}"
@@ -48,7 +47,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """One past the last index along each dim."""
         return tuple([o + s for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     def intersect(self, other: Box) -> Box | None:
@@ -123,7 +121,7 @@ def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
 
 
 def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Returns groups of boxes; boxes of different groups share no index of ``dim``."""
+    """Returns groups of boxes that share no index of ``dim``."""
     groups: list[list[Box]] = []
     reach = -1
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -159,8 +157,8 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes, in C order.
 
-    Each is a contiguous flat range. At most ``2 * ndim - 1``: rows that complete the slab cut by
-    ``start``, whole slabs, and rows down to ``stop``.
+    Each is a contiguous flat range. At most ``2 * ndim - 1``: rows up to a slab's end, whole slabs,
+    and rows down to ``stop``.
     """
     total = prod(shape)
     if not 0 <= start <= stop <= total:
@@ -193,7 +191,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
+    """Yields the flat ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
 
     Ascending and fully merged.
     """

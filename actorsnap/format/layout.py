@@ -1,7 +1,6 @@
 """Names objects and claims, and lays out leaves in data objects that safetensors can open.
 
-Implements ``docs/format.md`` ("Objects", "Data object"). ``planning/packing.py`` distributes leaves
-over objects.
+Implements ``docs/format.md`` ("Objects", "Data object").
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?([?biufcSVUmM])([0-9]{1,9})(?:\[[^\]]*\])?")
 
 @lru_cache(maxsize=256)
 def dtype_itemsize(name: str) -> int | None:
-    """Returns the bytes per element of a torch dtype (``float32``) or numpy type string (``<f8``);
-    None if unknown."""
+    """Returns the bytes per element of a torch (``float32``) or numpy (``<f8``) dtype; None if
+    unknown."""
     itemsize = _TORCH_ITEMSIZES.get(name)
     if itemsize is None and (match := _NUMPY_DTYPE.fullmatch(name)):
         itemsize = int(match[2]) * (4 if match[1] == "U" else 1)
@@ -183,7 +182,7 @@ def is_well_formed_key(key: str) -> bool:
 
 
 def top_level_key(token: str) -> str:
-    """Returns the app state's key for the first component of a path."""
+    """Returns the app state's key for a path's first component."""
     if token == "%":
         return ""
     return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
@@ -212,8 +211,8 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level ``key``; None: of all small
-    keys."""
+    """Returns the key of a rank's ``n``-th data object of the top-level ``key``; None: the one
+    of small keys."""
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"
     return f"{attempt}/data/{name}/{rank}-{n}{kind}"
@@ -253,10 +252,7 @@ def shard_name(name: str, offsets: Sequence[int]) -> str:
 class Slot(msgspec.Struct, frozen=True, gc=False):
     """A leaf to place in a data object.
 
-    Attributes:
-        name: In the header, unique in the object.
-        dtype: Torch's; those that safetensors lacks are stored as bytes.
-        shape: In elements.
+    ``name`` is unique in the object; ``dtype`` is torch's.
     """
 
     name: str
@@ -300,7 +296,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def header_cost(slot: Slot) -> int:
-    """Returns a cheap upper bound of the bytes of ``slot`` in a header."""
+    """Returns an upper bound of the bytes of ``slot`` in a header."""
     name = slot.name
     if name.isascii() and name.isprintable():
         cost = len(name) + name.count('"') + name.count("\\")

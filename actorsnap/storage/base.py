@@ -70,7 +70,7 @@ class StorageContext:
     Attributes:
         run_io: Runs interruptible network calls, more at a time than there are cores. None:
             ``run_blocking``.
-        options: The caller's ``storage_options``; backends refuse unknown names.
+        options: ``storage_options``; backends refuse unknown names.
         durable: False lets a backend skip fsync (scratch tiers).
         on_retry: Called on the loop before each retry with the error and the wait in seconds; must
             not block.
@@ -163,7 +163,7 @@ def check_range(start: int, stop: int | None) -> None:
 
 
 def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
-    """Returns the error for an object of ``size`` bytes that should have ``wanted``."""
+    """Returns the error for an object that should have ``wanted`` bytes."""
     actual = "fewer" if size is None else size
     return ChecksumMismatch(
         key=key, detail=f"truncated: {wanted} bytes are needed, the object has {actual}"
@@ -299,7 +299,7 @@ class BackendWriter(ObjectWriter):
         self._has_ended = False
 
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Returns the end of a write, which must be inside an object that is still open."""
+        """Returns the end of a write, which must be inside an open object."""
         stop = offset + num_bytes(views)
         if offset < 0 or stop > self.size:
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
@@ -401,8 +401,8 @@ class Storage(ABC):
     ) -> None:
         """``read_into`` for worker threads; only if ``has_blocking_io``.
 
-        Requests a batch when the previous one is full, so that a generator can process bytes in the
-        CPU's cache.
+        Requests a batch when the previous one is full: a generator can process bytes in the CPU's
+        cache.
         """
         raise NotImplementedError
 

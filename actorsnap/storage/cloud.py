@@ -1,7 +1,4 @@
-"""The common parts of the storages of S3 and of Google Cloud Storage.
-
-Reads URLs and ``storage_options``, writes common headers, and puts policies around a bucket.
-"""
+"""The common parts of the S3 and Google Cloud storages: URLs, options, headers, policies."""
 
 from __future__ import annotations
 
@@ -115,14 +112,14 @@ def parse_retry_after(text: str | None) -> float | None:
 
 
 def remedy(is_timeout: bool, places: str) -> str:
-    """Returns advice for a request without an answer; ``places`` are likely causes."""
+    """Returns advice for a request without an answer."""
     if is_timeout:
         return "raise the timeouts in storage_options if the service is that slow"
     return f"look at {places}"
 
 
 def check_secret(name: str, value: str | None) -> None:
-    """Raises ``ValueError``, which does not show the value, if no header can hold it."""
+    """Raises ``ValueError``, without the value, if no header can hold it."""
     if value is not None and not re.fullmatch("[!-~]+", value):
         raise ValueError(f"{name} must be ASCII, without spaces and line ends")
 

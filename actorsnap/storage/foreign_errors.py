@@ -72,7 +72,7 @@ class TranslatedStorage(Wrapper):
                 raise
             if ends_this_task(error):
                 if isinstance(error, BaseExceptionGroup):
-                    # Scopes swallow a cancellation, but not a group that has it among others.
+                    # Scopes swallow a cancellation alone, but not in a group.
                     await anyio.lowlevel.checkpoint_if_cancelled()
                 raise
             fault = _translate(error, op=op, key=key, backend=self.url)
@@ -139,7 +139,7 @@ _ANSWERS: Mapping[str, tuple[Callable[[object, str], bool], str]] = {
     "stat": (_is_info, _INFO),
     "writer": (lambda answer, _: isinstance(answer, ObjectWriter), "an ObjectWriter"),
 }
-"""By verb: a test of its answer for a key, and the expected answer."""
+"""By verb: a test of its answer for a key, and the expected one."""
 
 
 def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStorage:
@@ -190,7 +190,7 @@ def _translate(error: BaseException, *, op: str, key: str, backend: str) -> Acto
         own.__cause__ = error
         try:
             getattr(error, "__notes__", None)
-        except BaseException:  # its traceback cannot be formatted
+        except BaseException:  # no traceback can be formatted
             stand_in = RuntimeError(describe(error))
             own.__cause__ = stand_in.with_traceback(error.__traceback__)
     return own

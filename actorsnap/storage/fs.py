@@ -1,19 +1,19 @@
 """Storage in a folder of a POSIX file system: plain paths, ``fs://path``, ``file:///path``.
 
 Implements the write order of ``docs/format.md``. The path is taken verbatim: no ``%`` decoding, no
-``~``. Functions that end in ``_blocking`` run on worker threads.
+``~``. Functions named ``..._blocking`` run on worker threads.
 
-- A key is a path below the root: ``a`` and ``a/b`` cannot both exist, and a component has at most
-  255 bytes.
+- A key is a path below the root: ``a`` and ``a/b`` cannot both exist; a component has at most 255
+  bytes.
 - Writers create objects under their final key. ``put`` and ``put_if_absent`` write
   ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled), next to the key or, at the root, in
-  ``scratch``. ``list`` and ``delete`` treat temporaries left by a crash like other objects.
+  ``scratch``. Temporaries left by a crash are listed and deleted like objects.
 - Durable means: fsynced are the file, its folder, and each folder above it, up to the root's
   parent, whose entries this instance has not yet seen on disk. A deletion is fsynced if the
   object's folder stays.
 - ``list`` ignores symbolic links; other verbs follow them.
-- Folders vanish with their last object, including the root. A writer that loses this race creates
-  the folder again.
+- Folders, including the root, vanish with their last object. A writer that loses this race creates
+  them again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ _MAX_READ = 0x7FFFF000
 
 
 def open_fs(url: str, context: StorageContext) -> FsStorage:
-    """The first write creates the folder and its parents."""
     check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
@@ -92,7 +91,7 @@ def open_fs(url: str, context: StorageContext) -> FsStorage:
 
 
 class FsStorage(Storage):
-    """Objects as files below a root folder. The module's docstring has the rules."""
+    """Objects as files below a root folder. See the module."""
 
     def __init__(self, root: str, context: StorageContext) -> None:
         # Absolute: the process may change its working folder during a save.
@@ -123,8 +122,8 @@ class FsStorage(Storage):
 
         Raises:
             ObjectExists: The key exists; it is unchanged.
-            StorageError: The file system supports neither, or another failure. After a failed fsync
-                the object may be visible.
+            StorageError: Also if the file system supports neither. After a failed fsync the object
+                may be visible.
         """
         views = [memoryview(data)]
         await self._run(
@@ -242,7 +241,7 @@ class FsStorage(Storage):
             folder = self._path(parent) if parent else self.root
             yield from walk(folder, f"{parent}/" if parent else "", name_prefix)
         except NotADirectoryError:
-            # The prefix goes through an object, so it names nothing; unless the root is one.
+            # The prefix goes through an object, so it names nothing, unless it is the root.
             if os.path.isdir(self.root):
                 return
             raise
@@ -325,7 +324,7 @@ class FsStorage(Storage):
 
     def _path(self, key: str) -> str:
         path = os.path.join(self.root, key)
-        os.fsencode(path)  # raises for lone surrogates, which no file name can hold
+        os.fsencode(path)  # raises for lone surrogates
         return path
 
     @contextmanager
@@ -354,7 +353,7 @@ class FsStorage(Storage):
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """Yields a fsynced file for ``path``; deletes it unless it was renamed."""
+        """Yields a fsynced file; deletes it unless it was renamed."""
         folder, name = os.path.split(path)
         if folder == self.root:
             folder = os.path.join(folder, self._scratch)

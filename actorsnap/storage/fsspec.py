@@ -5,13 +5,13 @@ and the implementation's package, which gets the ``storage_options``.
 
 - Asynchronous implementations are awaited on the storage's event loop. Others run on worker
   threads, with one instance per thread, as in fsspec itself.
-- An object has one writer, with one stream, always a blocking one: bytes that come too early wait
-  in a temporary file (``TMPDIR``).
+- An object has one writer, with one blocking stream: bytes that come too early wait in a temporary
+  file (``TMPDIR``).
 - Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written
   next to its place and moved. Elsewhere one write is one object.
-- ``put_if_absent`` looks, creates and reads back: two concurrent writers may both believe that they
-  succeeded, and the later object stays, unless ``mode="create"`` is honoured. No checksum is sent.
-  Durability and the ends of cancelled requests are up to the implementation.
+- ``put_if_absent`` looks, creates and reads back: of two concurrent writers both may believe that
+  they succeeded, and the later object stays, unless ``mode="create"`` is honoured. No checksum is
+  sent. Durability and the ends of cancelled requests are the implementation's.
 """
 
 from __future__ import annotations
@@ -92,14 +92,12 @@ def has_implementation(scheme: str) -> bool:
 
 
 def open_fsspec(url: str, context: StorageContext) -> Storage:
-    """Connects when it is first used."""
     place = url.removeprefix(_FORCED)
     scheme = place.partition("://")[0]
     try:
         implementation = get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
-    # An import may raise anything.
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     storage = FsspecStorage(place.rstrip("/"), implementation, context)
@@ -107,7 +105,7 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 
 
 class FsspecStorage(Storage):
-    """Objects as files below a folder. The module's docstring has the rules.
+    """Objects as files below a folder. See the module.
 
     Cancellation: at once for asynchronous implementations, else when the thread returns.
     """
@@ -211,7 +209,7 @@ class FsspecStorage(Storage):
         return data
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, as of the iteration's begin.
+        """Yields objects in key order, as they were at the first step.
 
         All infos of the prefix's folder are in memory.
         """
@@ -288,7 +286,7 @@ class FsspecStorage(Storage):
 
     async def aclose(self) -> None:
         fs, self._async_fs = self._async_fs, None
-        # fsspec has no verb for it; these are the clients of gcsfs and http, s3fs, and adlfs.
+        # fsspec has no verb for it: the clients of gcsfs and http, s3fs, and adlfs.
         for name in ("_session", "_s3", "service_client"):
             client = getattr(fs, name, None)
             if client is not None:
@@ -324,7 +322,7 @@ class FsspecStorage(Storage):
             await self._run(self._call_blocking, "invalidate_cache", (), {})
 
     async def _with_folder(self, path: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of ``do``; makes the folder of ``path`` if it is missing."""
+        """Awaits ``do``; makes the folder of ``path`` if it is missing."""
         for _ in range(_CREATE_TRIES):
             try:
                 return await do()

@@ -1,12 +1,13 @@
 """Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix`` or ``gcs://``.
 
-- A key's object is named ``prefix/key``. Creation has the precondition ``ifGenerationMatch=0``.
+- A key's object is named ``prefix/key``. ``put_if_absent`` and writers create with
+  ``ifGenerationMatch=0``.
 - An object of one write is one upload; so is every object below ``_MIN_WRITE_BYTES``. Else each
   write is an object, a *component*, and ``complete`` composes them: 32 at a time, more by a tree.
   Components are named by their offset, in the folder ``<name>.<nonce>.parts``: the opener lists
   those of joined writers, and deleting the folder of a key deletes them.
-- Opening and joining writers takes no request. A late write is invisible: a component in that
-  folder.
+- Opening and joining writers takes no request without ``older`` objects. A write after the ending
+  is invisible: a component in that folder.
 - Each upload sends its CRC32C, and the answer has the one that the service found. That of a
   composed object must equal the combination of its components'.
 - Components have the class STANDARD: others charge for objects that are deleted early.

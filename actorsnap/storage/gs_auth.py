@@ -51,7 +51,7 @@ class Credentials:
     """Tokens that are renewed in time.
 
     Args:
-        file: Of credentials; None for the application's default.
+        file: None: the application's default.
         limit_s: Bound of a fetch.
     """
 

@@ -1,10 +1,8 @@
-"""Requests to one bucket of Google Cloud Storage, by its JSON API: form, authorization, errors.
+"""Requests to one bucket of Google Cloud Storage, by its JSON API.
 
 Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads, from
-and into the caller's memory.
-
-An upload is one *multipart* request: the object's metadata, with the CRC32C that the server must
-find, then the bytes. Downloads bring it in a header; it is compared for a whole object.
+and into the caller's memory. An upload is one *multipart* request: the object's metadata with the
+expected CRC32C, then the bytes. Downloads have it in a header; it is compared for a whole object.
 """
 
 from __future__ import annotations
@@ -64,16 +62,15 @@ _MAX_BATCH = 100
 class GsOptions(NetworkOptions, frozen=True, kw_only=True):
     """``storage_options`` of ``gs://``, in addition to ``NetworkOptions``.
 
-    The default of ``endpoint_url`` is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or
-    Google.
+    ``endpoint_url`` defaults to ``STORAGE_EMULATOR_HOST``, which needs no credentials, or Google.
 
     Attributes:
         credentials_file: A service account's key, an authorized user, or a workload identity pool's
             configuration. None: Google's application default credentials.
         token: An access token instead; it is not renewed.
-        user_project: Project that pays for requests.
+        user_project: Pays for requests.
         storage_class: Of new objects. None: the bucket's.
-        kms_key: Full resource name of the Cloud KMS key that encrypts new objects.
+        kms_key: Full resource name of the Cloud KMS key for new objects.
     """
 
     credentials_file: str | None = None
@@ -94,7 +91,7 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """An object: name in the bucket, size in bytes, checksum, seconds since 1970."""
+    """Name in the bucket, size in bytes, checksum, seconds since 1970."""
 
     name: str
     size: int
@@ -529,7 +526,7 @@ class GsClient:
                 "Saving needs the role roles/storage.objectUser on the bucket, reading "
                 "roles/storage.objectViewer",
             )
-        # Other bytes arrived than the metadata says.
+        # Other bytes arrived.
         is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
@@ -597,7 +594,7 @@ def _composite_metadata(storage_class: str | None) -> dict[str, str]:
 
 
 def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
-    """Returns status and body of each answer of a batch, by the number of its call."""
+    """Returns status and body of each answer, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
     answers = {}
     for part in message.walk():
@@ -610,7 +607,7 @@ def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]
 
 
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:
-    """Returns the CRC32C of the whole object, also for a download of a part."""
+    """Returns the whole object's CRC32C, also for a part's download."""
     for one in headers.get("x-goog-hash", "").split(","):
         kind, _, value = one.strip().partition("=")
         if kind == "crc32c":
@@ -619,7 +616,7 @@ def _stored_checksum(headers: Mapping[str, str]) -> int | None:
 
 
 def _parse_message(body: str) -> str:
-    """Returns the message of Google's error object, or the body's beginning."""
+    """Returns the message of an error object, or the body's beginning."""
     start = body.find("{")
     try:
         return str(json.loads(body[start:])["error"]["message"])[:_DETAIL_CHARS]

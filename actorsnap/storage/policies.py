@@ -75,14 +75,7 @@ class LimitedStorage(Wrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveStatistics:
-    """The state of an ``AdaptiveStorage``.
-
-    Attributes:
-        level: Operations allowed at a time.
-        num_running, num_waiting: Operations.
-        num_throttled: Operations that the storage has refused.
-        num_decreases: Falls of the level.
-    """
+    """``num_throttled`` counts refused operations, ``num_decreases`` falls of the level."""
 
     level: int
     num_running: int
@@ -128,7 +121,7 @@ class AdaptiveStorage(Wrapper):
     ) -> T:
         if op in _CLEANUP:
             return await call(*args, **kwargs)
-        # Per operation: a task that iterates `list` may call other verbs in between.
+        # A task that iterates `list` may call other verbs in between.
         operation = object()
         await self._limiter.acquire_on_behalf_of(operation)
         num_decreases = self._num_decreases
@@ -206,14 +199,13 @@ class RetryPolicy:
 class RetryStorage(Wrapper):
     """Repeats a verb that failed with a ``retryable`` ``StorageError``.
 
-    Verbs are repeated as they are, except for these:
+    Special cases:
 
-    - ``put_if_absent``: an object of equal content counts as success, because a failed try may have
-      created it.
-    - ``list``: continues after the last key that it yielded.
+    - ``put_if_absent``: an object of equal content counts as success: a failed try may have created
+      it.
+    - ``list``: continues after the last yielded key.
     - ``delete_folder``: returns the keys that the last try deleted.
-    - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and the
-      object is garbage.
+    - ``writer``: if a failed try created the object, ``ObjectExists`` is raised, and it is garbage.
 
     Blocking I/O is off. Cancellation: ends a wait at once.
     """
@@ -267,7 +259,7 @@ class RetryStorage(Wrapper):
             try:
                 async with close_after(self.inner.list(prefix)) as infos:
                     async for info in infos:
-                        if info.key > last:  # yielded before the failure otherwise
+                        if info.key > last:  # else yielded before the failure
                             last = info.key
                             failures = _Failures()
                             yield info

@@ -70,7 +70,7 @@ class Closed(Exception):
 
 
 class Descriptor:
-    """A file descriptor whose closing waits for all threads that use it.
+    """A file descriptor that its last user closes.
 
     A number closed during a write may be reused for another file, which the write would then hit.
     """
@@ -124,9 +124,8 @@ class Descriptor:
 class Folders:
     """Makes and removes folders, and records which need an fsync.
 
-    ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. It
-    leaves only after an fsync without a change of version: else a concurrent ``sync`` could return
-    too early.
+    ``_unsynced`` maps a folder to the version of its newest entry, until an fsync without a change
+    of version: else a concurrent ``sync`` could return too early.
     """
 
     def __init__(self, root: str, *, durable: bool) -> None:
@@ -213,7 +212,7 @@ class Folders:
             try:
                 os.rmdir(folder)
             except FileNotFoundError:
-                pass  # a crash may have left an empty parent
+                pass  # a crash may have left its parent empty
             except OSError:
                 return  # not empty, or not ours to remove
             with self._lock:
@@ -272,7 +271,7 @@ def unlink_object(path: str) -> None:
     try:
         os.unlink(path)
     except (IsADirectoryError, PermissionError):
-        # A folder is no object; Linux and macOS report it differently.
+        # Linux and macOS report a folder differently.
         if stat.S_ISDIR(os.lstat(path).st_mode):
             return
         raise
@@ -290,7 +289,7 @@ def working_folder(path: str) -> str:
 
 
 def simplify_path(path: str) -> str:
-    """Removes empty and ``.`` parts. Only the kernel can resolve ``..``."""
+    """Only the kernel can resolve ``..``."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 

@@ -2,8 +2,8 @@
 
 Backends register as ``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in a
 table, so that a source tree works uninstalled, others in the entry-point group
-``actorsnap.storage`` or by ``register``. Unknown schemes go to fsspec. Entry points are read last:
-a broken package breaks only its users.
+``actorsnap.storage`` or by ``register``. Unknown schemes go to fsspec. Entry points come last: a
+broken package breaks only its users.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Returns all schemes that ``open_storage`` can find, sorted."""
     names = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
         return tuple(sorted({*_BUILT_IN, *_registered, *names}))
@@ -121,7 +120,7 @@ def is_shared(url: str) -> bool:
 
 
 def _split(url: object, text: str) -> tuple[str | None, str]:
-    """Returns the scheme, None for a path, and the rest."""
+    """Returns scheme (None for a path) and rest."""
     match = _SCHEME.match(text)
     if match is None or not isinstance(url, str):
         return None, text
@@ -129,7 +128,7 @@ def _split(url: object, text: str) -> tuple[str | None, str]:
 
 
 def absolute(url: str) -> str:
-    """Returns the URL of the same place for any working folder."""
+    """Returns a URL that does not depend on the working folder."""
     scheme, path = ("fs://", url[5:]) if url.lower().startswith("fs://") else ("", url)
     if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
         return url
@@ -137,7 +136,7 @@ def absolute(url: str) -> str:
 
 
 def folder_and_name(url: str) -> tuple[str, str] | None:
-    """Returns a place's folder, as URL, and its name there; None without a folder."""
+    """Returns the URL of a place's folder, and its name there; None without one."""
     scheme, rest = _split(url, url)
     folder, _, name = rest.rstrip("/").rpartition("/")
     if scheme is None:

@@ -50,7 +50,7 @@ _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
 class Part(NamedTuple):
-    """A part to be sent, from byte ``offset`` of its object on."""
+    """A part to be sent, at byte ``offset`` of its object."""
 
     number: int
     offset: int
@@ -67,7 +67,7 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which keys here do not have."""
+    """One bucket, below a prefix that is not in keys here."""
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
         name, prefix = split_url(url, _BUCKET_PATTERN)
@@ -108,7 +108,7 @@ class S3Bucket:
             ) from error
 
     async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
-        """Makes a control call, about the object ``key`` unless that is empty."""
+        """Makes a control call about the object ``key``; empty: the bucket."""
         if key:
             params["Key"] = self.full(key)
         with self._translate_errors(op, key):
@@ -133,13 +133,13 @@ class S3Bucket:
             after = {name: page[field] for field, name in markers.items()}
 
     def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yields objects below ``prefix``, up to 1000 a page."""
+        """Yields up to 1000 objects below ``prefix`` a page."""
         markers = {"NextContinuationToken": "ContinuationToken"}
         full = self.full(prefix)
         return self._pages(op, "", "list_objects_v2", markers, Prefix=full, **params)
 
     async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
-        """Yields key and id of each unfinished upload below ``prefix``."""
+        """Yields key and id of unfinished uploads."""
         markers = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
         full = self.full(prefix)
         pages = self._pages("list", "", "list_multipart_uploads", markers, Prefix=full)
@@ -150,7 +150,7 @@ class S3Bucket:
         except StorageError as error:
             if error.retryable:
                 raise
-            # Not every server and policy allows it; then the bucket's rules collect uploads
+            # Not every server and policy allows it; the bucket's rules collect uploads
             # (AbortIncompleteMultipartUpload).
             logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
 
@@ -177,7 +177,7 @@ class S3Bucket:
             )
 
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
-        """Returns an object's first bytes, all of a small one, and its size."""
+        """Returns an object's first bytes and its size."""
         with self._translate_errors(op, key):
             response = await self.client.receive(
                 self._name, self.full(key), self._read_headers, None
@@ -328,7 +328,7 @@ class S3Bucket:
                         raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
-        """Begins an upload and returns its id. The first one alone learns the server's checks."""
+        """Begins an upload; returns its id. The first one alone learns the server's checks."""
         client = self.client
         if not client.knows_checks():
             async with client.beginning:
@@ -360,7 +360,7 @@ class S3Bucket:
         return await self._send("write_at", key, query, headers, part.views, part.crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
-        """Returns the server's list of an upload's parts, by rising number."""
+        """Returns the server's list of parts, by rising number."""
         markers = {"NextPartNumberMarker": "PartNumberMarker"}
         pages = self._pages(op, key, "list_parts", markers, UploadId=upload_id)
         return [part async for page in pages for part in page.get("Parts", ())]
@@ -392,7 +392,7 @@ class S3Bucket:
     async def copies_parts(self, key: str, source: str) -> bool:
         """Whether the server copies from ``source``; tried with an upload to ``key``.
 
-        Some write an empty part instead, which cannot be written again.
+        Some write an empty part, which cannot be written again.
         """
         client = self.client
         async with client.probing:
@@ -410,7 +410,7 @@ class S3Bucket:
         return client.copies_parts
 
     async def copy_part(self, key: str, upload_id: str, part: Part, source: str) -> Sent | None:
-        """Copies a part from the same place in ``source``; returns None if that has other bytes."""
+        """Copies a part from the same place in ``source``; None if that has other bytes."""
         start, size = part.offset, num_bytes(part.views)
         try:
             copied = await self._copy(

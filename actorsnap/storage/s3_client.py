@@ -1,8 +1,8 @@
 """The client of an S3 endpoint: options, credentials, signatures, requests, errors.
 
 aiobotocore resolves the endpoint, refreshes credentials, builds and parses control calls. All bytes
-go over a ``Wire``: deadlines, cancellation, proxies and TLS are the same, and no thread is started
-at exit. Bulk requests are signed here, because aiobotocore takes no memoryviews.
+go over a ``Wire``: one form of deadlines, cancellation, proxies and TLS, and no thread starts at
+exit. Bulk requests are signed here: aiobotocore takes no memoryviews.
 
 Storages of an event loop with equal options share a client. A call is one request.
 """
@@ -82,7 +82,7 @@ _SECRET = re.compile(
 
 
 class _Redacted(logging.Filter):
-    """Hides credentials in botocore's DEBUG logs."""
+    """Hides credentials in DEBUG logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = _SECRET.sub(r"\1...", record.getMessage()), ()
@@ -100,17 +100,15 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
     botocore finds values that are None: environment, configuration files, instance.
 
     Attributes:
-        region: Of the bucket.
         profile: Section of the configuration files.
-        addressing_style: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host.
+        addressing_style: Place of the bucket in URLs: ``"path"``, or ``"virtual"`` for the host.
         access_key_id, secret_access_key, session_token: Instead of botocore's chain.
-        sse: Encryption at rest: ``"AES256"``, ``"aws:kms"`` or ``"aws:kms:dsse"``.
-        kms_key_id: The key of ``sse="aws:kms"``.
+        kms_key_id: For ``sse="aws:kms"``.
         storage_class, tags: Of new objects.
-        request_payer: Agree to pay for requests to someone else's bucket.
-        proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
-        part_bytes: Least size of a write; 10 MiB or more. No part is less than half of it.
-        has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
+        request_payer: Agree to pay for requests to others' buckets.
+        proxies: Proxy URL by the endpoint's scheme; ``{}`` for none.
+        part_bytes: Least size of a write, 10 MiB or more; a part has at least half of it.
+        has_conditional_put: Whether ``If-None-Match: *`` is honoured; None to find out.
     """
 
     region: str | None = None
@@ -142,12 +140,12 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
             raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
 
     def __repr__(self) -> str:
-        # Without proxies (may have passwords) and KMS keys (have accounts).
+        # Without proxies (passwords) and KMS keys (accounts).
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
 class _Bucket(msgspec.Struct, frozen=True):
-    """The URL before an object's key, and the region in signatures; None if unsigned."""
+    """The URL before an object's key, and the signatures' region; None if unsigned."""
 
     base_url: str
     region: str | None
@@ -159,7 +157,7 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 
 
 def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
-    """Returns the event loop's client for these options. Release it once per call."""
+    """Returns the event loop's client. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     client = clients.setdefault(msgspec.msgpack.encode(options), S3Client(options, run_io=run_io))
     client.num_users += 1
@@ -169,17 +167,16 @@ def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
 class S3Client:
     """An endpoint with its credentials. Get it by ``shared_client``.
 
-    Abilities of the server are None until they were tried.
+    Abilities of the server are None until tried.
 
     Attributes:
         num_users: Storages that use it; the last release closes its connections.
-        checks_crc32c: Whether the server compares the CRC32C of bodies. If not, payloads are
-            signed.
-        checks_sha256: Whether it compares the SHA-256 of signed payloads.
-        has_conditional_put: Whether it honours ``If-None-Match: *``.
-        copies_parts: Whether it copies from objects into uploads.
+        checks_crc32c: Of bodies. If not, payloads are signed.
+        checks_sha256: Of signed payloads.
+        has_conditional_put: Whether ``If-None-Match: *`` is honoured.
+        copies_parts: From objects into uploads.
         probing: Held by a trial.
-        beginning: Held by the first upload, until the server's checks are known.
+        beginning: Held by the first upload, until the checks are known.
     """
 
     def __init__(self, options: S3Options, *, run_io: RunBlocking) -> None:
@@ -196,7 +193,7 @@ class S3Client:
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
-        # Made once: reading the trusted authorities takes longer than a round trip.
+        # Reading the trusted authorities takes longer than a round trip.
         self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
 
@@ -204,14 +201,14 @@ class S3Client:
         return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
-        """Ends one use. The last user closes the connections; credentials are kept."""
+        """Ends one use. The last one closes the connections; credentials are kept."""
         self.num_users -= 1
         if not self.num_users and self._wire is not None:
             wire, self._wire = self._wire, None
             await wire.aclose()
 
     def renew(self) -> None:
-        """Makes the next call look for credentials again: the server reported expired ones."""
+        """Makes the next call look for credentials again."""
         self._client = None
 
     async def call(self, operation: str, **params: Any) -> dict[str, Any]:
@@ -289,7 +286,7 @@ class S3Client:
     async def _bucket(self, name: str) -> _Bucket:
         bucket = self._buckets.get(name)
         if bucket is None:
-            # A presigned URL has address, region, and whether to sign.
+            # The URL has address, region, and whether to sign.
             url = urlsplit(
                 await self._client.generate_presigned_url(
                     "get_object", Params={"Bucket": name, "Key": "k"}
@@ -299,8 +296,8 @@ class S3Client:
             region = scope[2] if len(scope) == 5 else None
             host = url.netloc
             if host == f"{name}.s3.amazonaws.com" and region not in (None, "us-east-1"):
-                # Presigned URLs name the global host, which redirects for a day after a bucket was
-                # made.
+                # Presigned URLs name the global host, which redirects for a day after a bucket's
+                # creation.
                 host = f"{name}.s3.{region}.amazonaws.com"
             base_url = f"{url.scheme}://{host}{url.path.removesuffix('k')}"
             bucket = self._buckets[name] = _Bucket(base_url, region)
@@ -397,7 +394,7 @@ def _shared_loader() -> Loader:
 def _open_client(options: S3Options) -> tuple[AioSession, Any]:
     """Opens a session and its client; on a worker thread, with a temporary event loop.
 
-    The client is not bound to that loop: it never opens a connection.
+    The client opens no connection, so it is not bound to that loop.
     """
 
     async def open_client() -> tuple[AioSession, Any]:
@@ -512,7 +509,7 @@ def is_missing(error: ClientError) -> bool:
 def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
-    """Returns the error, with advice, for a ``ClientError``, ``BotoCoreError`` or ``WireError``."""
+    """Returns the error, with advice, for a botocore error or a ``WireError``."""
     if isinstance(error, ClientError):
         kind, detail, fields = _error_from_response(error, client)
     else:
@@ -588,7 +585,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
 
 
 def _describe_skew(headers: Mapping[str, str]) -> str:
-    """Describes this machine's clock error, from the response's date."""
+    """Describes the clock's error, from the response's date."""
     try:
         there = parsedate_to_datetime(headers["date"])
     except (KeyError, ValueError):

@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
 
-Each exchange (one request, one response) blocks on a worker thread, in calls that release the GIL
+Each exchange (request and response) blocks on a worker thread, without the GIL
 (``docs/decisions/0009``). For cancellation and deadlines its socket is shut down: the call returns
 at once. A name lookup that hangs ends when the resolver gives up.
 """
@@ -24,7 +24,7 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 
 _SMALL_BYTES = 64 * 1024
-"""Up to this size neighbours are joined: copying costs less than a system call each."""
+"""Smaller neighbours are joined: copying costs less than a system call each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Request:
         url: With scheme and host; path and query are sent as they are.
         headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they and the
             URL may hold signatures.
-        deadline_s: For the whole exchange, including connecting.
-        kept_bytes: Bytes kept of a response's body that goes into no views.
+        deadline_s: Includes connecting.
+        kept_bytes: Limit on a body that goes into no views.
     """
 
     method: str
@@ -48,11 +48,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A complete response.
+    """``headers`` by lower-case name; repeated ones are joined by commas.
 
-    Attributes:
-        headers: By lower-case name; repeated ones are joined by commas.
-        body: Empty if it went into the caller's views.
+    ``body`` is empty if it went into the caller's views.
     """
 
     status: int
@@ -65,7 +63,7 @@ class WireError(Exception):
 
     Attributes:
         detail: Names the host, never path, query or headers.
-        is_retryable: Whether the same exchange may succeed later.
+        is_retryable: The same exchange may succeed later.
         is_timeout: A deadline is over, or the server was silent for too long.
     """
 
@@ -77,7 +75,7 @@ class WireError(Exception):
 
 
 class WrongLength(WireError):
-    """The announced body, of ``num_bytes`` bytes if known, differs in length from the views."""
+    """The announced body differs in length from the views."""
 
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
@@ -100,8 +98,8 @@ class Wire:
         connect_s: Bound for connecting to one address, and for the TLS handshake.
         stall_s: Longest time without a byte in either direction.
         max_idle: Connections kept per server.
-        ssl_context: For ``https``; None: the system's trusted authorities.
-        proxy: URL of an HTTP proxy, with user and password if needed.
+        ssl_context: None: the system's trusted authorities.
+        proxy: Of HTTP, perhaps with user and password.
     """
 
     def __init__(
@@ -127,8 +125,8 @@ class Wire:
         """Sends ``views``, back to back, as the body; they are not kept.
 
         Raises:
-            WireError: No complete response came; the server may have acted on the request.
-        Cancellation: at once; the server may have acted on the request.
+            WireError: No complete response came; the server may have acted.
+        Cancellation: at once; the server may have acted.
         """
         return await self._exchange(request, views, None)
 
@@ -215,7 +213,7 @@ class _Connection(http.client.HTTPConnection):
     Methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
-        is_reusable: The last exchange was complete, and another may follow.
+        is_reusable: Another exchange may follow.
         has_ended: No exchange is running.
     """
 
@@ -356,7 +354,7 @@ class _Connection(http.client.HTTPConnection):
             try:
                 self.putheader(name, value)
             except ValueError:
-                # Not shown, not even as a cause: it may be a token read with its line end.
+                # Not shown, not even as a cause: it may be a token.
                 detail = f"the header {name!r} has characters that cannot be sent to {self.place}"
                 raise WireError(detail, is_retryable=False) from None
         num_bytes = sum(view.nbytes for view in outgoing)

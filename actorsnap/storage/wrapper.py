@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 class ListEnd(enum.Enum):
-    """The result of the step after the last object of a ``list``."""
+    """The answer after the last object of a ``list``."""
 
     END = enum.auto()
 
@@ -47,7 +47,7 @@ async def close_after(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIt
 
 
 class Wrapper(Storage):
-    """Passes every verb on to ``inner``, with its errors, cancellation and atomicity."""
+    """Passes every verb on to ``inner``, whose errors, cancellation and atomicity remain."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner

@@ -60,8 +60,7 @@ class Verb(StrEnum):
 class When(StrEnum):
     """Position of a fault relative to the operation's effect.
 
-    Halfway through a ``write_at``, its first half is written. Other verbs are atomic: halfway means
-    before.
+    Halfway tears a ``write_at``. Other verbs are atomic: halfway means before.
     """
 
     BEFORE = "before"
