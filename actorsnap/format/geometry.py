@@ -135,7 +135,7 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 def _any_overlap(boxes: Sequence[Box]) -> bool:
     """Whether any two of the non-empty boxes overlap. Sweeps the dim with the most starts."""
-    # There are dims: two boxes without have more volume than any whole.
+    # There are dims: two boxes without any have more volume than any whole.
     dim = max(range(boxes[0].ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):

@@ -285,7 +285,7 @@ class _Tensor(msgspec.Struct, frozen=True, gc=False):
 _METADATA = "__metadata__"
 _ESCAPED_METADATA = "%5F_metadata__"
 _HEADER_PREFIX = b'{"__metadata__":{"format":"pt"}'
-"""Start of each header. Some programs that open safetensors files for torch require ``format``."""
+"""Some programs that open safetensors files for torch require ``format``."""
 
 _LENGTH_BYTES = 8
 _SLOT_COST = 128

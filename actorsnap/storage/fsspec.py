@@ -4,7 +4,7 @@ For schemes without a backend here; ``fsspec+s3://`` forces fsspec's. Needs ``ac
 and the implementation's package, which gets the ``storage_options``.
 
 - Asynchronous implementations are awaited on the storage's event loop. Others run on worker
-  threads, with one instance per thread, as in fsspec itself.
+  threads, with one instance per thread.
 - An object has one writer, with one blocking stream: bytes that come too early wait in a temporary
   file (``TMPDIR``).
 - Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written

@@ -302,7 +302,7 @@ def temporary_path(path: str) -> str:
 
 
 def publish_exclusively(temporary: str, path: str) -> None:
-    """Renames the finished ``temporary`` to ``path``, or raises ``FileExistsError``."""
+    """Links or renames ``temporary`` to ``path``, or raises ``FileExistsError``."""
     try:
         os.link(temporary, path)
     except FileExistsError:
