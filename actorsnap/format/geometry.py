@@ -23,7 +23,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
-        # min() is much faster than any() over a generator.
+        # min() is much faster than any().
         if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
             raise ValueError(
                 f"offsets and sizes must not be negative: {self.offsets}, {self.sizes}"
