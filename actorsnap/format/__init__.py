@@ -1,4 +1,1 @@
-"""The stored data: geometry, layout, schema and checksums. Pure data.
-
-No I/O, no waiting, no clock, no torch. Implements ``docs/format.md``.
-"""
+"""The stored data (``docs/format.md``): geometry, layout, schema, checksums. No I/O, no torch."""

@@ -1,18 +1,15 @@
-"""Computes CRC32C of bytes, of blocks, and of concatenations from their parts.
-
-Decides how a leaf's bytes are cut into checksum blocks (``docs/format.md``, "Blocks"). Must not
-know the meaning or place of the bytes.
+"""CRC32C of bytes, of blocks, and of concatenations from their parts (``docs/format.md``,
+"Blocks").
 
 A writer chooses the block size from the leaf's size; a reader derives it from the number of
 checksums. With ``n > 1`` blocks it is in ``[nbytes / n, nbytes / (n - 1))``, because ``n`` blocks
-are enough and ``n - 1`` are not. That interval has at most one power of two. The same holds for
-every run of the leaf's blocks.
+are enough and ``n - 1`` are not: at most one power of two. The same holds for runs of the leaf's
+blocks.
 
-Theory of ``combine``: a CRC is the remainder of the message as a polynomial over GF(2). Appending
-``n`` bytes multiplies the message by ``x**(8n)``, so the CRC of a concatenation is ``first *
-x**(8n) mod P``, xor ``second``; the inversions of CRC32C cancel. ``x**(8n) mod P`` takes one
-multiplication per set bit of ``n``. A product with a constant is linear in the other factor, so
-frequent lengths use a table lookup per byte: 0.3 us instead of 6.
+``combine``: a CRC is the remainder of the message as a polynomial over GF(2). Appending ``n`` bytes
+multiplies it by ``x**(8n)``, so a concatenation's CRC is ``first * x**(8n) mod P``, xor ``second``;
+CRC32C's inversions cancel. ``x**(8n) mod P`` takes one multiplication per set bit of ``n``.
+Frequent lengths use a table lookup per byte: 0.3 us instead of 6.
 """
 
 from __future__ import annotations
@@ -39,13 +36,13 @@ __all__ = [
 
 MIN_BLOCK_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 20
-"""Largest checksum block, in bytes; a multiple of the blocks of every leaf."""
+"""A multiple of the blocks of every leaf."""
 
 _NUM_BLOCKS = 16
-"""Fewest full blocks of a leaf, unless its blocks would be smaller than ``MIN_BLOCK_BYTES``."""
+"""Fewest full blocks of a leaf, unless they would be smaller than ``MIN_BLOCK_BYTES``."""
 
-# Regaining the GIL from a thread that computes in Python takes up to 5 ms. Small blocks are hashed
-# in 3 to 50 us each and keep the GIL; otherwise it is released where that pays.
+# Regaining the GIL from a thread that computes in Python takes up to 5 ms. Small blocks, hashed in
+# 3 to 50 us each, keep the GIL.
 _KEEP_GIL = 0
 _CHOOSE = -1
 
@@ -56,7 +53,7 @@ _POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: Buffer, value: int = 0) -> int:
-    """Returns the CRC32C of ``data``, continuing from ``value``. C-contiguous buffers only."""
+    """Returns the CRC32C of a C-contiguous buffer, continuing from ``value``."""
     return _crc32c.crc32c(data, value)
 
 
@@ -88,26 +85,21 @@ def block_bytes_of(nbytes: int, num_blocks: int) -> int:
 
 
 def is_block_count(nbytes: int, num_blocks: int) -> bool:
-    """Whether a leaf of ``nbytes`` bytes can have this number of checksums."""
-    if num_blocks == 1:  # nearly every leaf of states with many leaves
+    """Whether a leaf can have this number of checksums."""
+    if num_blocks == 1:  # most leaves
         return 0 < nbytes <= MAX_BLOCK_BYTES
     block_bytes = block_bytes_of(nbytes, num_blocks)
     return block_bytes <= MAX_BLOCK_BYTES and -(-nbytes // block_bytes) == num_blocks
 
 
 def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
-    """Returns the CRC32C of each block of ``view``, counted from its start.
-
-    Args:
-        view: C-contiguous, any format; its raw bytes count.
-        block_bytes: The last block may be shorter.
-    """
+    """Returns the CRC32C of each block of ``view``, which is C-contiguous, of any format."""
     if block_bytes <= 0:
         raise ValueError(f"block_bytes must be positive, got {block_bytes}")
-    if view.nbytes == 0:  # memoryview.cast refuses views with a zero in their shape
+    if view.nbytes == 0:  # memoryview.cast refuses shapes with a zero
         return ()
     flat = view.cast("B")
-    # Slicing costs more than the checksum of a small leaf, and most leaves are one block.
+    # Slicing costs more than the checksum of a small leaf.
     if len(flat) <= block_bytes:
         return (_crc32c.crc32c(flat),)
     gil = _CHOOSE if block_bytes >= MAX_BLOCK_BYTES else _KEEP_GIL
@@ -120,13 +112,10 @@ def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
 
 
 def combine(first: int, second: int, second_len: int) -> int:
-    """Returns the CRC32C of two concatenated byte strings, from their checksums.
-
-    ``second_len`` is the number of bytes of the second one.
-    """
+    """Returns the CRC32C of two concatenated byte strings, from their checksums."""
     if second_len < 0:
         raise ValueError(f"second_len must not be negative, got {second_len}")
-    if second_len.bit_count() == 1:  # blocks, and there are many of them
+    if second_len.bit_count() == 1:  # blocks, which are many
         low, second_byte, third_byte, high = _append_tables(second_len)
         return (
             low[first & 255]
@@ -184,8 +173,7 @@ def _squared_operator(power: int) -> int:
     return _multiply(half, half)
 
 
-# Blocks of one leaf share one length, and the lengths of last blocks rarely repeat: a small cache
-# is enough.
+# Small: blocks of one leaf share one length, and lengths of last blocks rarely repeat.
 @lru_cache(maxsize=1024)
 def _append_operator(num_bytes: int) -> int:
     """Returns ``x**(8 * num_bytes) mod P``."""

@@ -1,14 +1,10 @@
-"""Names codecs, and encodes and decodes the frames of compressed chunks.
+"""Codecs, and frames of compressed chunks (``docs/format.md``, "Compressed data object").
 
-Implements ``docs/format.md`` ("Compressed data object"): frame sizes, the shuffle, and a reader's
-checks. Must not know which chunks exist or where they are stored.
+The shuffle gathers the first bytes of all items, then the second ones, and so on: neighbouring
+weights have similar exponents and random mantissas. Shifts of whole items are two to eight times as
+fast as a transposed copy, without the GIL.
 
-Shuffling gathers the first bytes of all items, then the second ones, and so on: exponents of
-neighbouring weights are similar, their mantissas are noise. Shifts of whole items are two to eight
-times as fast as a transposed copy and, like zstd, run without the GIL.
-
-Zstandard is Python's own (``compression.zstd``), or its backport before 3.14, imported at the first
-use.
+Zstandard is Python's or, before 3.14, its backport, imported at first use.
 """
 
 from __future__ import annotations
@@ -42,18 +38,17 @@ __all__ = [
 ]
 
 FRAME_BYTES = 1 << 20
-"""Uncompressed bytes per frame; the last frame of a chunk may be shorter."""
+"""Uncompressed; the last frame of a chunk may be shorter."""
 
 FRAME_HEAD_BYTES = 5
-"""Bytes before each frame: shuffle width and checksum."""
+"""Before each frame: shuffle width and checksum."""
 
 _MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _INSTALL = "pip install 'actorsnap[zstd]'"
 _WINDOW_LOG = FRAME_BYTES.bit_length() - 1
 _NAMED = re.compile("zstd(?::([1-9]|1[0-9]))?")
 _ZSTD_LEVEL = 1
-"""Default level. Slower levels gain nothing on shuffled weights:
-``docs/decisions/0015-compression.md``."""
+"""Slower levels gain nothing on shuffled weights: ``docs/decisions/0015-compression.md``."""
 
 _UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
 
@@ -61,14 +56,13 @@ _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Compression of a save's chunks; ``level`` is zstd's, 1 to 19. Readers do not need it."""
+    """``level`` is zstd's, 1 to 19; readers do not need it."""
 
     name: Literal["zstd"]
     level: int
 
     @classmethod
     def parse(cls, compression: str) -> Codec:
-        """Returns the codec that ``Options.compression`` names."""
         match = _NAMED.fullmatch(compression) if isinstance(compression, str) else None
         if match is None:
             raise UsageError(
@@ -96,7 +90,7 @@ def check_readable(key: str) -> None:
 
 
 def _missing_library() -> str:
-    """Describes the missing Zstandard library; empty if it can be imported."""
+    """Describes the missing Zstandard library; empty if importable."""
     try:
         _zstd()
     except ImportError as error:
@@ -109,8 +103,7 @@ def count_frames(nbytes: int) -> int:
 
 
 def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
-    """Whether a chunk of ``nbytes`` bytes can be stored in frames of these sizes, or
-    uncompressed."""
+    """Whether these are the frames of a chunk of ``nbytes`` bytes; none if uncompressed."""
     if not frames:
         return True
     return len(frames) == count_frames(nbytes) and (
@@ -119,7 +112,6 @@ def is_frame_count(nbytes: int, frames: Sequence[int]) -> bool:
 
 
 def width_for(itemsize: int) -> int:
-    """Returns the shuffle width, in bytes, for items of ``itemsize`` bytes."""
     return itemsize if itemsize in (2, 4, 8, 16) else 1
 
 
@@ -165,7 +157,7 @@ def unshuffle(source: memoryview, width: int, out: memoryview) -> None:
 
 
 def pack_frame(source: memoryview, *, width: int, codec: Codec) -> tuple[bytes, bytes | memoryview]:
-    """Returns the head and the body of the frame of ``source``, 1 to ``FRAME_BYTES`` bytes."""
+    """Returns head and body of the frame of ``source``, 1 to ``FRAME_BYTES`` bytes."""
     shuffled = source
     if width > 1:
         shuffled = memoryview(bytearray(len(source)))

@@ -1,4 +1,4 @@
-"""Recognizes the data at a URL without a commit object: from the keys, the URL or a file's head."""
+"""Recognizes data without a commit object: from the keys, the URL or a file's head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
 __all__ = ["HEAD_BYTES", "attempts_in", "recognize", "recognize_file"]
 
 HEAD_BYTES = 512
-"""Number of bytes of a file that ``recognize_file`` reads."""
+"""Bytes that ``recognize_file`` needs."""
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
     (
@@ -48,11 +48,11 @@ _OWN = re.compile(
 _MAX_NAMED = 5
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of a file by ``torch.save`` from before zip archives."""
+"""A file by ``torch.save`` from before zip archives."""
 
 
 def attempts_in(keys: Iterable[str]) -> dict[str, int]:
-    """Returns the attempts among ``keys``, by name, with the number of their objects."""
+    """Returns the number of objects of each attempt among ``keys``."""
     attempts: dict[str, int] = {}
     for key in keys:
         folder = key.partition("/")[0]
@@ -62,12 +62,11 @@ def attempts_in(keys: Iterable[str]) -> dict[str, int]:
 
 
 def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) -> tuple[str, str]:
-    """Returns ``NotASnapshot.found``, and a sentence for people with the next step.
+    """Returns ``NotASnapshot.found``, and a sentence with the user's next step.
 
     Args:
         keys: Some or all object keys under the URL.
-        url: Named in the sentence.
-        complete: The attempts among the keys that lack only a commit object.
+        complete: The attempts that lack only a commit object.
     """
     inside = _snapshot_around(url)
     if inside:
@@ -111,10 +110,7 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
 
 
 def recognize_file(head: bytes, url: str) -> tuple[str, str]:
-    """``recognize`` for a file instead of a snapshot's folder.
-
-    ``head`` is its first ``HEAD_BYTES``, or all of it.
-    """
+    """``recognize`` for a file; ``head`` is its first ``HEAD_BYTES``, or all of it."""
     inside = _snapshot_around(url)
     if inside:
         return "part", f"this file is inside the snapshot {inside}: open that"
@@ -133,7 +129,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
 
 
 def _snapshot_around(path: str) -> str:
-    """Returns the part of ``path`` before the first attempt's name, or an empty string."""
+    """Returns ``path`` before the first attempt's name, or an empty string."""
     parts = path.split("/")
     for index, part in enumerate(parts):
         if Attempt.parse(part) is not None:

@@ -1,8 +1,6 @@
 """Boxes in index space, and their flat ranges. The only index arithmetic of the package.
 
-A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's index space. Must not
-know dtypes, bytes, ranks or storage. Implements ``docs/format.md`` ("Entries": ``shape``,
-``global_shape``, ``offsets``).
+A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's indices.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box needs as many offsets as sizes: {self.offsets}, {self.sizes}")
-        # min() is much faster than any() over a generator, and there are 100,000s of boxes.
+        # min() is much faster than any().
         if self.sizes and (min(self.sizes) < 0 or min(self.offsets) < 0):
             raise ValueError(
                 f"offsets and sizes must not be negative: {self.offsets}, {self.sizes}"
@@ -49,11 +47,10 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """One past the last index along each dim."""
         return tuple([o + s for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box of the shared elements; None if they share none."""
+        """Returns the shared box; None if it is empty."""
         self._check_ndim(other)
         offsets: list[int] = []
         sizes: list[int] = []
@@ -67,7 +64,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether this box contains ``other``. An empty box must be within its bounds too."""
+        """Whether this box contains ``other``, whose bounds count even if it is empty."""
         self._check_ndim(other)
         return all(
             a <= b and b + m <= a + n
@@ -75,14 +72,14 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         )
 
     def relative_to(self, outer: Box) -> Box:
-        """Returns the same box with offsets counted from the start of ``outer``, around it."""
+        """Returns the same box, counted from the start of ``outer``, which contains it."""
         if not outer.contains(self):
             raise ValueError(f"{self} is not within {outer}")
         offsets = tuple([a - b for a, b in zip(self.offsets, outer.offsets, strict=True)])
         return Box(offsets, self.sizes)
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
-        """Cuts in two along ``dim``: the first ``at`` indices of this box, and the rest."""
+        """Cuts along ``dim``: the first ``at`` indices of this box, and the rest."""
         if not 0 <= dim < len(self.sizes) or not 0 <= at <= self.sizes[dim]:
             raise ValueError(f"{self} cannot be split along dim {dim} after {at} indices")
         o, s = self.offsets, self.sizes
@@ -99,11 +96,10 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
     """Whether ``parts`` hold each element of ``whole`` once, and no others.
 
-    Disjoint parts inside ``whole`` cover it if their volumes add up to its volume; empty parts are
-    ignored. To find overlaps, a sweep along a dim separates parts into groups that share no index
-    of that dim; groups are swept along the next dim. Meshes and flat ranges, the practical cases,
-    separate fully: O(n log n). Parts that no dim separates (a pinwheel) are compared in pairs where
-    the sweep line touches both.
+    Disjoint parts inside ``whole`` cover it if their volumes add up; empty parts are ignored. A
+    sweep along a dim separates parts into groups that share no index of that dim; groups are swept
+    along the next dim. Meshes and flat ranges separate fully: O(n log n). Parts that no dim
+    separates (a pinwheel) are compared in pairs.
     """
     parts = [part for part in parts if not part.is_empty]
     if not all(whole.contains(part) for part in parts):
@@ -125,7 +121,7 @@ def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
 
 
 def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """Returns groups of boxes; boxes of different groups share no index of ``dim``."""
+    """Returns groups of boxes that share no index of ``dim``."""
     groups: list[list[Box]] = []
     reach = -1
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -139,7 +135,7 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 def _any_overlap(boxes: Sequence[Box]) -> bool:
     """Whether any two of the non-empty boxes overlap. Sweeps the dim with the most starts."""
-    # Boxes without dims never get here: two of them have more volume than any whole.
+    # There are dims: two boxes without any have more volume than any whole.
     dim = max(range(boxes[0].ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -161,8 +157,8 @@ def _strides(shape: Sequence[int]) -> list[int]:
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Returns the C-order flat element range ``[start, stop)`` of ``shape`` as boxes, in C order.
 
-    Each is itself a contiguous flat range. There are at most ``2 * ndim - 1`` of them: rows that
-    complete the slab cut by ``start``, whole slabs, and rows again down to ``stop``.
+    Each is a contiguous flat range. At most ``2 * ndim - 1``: rows up to a slab's end, whole slabs,
+    and rows down to ``stop``.
     """
     total = prod(shape)
     if not 0 <= start <= stop <= total:
@@ -195,16 +191,16 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yields the flat element ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
+    """Yields the flat ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
 
-    Ascending and fully merged: no range begins where another one ends.
+    Ascending and fully merged.
     """
     if not Box.whole(shape).contains(box):
         raise ValueError(f"{box} is not within shape {tuple(shape)}")
     if box.is_empty:
         return iter(())
     strides = _strides(shape)
-    # Dims inside `dim` are full, so one run spans them and all indices of `dim`.
+    # Dims inside `dim` are full: one run spans them and all indices of `dim`.
     dim = len(shape) - 1
     while dim > 0 and box.sizes[dim] == shape[dim]:
         dim -= 1

@@ -1,8 +1,6 @@
 """Names objects and claims, and lays out leaves in data objects that safetensors can open.
 
-Decides object keys, attempt names, the names and order of bytes in a data object, and its header.
-Must not know tensors, files, the time, or the distribution of leaves over objects
-(``planning/packing.py``). Implements ``docs/format.md`` ("Objects", "Data object").
+Implements ``docs/format.md`` ("Objects", "Data object").
 """
 
 from __future__ import annotations
@@ -46,11 +44,10 @@ __all__ = [
 ]
 
 DATA_ALIGNMENT = 4096
-"""Alignment of the data section in a data object, in bytes."""
+"""Of the data section in a data object, in bytes."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""Largest JSON of a header without padding, in bytes. safetensors itself refuses 100 MB and
-more."""
+"""JSON without padding, in bytes. safetensors refuses 100 MB and more."""
 
 MAX_BYTES = (1 << 63) - 1
 
@@ -78,8 +75,8 @@ SAFETENSORS_DTYPES: Mapping[str, str] = MappingProxyType(
         "complex64": "C64",
     }
 )
-"""torch dtype -> safetensors dtype, if ``safetensors.torch.load_file`` returns the original
-dtype (tested with safetensors 0.8). Other dtypes are stored as one-dimensional ``U8``."""
+"""torch dtype -> safetensors dtype, if ``safetensors.torch.load_file`` (0.8) returns the original
+dtype. Others are stored as one-dimensional ``U8``."""
 
 _TORCH_ITEMSIZES = {
     **dict.fromkeys(
@@ -100,9 +97,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?([?biufcSVUmM])([0-9]{1,9})(?:\[[^\]]*\])?")
 
 @lru_cache(maxsize=256)
 def dtype_itemsize(name: str) -> int | None:
-    """Returns the bytes per element of a torch dtype (``float32``) or numpy type string (``<f8``);
-    None if unknown.
-    """
+    """Returns the bytes per element of a torch (``float32``) or numpy (``<f8``) dtype; None if
+    unknown."""
     itemsize = _TORCH_ITEMSIZES.get(name)
     if itemsize is None and (match := _NUMPY_DTYPE.fullmatch(name)):
         itemsize = int(match[2]) * (4 if match[1] == "U" else 1)
@@ -119,12 +115,11 @@ _MAX_CREATED_S = 253402300799  # the last second of the year 9999
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """Creator and start time of an attempt folder. Its ``str`` is the folder's name.
+    """Creator and start time of an attempt. Its ``str`` is the folder's name.
 
     Attributes:
         created_s: In seconds since 1970, UTC.
         host: 8 hex digits for the host and its process namespace.
-        pid: The process.
         nonce: 8 random hex digits.
     """
 
@@ -169,7 +164,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def created(self) -> str:
-        """The start time, in the format of commit objects."""
+        """In the format of commit objects."""
         return f"{self._time:%Y-%m-%dT%H:%M:%S}.000000Z"
 
     @property
@@ -187,7 +182,7 @@ def is_well_formed_key(key: str) -> bool:
 
 
 def top_level_key(token: str) -> str:
-    """Returns the app state's key for the first component of a path."""
+    """Returns the app state's key for a path's first component."""
     if token == "%":
         return ""
     return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
@@ -197,7 +192,7 @@ _ESCAPED = re.compile("%u([0-9a-f]{4})|%([0-9A-F]{2})")
 
 
 def safe_name(key: str) -> str:
-    """Returns the folder name for a top-level key of the app state. ASCII, never empty."""
+    """Returns a top-level key's folder name. ASCII, never empty."""
     raw = key.encode("utf-8", "surrogatepass")
     escaped = "".join([chr(byte) if byte in _SAFE_BYTES else f"={byte:02X}" for byte in raw])
     if not escaped:
@@ -216,9 +211,8 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level key ``key``; None for the
-    object of all small keys.
-    """
+    """Returns the key of a rank's ``n``-th data object of the top-level ``key``; None: the one
+    of small keys."""
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"
     return f"{attempt}/data/{name}/{rank}-{n}{kind}"
@@ -241,14 +235,14 @@ def manifest_prefix(attempt: str) -> str:
 
 
 def parse_manifest_key(attempt: str, key: str) -> int | None:
-    """Returns the rank whose manifest in ``attempt`` has the key ``key``; None for other keys."""
+    """Returns the rank whose manifest in ``attempt`` is at ``key``; None for other keys."""
     digits = key.removeprefix(manifest_prefix(attempt)).removesuffix(".json")
     is_rank = digits.isascii() and digits.isdigit() and len(digits) < 10
     return int(digits) if is_rank and manifest_key(attempt, int(digits)) == key else None
 
 
 def shard_name(name: str, offsets: Sequence[int]) -> str:
-    """Returns the name in a data object of the shard that begins at ``offsets``."""
+    """Returns the name in a data object of the shard at ``offsets``."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
@@ -258,11 +252,7 @@ def shard_name(name: str, offsets: Sequence[int]) -> str:
 class Slot(msgspec.Struct, frozen=True, gc=False):
     """A leaf to place in a data object.
 
-    Attributes:
-        name: Its name in the header, unique in the object.
-        dtype: Name of its torch dtype; dtypes that safetensors lacks are stored as bytes.
-        shape: In elements.
-        nbytes: Size in bytes.
+    ``name`` is unique in the object; ``dtype`` is torch's.
     """
 
     name: str
@@ -272,12 +262,11 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectLayout(msgspec.Struct, frozen=True, gc=False):
-    """The layout of a data object.
+    """The layout of a data object. Sizes in bytes.
 
     Attributes:
         header: The first bytes: length, JSON, padding.
-        starts: Absolute byte offset of each slot, in the given order.
-        size: Size of the object, in bytes.
+        starts: Absolute offset of each slot, in the given order.
     """
 
     header: bytes
@@ -286,7 +275,7 @@ class ObjectLayout(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Tensor(msgspec.Struct, frozen=True, gc=False):
-    """One member of a safetensors header. Offsets count from the start of the data section."""
+    """A member of a safetensors header. Offsets count from the data section."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -296,18 +285,18 @@ class _Tensor(msgspec.Struct, frozen=True, gc=False):
 _METADATA = "__metadata__"
 _ESCAPED_METADATA = "%5F_metadata__"
 _HEADER_PREFIX = b'{"__metadata__":{"format":"pt"}'
-"""Start of each header. Some programs that open safetensors files for torch require ``format``."""
+"""Some programs that open safetensors files for torch require ``format``."""
 
 _LENGTH_BYTES = 8
 _SLOT_COST = 128
-"""Upper bound of a header member's fixed text, two offsets and an eighth of the prefix, in
-bytes."""
+"""Upper bound of a header member's fixed text, two offsets and an eighth of the prefix, in bytes.
+"""
 
 _encoder = msgspec.json.Encoder()
 
 
 def header_cost(slot: Slot) -> int:
-    """Returns a cheap upper bound of the bytes of ``slot`` in a header."""
+    """Returns an upper bound of the bytes of ``slot`` in a header."""
     name = slot.name
     if name.isascii() and name.isprintable():
         cost = len(name) + name.count('"') + name.count("\\")
@@ -370,9 +359,9 @@ def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
 
 
 def bounded_volume(shape: Sequence[int]) -> int:
-    """Returns the number of elements; any number above 2^63-1 if it exceeds that.
+    """Returns the number of elements; above 2^63-1, any such number.
 
-    A hostile shape of a million large sizes must not cost a million-digit product.
+    A hostile shape of a million sizes must not cost a million-digit product.
     """
     if 0 in shape:
         return 0
@@ -397,12 +386,12 @@ def claim_prefix(owner: str) -> str:
 
 
 def copy_claim_key(owner: str, attempt: str) -> str:
-    """Returns the key with which the copy ``owner`` claims the attempt that it copies."""
+    """Returns the key by which ``owner`` claims the attempt that it copies."""
     return f"{claim_prefix(owner)}{_COPY}{attempt}"
 
 
 def collection_key(owner: str) -> str:
-    """Returns the key with which ``owner`` announces that it deletes leftovers of copies."""
+    """Returns the key by which ``owner`` announces the deletion of copies' leftovers."""
     return f"{claim_prefix(owner)}{_COLLECT}"
 
 
@@ -417,7 +406,7 @@ def parse_claim(owner: str, key: str) -> str | None:
 
 
 def encode_copy_claim(stored: Iterable[str]) -> bytes:
-    """Encodes the claim of a copy; ``stored`` has the keys of complete objects."""
+    """Encodes a copy's claim; ``stored`` has the keys of complete objects."""
     return msgspec.json.encode(_CopyClaim(sorted(stored)))
 
 

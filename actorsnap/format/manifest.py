@@ -1,13 +1,8 @@
-"""The on-disk schema of format version 1: commit object, rank manifests, entries.
+"""The schema of format version 1: commit object, rank manifests, entries (``docs/format.md``).
 
-Implements ``docs/format.md`` ("Commit object", "Rank manifest", "Entries"); no other module encodes
-or decodes these documents. Equal values are encoded to equal bytes. Must not know where documents
-are stored or who reads them.
-
-Decides which documents are valid, so that readers need no further checks: a valid document names
-only bytes that exist, keys inside the snapshot, and views inside their base. The schema has types
-and bounds; the functions at the end check what a schema cannot express. Their loops are written
-out: 100,000 entries take tens of milliseconds.
+The only code that encodes, decodes and validates them. A valid document names only bytes that
+exist, keys inside the snapshot, and views inside their base. Equal values are encoded to equal
+bytes.
 """
 
 from __future__ import annotations
@@ -87,18 +82,17 @@ __all__ = [
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
 FEATURES = ("annotations", "block_sizes", "compression")
-"""Features that this release reads; a snapshot that names another one is refused."""
+"""Features that this release reads. A snapshot with another one is refused."""
 
 COMMIT_KEY = "actorsnap.json"
 OLDER_COMMIT_KEY = ".actorsnap"
-"""The commit object's name in older snapshots; read, but no longer written, because shells and
-copying programs skip dotfiles."""
+"""Read, but no longer written: shells and copying programs skip dotfiles."""
 
 COMMIT_KEYS = (COMMIT_KEY, OLDER_COMMIT_KEY)
-"""Names of a commit object; the first one wins."""
+"""The first one wins."""
 
 MAX_NESTING = 900
-"""Largest nesting depth of an inline value."""
+"""Of inline values."""
 
 COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
     "sparse_coo": ("indices", "values"),
@@ -109,14 +103,14 @@ COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
     "quantized_tensor": ("int_repr",),
     "quantized_channel": ("int_repr", "scales", "zero_points"),
 }
-"""Composite layout -> the names of its parts, in order."""
+"""The parts of each layout, in order."""
 
 _MEMORY_FORMAT_DIMS = {"channels_last": 4, "channels_last_3d": 5}
 _MAX_JSON_DEPTH = 500
 _MANY_DIMS = 64
-"""Number of dims above which products of sizes are bounded during computation."""
+"""From here on, products of sizes are bounded during computation."""
 
-# Bounds are checked by the C decoder. They do not affect values made here.
+# Bounds are checked on decoding only.
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 _Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
@@ -130,7 +124,7 @@ _HeaderBytes: TypeAlias = Annotated[
 ]
 
 # Literals, because omit_defaults compares by identity: decoding returns the default string itself,
-# so that a decoded value is encoded to the same bytes.
+# so a decoded value is encoded to the same bytes.
 ContainerType: TypeAlias = Literal["dict", "ordered_dict", "counter", "list", "tuple"]
 MemoryFormat: TypeAlias = Literal["channels_last", "channels_last_3d"]
 TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
@@ -149,11 +143,11 @@ CompositeLayout: TypeAlias = Literal[
 class _Data(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Base that refuses unknown fields: a new field needs a feature flag or a new version."""
+    """Refuses unknown fields: a new field needs a feature flag or a new version."""
 
 
 class ManifestRecord(_Data, frozen=True, kw_only=True, gc=False):
-    """Names a rank manifest in the commit object. ``size`` in bytes."""
+    """A rank manifest, in the commit object. ``size`` in bytes."""
 
     key: str
     size: _Size
@@ -164,7 +158,6 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
     """The commit object. Its presence makes a snapshot.
 
     Attributes:
-        world_size: Number of ranks that took part.
         attempt: Folder of all other objects of this snapshot.
         created: UTC, ISO 8601 with microseconds and ``Z``.
         manifests: In rank order.
@@ -185,7 +178,7 @@ class Commit(_Data, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_NA
 
 
 class SaveRecord(_Data, frozen=True, kw_only=True):
-    """Fields of the commit object that a rank manifest repeats, to write it again.
+    """The commit object's fields in a rank manifest, from which it can be rewritten.
 
     ``metadata`` is empty except in rank 0's manifest.
     """
@@ -219,7 +212,7 @@ class StoredChunk(
 
     Attributes:
         crc32c: Of the stored bytes.
-        frames: Stored size of each frame; empty for an uncompressed chunk.
+        frames: Stored size of each frame; empty if uncompressed.
     """
 
     start: _Size
@@ -233,9 +226,9 @@ class StoredChunk(
 
 
 class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
-    """A data object: its size and its safetensors header's size and checksum (bytes).
+    """A data object. Sizes in bytes.
 
-    ``chunks`` has the chunks that the rank wrote, if the object is compressed.
+    ``chunks`` has the rank's chunks, if the object is compressed.
     """
 
     key: str
@@ -246,7 +239,7 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 
     @property
     def stored(self) -> tuple[tuple[str, int], ...]:
-        """Keys and sizes of the stored objects, of a compressed object only the rank's chunks."""
+        """Keys and sizes of the stored objects; of a compressed one only the rank's chunks."""
         if not self.chunks:
             return ((self.key, self.size),)
         return tuple([(chunk_key(self.key, chunk.start), chunk.size) for chunk in self.chunks])
@@ -256,7 +249,7 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
         return self.key, self.chunks[0].start if self.chunks else 0
 
     def is_like(self, other: ObjectRecord) -> bool:
-        """Whether both records describe the same object; their chunks may differ."""
+        """Whether the object is the same; chunks may differ."""
         return (
             (self.key, self.size, self.header_bytes, self.header_crc32c)
             == (other.key, other.size, other.header_bytes, other.header_crc32c)
@@ -266,8 +259,8 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The range of a leaf's bytes: ``[object, start, stop, crc32c]``.
 
-    ``object`` is an index into the rank manifest's ``objects``; ``start`` and ``stop`` are byte
-    offsets in it; ``crc32c`` has one value per block, from ``start`` on.
+    ``object`` indexes the manifest's ``objects``; ``start`` and ``stop`` are byte offsets in it;
+    ``crc32c`` has one value per block, from ``start`` on.
     """
 
     object: _Size
@@ -277,12 +270,12 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block; the last one may be shorter."""
+        """The last block may be shorter."""
         return block_bytes_of(self.stop - self.start, len(self.crc32c))
 
 
 class ContainerEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="container"):
-    """A dict, OrderedDict, Counter, list or tuple; a plain dict with children may be left out.
+    """A dict, OrderedDict, Counter, list or tuple. Optional for a plain dict with children.
 
     ``attributes`` holds a module state dict's ``_metadata``, in the inline encoding.
     """
@@ -296,14 +289,14 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
     """A dense tensor or numpy array, C-contiguous, little endian.
 
     Attributes:
-        dtype: Name of a torch dtype (``"float32"``), or of a numpy dtype (``"<f8"``) if ``type`` is
-            ``"numpy"`` or ``"numpy_scalar"``.
+        dtype: Torch's (``"float32"``), or numpy's (``"<f8"``) if ``type`` is ``"numpy"`` or
+            ``"numpy_scalar"``.
         shape: Of the bytes stored here, in elements.
         global_shape, offsets: Shards only: the whole tensor's shape, and the shard's origin in it.
             Shards of one tensor may share their path.
         replicated: Whether every rank held the same value.
-        memory_format: Strides of the tensor, restored in a fresh one; None: row-major.
-        attributes: Plain attributes of a parameter, by name, in the inline encoding.
+        memory_format: Of the restored tensor; None: row-major.
+        attributes: A parameter's plain attributes, in the inline encoding.
     """
 
     path: _Text
@@ -322,7 +315,7 @@ class TensorEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", 
 class ViewEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="view"):
     """A tensor that shares memory with another entry of the same rank manifest.
 
-    ``of`` is the path of a ``TensorEntry`` (the base). ``strides`` in elements of ``dtype``;
+    ``of`` is the path of the base, a ``TensorEntry``. ``strides`` in elements of ``dtype``;
     ``offset`` in bytes from the base's first byte.
     """
 
@@ -340,9 +333,8 @@ class ViewEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", ta
 class CompositeEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="composite"):
     """A sparse or quantized tensor, made of dense parts.
 
-    The part named ``p`` is the entry whose path is ``<path>@<p>``. ``parameters`` has the other
-    values for rebuilding (``is_coalesced``; ``scale``, ``zero_point``; ``axis``), in the inline
-    encoding.
+    The part ``p`` is the entry at ``<path>@<p>``. ``parameters`` has the other values
+    (``is_coalesced``; ``scale``, ``zero_point``; ``axis``), in the inline encoding.
     """
 
     path: _Text
@@ -357,7 +349,7 @@ class CompositeEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="co
 
 
 class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"):
-    """A small non-tensor leaf, in the inline encoding (``docs/format.md``)."""
+    """A small non-tensor leaf, in the inline encoding."""
 
     path: _Text
     value: Any = None
@@ -367,8 +359,8 @@ class ValueEntry(_Data, frozen=True, kw_only=True, tag_field="kind", tag="value"
 class BytesEntry(_Data, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="bytes"):
     """A large leaf stored as raw bytes.
 
-    A ``str`` is UTF-8 with surrogates passed; ``json`` is a long value in the inline encoding;
-    ``numpy`` is in ``numpy.lib.format`` v1.
+    ``str`` is UTF-8 with surrogates passed; ``json`` is in the inline encoding; ``numpy`` in
+    ``numpy.lib.format`` v1.
     """
 
     path: _Text
@@ -385,9 +377,8 @@ Entry: TypeAlias = (
 class RankManifest(_Data, frozen=True, kw_only=True, omit_defaults=False):
     """The entries that one rank stored, in traversal order.
 
-    The order of a dict's or list's children is the order of their first entries. ``save`` and
-    ``optimizers`` (the qualified class names of the rank's optimizers, by path) come with the
-    feature ``annotations``, and are absent in older snapshots.
+    Children of a dict or list are ordered by their first entries. ``save`` and ``optimizers``
+    (qualified class names by path) come with the feature ``annotations``.
     """
 
     attempt: str
@@ -403,7 +394,7 @@ _commit_decoder = msgspec.json.Decoder(Commit)
 _manifest_decoder = msgspec.json.Decoder(RankManifest)
 _encoder = msgspec.json.Encoder(order="deterministic")
 
-# msgspec raises its own errors, UnicodeError (both ValueErrors), and RecursionError.
+# msgspec raises its own errors and UnicodeError (both ValueErrors), and RecursionError.
 _DECODE_ERRORS = (ValueError, RecursionError)
 _ENCODE_ERRORS = (TypeError, ValueError, RecursionError)
 
@@ -413,7 +404,7 @@ _CRC_END = len(_CRC_PREFIX) + len('00000000",')
 
 
 class _Head(msgspec.Struct):
-    """Members of a commit object, checked first: a newer version may change the types of others."""
+    """Checked before the other members, whose types a newer version may change."""
 
     format: Any = None
     version: Any = None
@@ -424,7 +415,7 @@ _head_decoder = msgspec.json.Decoder(_Head)
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Encodes a commit object, with its own checksum as the first member.
+    """Encodes a commit object; its own checksum is the first member.
 
     Raises:
         UsageError: ``metadata`` is not JSON.
@@ -438,19 +429,19 @@ def encode_commit(commit: Commit) -> bytes:
 
 
 def _sealed(encoded: bytes) -> bytes:
-    """Returns a JSON object with its own checksum as the first member."""
+    """Prepends a JSON object's own checksum as its first member."""
     body = bytearray(_CRC_PREFIX + b'00000000",' + encoded[1:])
     body[_CRC_AT] = b"%08x" % crc32c(body)
     return bytes(body)
 
 
 def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -> Commit:
-    """Decodes and checks a whole commit object; errors name ``key``.
+    """Decodes and checks a commit object; errors name ``key``.
 
     Raises:
         ChecksumMismatch: It is damaged; no other program uses the name.
-        NotASnapshot: It is an intact document of another format (``found="unknown"``).
-        UnsupportedFormat: It has a newer version, or needs an unknown feature.
+        NotASnapshot: It is intact, but of another format (``found="unknown"``).
+        UnsupportedFormat: It has a newer version or an unknown feature.
         FormatError: It is intact, but violates version 1.
     """
     data = bytes(data)
@@ -461,7 +452,7 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
     is_ours = head.format == FORMAT_NAME
     has_checksum = data.startswith(_CRC_PREFIX)
     if is_ours and not has_checksum:
-        _check_version(head.version, key)  # a newer version may have moved the checksum
+        _check_version(head.version, key)  # a newer one may have moved the checksum
     if not has_checksum or not _is_intact(data):
         raise ChecksumMismatch(
             key=key,
@@ -501,7 +492,7 @@ def _check_features(head: _Head, key: str) -> None:
         raise FormatError(key=key, detail=f"no format version: {_shown(head.version)}")
     features = head.features
     if not isinstance(features, list):
-        return  # absent, or strict decoding reports the error
+        return  # absent, or strict decoding reports it
     unknown = sorted({f for f in features if isinstance(f, str)} - set(FEATURES))
     if unknown:
         raise UnsupportedFormat(
@@ -512,18 +503,16 @@ def _check_features(head: _Head, key: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """Returns a short text for a value of unknown type; repr of a deeply nested one would
-    recurse."""
+    """Returns a short text. repr of a deeply nested value would recurse."""
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
 def features_of(*, is_compressed: bool) -> tuple[str, ...]:
-    """Returns the features that a new snapshot names."""
     return FEATURES if is_compressed else FEATURES[:2]
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
-    """Returns the features that readers need, for manifests without ``save``."""
+    """Returns the features needed to read manifests without ``save``."""
     features = set()
     for manifest in manifests:
         if any([record.chunks for record in manifest.objects]):
@@ -536,10 +525,10 @@ def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
-    """Encodes a rank manifest. With ``save`` its first member is its own checksum.
+    """Encodes a rank manifest. With ``save``, its own checksum comes first.
 
     Raises:
-        UsageError: A value in it is not JSON. The message names the path.
+        UsageError: A value is not JSON. The message names the path.
     """
     try:
         encoded = _encoder.encode(manifest)
@@ -560,7 +549,7 @@ def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:
 def decode_rank_manifest(
     data: bytes | bytearray | memoryview, record: ManifestRecord, key: str
 ) -> RankManifest:
-    """Decodes and checks a whole rank manifest; errors name ``key``.
+    """Decodes and checks a rank manifest; errors name ``key``.
 
     Raises:
         ChecksumMismatch: Size or checksum differ from the commit object's.
@@ -584,9 +573,9 @@ def decode_rank_manifest(
 
 
 def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
-    """Decodes and checks a rank manifest whose commit object is lost; returns its record, too.
+    """Decodes and checks a rank manifest without a commit object; returns its record, too.
 
-    A manifest of an older release has no checksum of its own: well-formed damage is not detected.
+    Well-formed damage of an older release's manifest, which has no checksum, is not detected.
 
     Raises:
         ChecksumMismatch: Its own checksum does not match.
@@ -603,8 +592,6 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
 
 
 class _Extent(msgspec.Struct):
-    """The part of a rank manifest that gives the number of ranks."""
-
     save: SaveRecord | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -612,8 +599,7 @@ _extent_decoder = msgspec.json.Decoder(_Extent)
 
 
 def world_size_of(data: bytes | bytearray | memoryview) -> int:
-    """Returns the world size that a rank manifest records; 1 if it is unreadable or records none,
-    as older ones."""
+    """Returns the world size that a rank manifest records; 1 if it is older or unreadable."""
     try:
         save = _extent_decoder.decode(data).save
     except _DECODE_ERRORS:
@@ -622,7 +608,7 @@ def world_size_of(data: bytes | bytearray | memoryview) -> int:
 
 
 def is_same_content(a: Stored, b: Stored) -> bool:
-    """Whether bytes of two snapshots are equal by their checksums; block sizes may differ."""
+    """Whether all checksums are equal; block sizes may differ."""
     nbytes = a.stop - a.start
     if nbytes != b.stop - b.start:
         return False
@@ -670,7 +656,7 @@ def _check_manifest(manifest: RankManifest, key: str) -> None:
 
 
 def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
-    """Returns the paths that several entries have, which must be different boxes of one tensor."""
+    """Returns repeated paths, whose entries must be different boxes of one tensor."""
     firsts: dict[str, Entry] = {}
     offsets: dict[str, set[tuple[int, ...]]] = {}
     for entry in entries:
@@ -715,7 +701,7 @@ def _check_attempt(attempt: str, key: str) -> None:
 def _check_objects(
     objects: Sequence[ObjectRecord], attempt: str, key: str
 ) -> list[tuple[int, int]]:
-    """Checks object records; returns the data range of each object, limited to the rank's part."""
+    """Checks object records; returns each object's data range, limited to the rank's part."""
     folder = attempt + "/"
     for record in objects:
         if not is_well_formed_key(record.key) or not record.key.startswith(folder):
@@ -753,7 +739,7 @@ def _check_stored(
     extents: Sequence[tuple[int, int]],
     key: str,
 ) -> None:
-    """Checks that byte ranges are in their object's data, with a checksum per block."""
+    """Checks that byte ranges are in their object's data, with one checksum per block."""
     num_objects = len(extents)
     for entry in entries:
         data = entry.data
@@ -769,7 +755,7 @@ def _check_stored(
 
 
 def _check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
-    """Checks that sizes fit dtype and shape, and that shards are inside their tensor."""
+    """Checks that sizes fit dtype and shape, and that shards are in their tensor."""
     for entry in entries:
         shape = entry.shape
         num_bytes = entry.data.stop - entry.data.start
@@ -805,7 +791,7 @@ def _check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], k
         shape = view.shape
         if len(shape) != len(view.strides) or _volume(shape) > MAX_BYTES:
             _fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {shape}")
-        # An unknown dtype has at least one byte: enough to keep offsets in the base.
+        # An unknown dtype has at least one byte.
         itemsize = dtype_itemsize(view.dtype) or 1
         end = view.offset
         if 0 not in shape:
@@ -817,7 +803,7 @@ def _check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], k
 
 
 def _check_composites(entries: Sequence[CompositeEntry], dense: Collection[str], key: str) -> None:
-    """Checks parts; other ranks may have stored those of a replicated composite."""
+    """Checks parts. Other ranks may have stored those of a replicated composite."""
     for entry in entries:
         if entry.parts != COMPOSITE_PARTS[entry.layout]:
             _fail(key, f"{entry.path!r}: {entry.parts!r:.200} are not the parts of {entry.layout}")
@@ -833,9 +819,9 @@ def _fail(key: str, detail: str) -> NoReturn:
 
 
 def check_json(value: object, where: str) -> None:
-    """Raises ``UsageError`` if a value is not JSON, and would be read back as another value.
+    """Raises ``UsageError`` if a value is not JSON or would be read back as another one.
 
-    ``where`` names the value; the error names the position inside it.
+    The error names the position, from ``where`` on.
     """
     pending: list[tuple[object, str, int]] = [(value, where, 0)]
     while pending:

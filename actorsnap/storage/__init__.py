@@ -1,7 +1,7 @@
-"""Where snapshots are stored: the seam, the registry, and policies around a backend.
+"""Where snapshots are stored.
 
-``base`` defines a backend's duties; ``registry`` finds one by URL; ``wrapper`` is the base of
-wrappers, and ``policies`` has the built-in ones. A backend is imported when a URL first names it.
+``base`` defines a backend's duties; ``registry`` finds and imports one by URL; ``wrapper`` is the
+base of wrappers, such as ``policies``.
 """
 
 from actorsnap.storage.base import (

@@ -1,14 +1,12 @@
-"""The storage seam: the verbs of a backend, and their semantics.
+"""The interface of a storage backend.
 
-A storage is a flat space of objects under one URL (the snapshot's). Keys are relative,
-``/``-separated, without empty, ``.`` and ``..`` components (``check_key``). Verbs are stateless,
-except for ``writer``, and safe to call concurrently from tasks of one event loop. This module must
-not know snapshots, tensors, retries or budgets.
+A storage is a flat space of objects under one URL. Keys are relative, ``/``-separated, without
+empty, ``.`` and ``..`` components. Verbs are stateless, except for ``writer``, and safe to call
+concurrently from tasks of one event loop.
 
-Every failure is raised as a ``StorageError`` subclass with ``op``, ``key`` and ``backend``. The
-runtime turns any other exception, and an answer of another type, into one (``foreign_errors.py``),
-but with less detail. A backend never returns partial data as success.
-``actorsnap.testing.StorageConformance`` tests these rules; every backend must pass it.
+Every failure is a ``StorageError`` subclass with ``op``, ``key`` and ``backend``; other exceptions
+are converted, with less detail (``foreign_errors.py``). A backend never returns partial data as
+success. ``actorsnap.testing.StorageConformance`` tests these rules.
 """
 
 from __future__ import annotations
@@ -53,13 +51,13 @@ __all__ = [
 T = TypeVar("T")
 
 CLEANUP_S = 30.0
-"""Time for cleanup when the caller is cancelled, in seconds. The rest is garbage."""
+"""Time for cleanup after a cancellation, in seconds. The rest is garbage."""
 
 
 class RunBlocking(Protocol):
     """Runs a blocking function on a worker thread.
 
-    Cancellation: after the function has returned, because it may hold memory of the caller.
+    Cancellation: after the function has returned, because it may hold the caller's memory.
     """
 
     async def __call__(self, fn: Callable[..., T], /, *args: Any) -> T: ...
@@ -67,16 +65,15 @@ class RunBlocking(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageContext:
-    """The environment that a backend is opened with.
+    """The environment of a backend.
 
     Attributes:
-        options: The caller's ``storage_options``; the backend refuses unknown names.
-        run_blocking: Runs blocking calls.
-        run_io: Runs calls that wait for a network and can be interrupted: more of them at a
-            time than there are cores. None: ``run_blocking``.
+        run_io: Runs interruptible network calls, more at a time than there are cores. None:
+            ``run_blocking``.
+        options: ``storage_options``; backends refuse unknown names.
         durable: False lets a backend skip fsync (scratch tiers).
-        on_retry: Called on the loop with the error and the wait in seconds before each new try;
-            must not block.
+        on_retry: Called on the loop before each retry with the error and the wait in seconds; must
+            not block.
         scratch: Folder for temporaries of objects at the root; empty for none.
     """
 
@@ -90,19 +87,18 @@ class StorageContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The properties of a backend that planner and actors rely on.
+    """The properties of a backend.
 
     Attributes:
-        has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking`` may
-            be called from any thread, which saves a thread hop per chunk.
-        min_write_bytes: Least size of a ``write_at``, except of the one that ends the object.
-        max_writes: Most ranges that one object is written in, including those of joined writers;
-            None for any number. See ``least_write_bytes``.
-        max_object_bytes: Most bytes of an object; None for any number.
-        has_joined_writers: Several ranks may write one object: ``join_writer`` works.
-        checks_crc32c: A ``write_at`` whose bytes do not have its CRC32C is refused.
+        has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking`` work,
+            from any thread.
+        min_write_bytes: Least size of a ``write_at``, the object's end excepted.
+        max_writes: Most ranges per object, of all its writers; None: no limit.
+        max_object_bytes: None: no limit.
+        has_joined_writers: ``join_writer`` works: several ranks may write one object.
+        checks_crc32c: ``write_at`` refuses bytes that do not have its CRC32C.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
-        preferred_parallel_objects: Number of objects to write at the same time.
+        preferred_parallel_objects: Objects to write at a time.
     """
 
     has_blocking_io: bool = False
@@ -115,8 +111,9 @@ class Capabilities:
     preferred_parallel_objects: int = 4
 
     def least_write_bytes(self, size: int) -> int:
-        """Returns the least size of a ``write_at`` to an object of ``size`` bytes, its end
-        excepted: ``offset // least_write_bytes(size)`` is a different number for each write.
+        """Returns the least size of a ``write_at`` to such an object, its end excepted.
+
+        ``offset // least_write_bytes(size)`` differs for all writes.
         """
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
@@ -125,7 +122,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """Key, size in bytes and modification time (seconds since the epoch, 0.0 if unknown)."""
+    """``size`` in bytes; ``modified_s`` since the epoch, 0.0 if unknown."""
 
     key: str
     size: int
@@ -136,8 +133,7 @@ def check_key(key: str) -> str:
     """Returns ``key`` if it is well-formed.
 
     Raises:
-        UsageError: it is empty, absolute, or has an empty, ``.`` or ``..`` component, a NUL or a
-            backslash.
+        UsageError: It is not (see the module), or has a NUL or a backslash.
     """
     if not is_well_formed_key(key):
         raise UsageError(f"not a storage key: {key[:200]!r}")
@@ -145,7 +141,7 @@ def check_key(key: str) -> str:
 
 
 def check_no_options(context: StorageContext, storage: str) -> None:
-    """Raises ``UsageError`` for ``storage_options`` to a backend that has none."""
+    """Raises ``UsageError`` for ``storage_options``, which the backend does not take."""
     if context.options:
         names = ", ".join(sorted(map(str, context.options)))
         raise UsageError(f"{storage} storage takes no storage_options, but got: {names}")
@@ -167,7 +163,7 @@ def check_range(start: int, stop: int | None) -> None:
 
 
 def truncated(key: str, wanted: int, size: int | None = None) -> ChecksumMismatch:
-    """Returns the error for an object of ``size`` bytes that should have ``wanted`` or more."""
+    """Returns the error for an object that should have ``wanted`` bytes."""
     actual = "fewer" if size is None else size
     return ChecksumMismatch(
         key=key, detail=f"truncated: {wanted} bytes are needed, the object has {actual}"
@@ -178,7 +174,7 @@ def range_end(key: str, start: int, stop: int | None, size: int) -> int:
     """Returns the end of the range ``[start, stop)`` of an object of ``size`` bytes.
 
     Raises:
-        ChecksumMismatch: the object ends before it, or before ``start``.
+        ChecksumMismatch: The object ends before ``start`` or ``stop``.
     """
     end = size if stop is None else stop
     if max(start, end) > size:
@@ -187,12 +183,12 @@ def range_end(key: str, start: int, stop: int | None, size: int) -> int:
 
 
 def flat(views: Sequence[memoryview]) -> list[memoryview]:
-    """Returns the same bytes as one-dimensional views of unsigned bytes, without empty ones.
+    """Returns the non-empty views as one-dimensional views of unsigned bytes.
 
     Raises:
-        TypeError: a view is not C-contiguous.
+        TypeError: A view is not C-contiguous.
     """
-    # Empty views cannot be cast, and a system call of empty views looks like the end of the file.
+    # Empty views cannot be cast, and a system call with only empty views looks like end of file.
     return [
         view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
         for view in views
@@ -214,7 +210,6 @@ def slice_views(views: Sequence[memoryview], start: int, stop: int) -> list[memo
 
 
 def copy_into(data: memoryview, views: Sequence[memoryview]) -> None:
-    """Fills ``views`` from ``data``, back to back."""
     position = 0
     for view in flat(views):
         view[:] = data[position : position + view.nbytes]
@@ -224,15 +219,13 @@ def copy_into(data: memoryview, views: Sequence[memoryview]) -> None:
 class ObjectWriter(ABC):
     """Positional writes to one new object of known size.
 
-    Life: ``Storage.writer`` -> ``write_at`` in any order and concurrently, of disjoint ranges that
-    cover the object and keep to the capabilities -> ``complete`` or ``abort`` (once). A writer from
-    ``Storage.join_writer`` ends in ``release`` or ``abort`` before the opener completes.
+    Life: ``Storage.writer`` -> ``write_at`` of disjoint ranges that cover the object, in any order
+    and concurrently -> ``complete`` or ``abort`` (once). A writer from ``Storage.join_writer`` ends
+    in ``release`` or ``abort`` before the opener completes.
 
     Attributes:
-        key: The object key.
         size: Bytes of the finished object.
-        token: Opaque bytes with which ``Storage.join_writer``, in any process or rank, joins the
-            same object.
+        token: Opaque; ``Storage.join_writer`` in any process or rank joins the object with it.
     """
 
     key: str
@@ -245,20 +238,18 @@ class ObjectWriter(ABC):
     ) -> None:
         """Writes ``views`` back to back at byte ``offset``.
 
-        The views are read before this returns and not kept. A range may be written again after a
-        failure.
+        The views are not kept. After a failure the range may be written again.
         Cancellation: the range may hold any mixture of old and new bytes; the object can only be
         aborted.
 
         Args:
-            offset: In bytes, from the object's start.
             views: C-contiguous; at least ``Capabilities.least_write_bytes(size)`` bytes, unless
                 they end the object.
             crc32c: Of all bytes, if known.
 
         Raises:
-            StorageError: retryable if ``checks_crc32c`` and other bytes arrived: the range must be
-                written again.
+            StorageError: Retryable if ``checks_crc32c`` and other bytes arrived: write the range
+                again.
         """
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -266,44 +257,37 @@ class ObjectWriter(ABC):
         raise NotImplementedError
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        """Takes ``views`` from an older object instead of ``write_at``, if that has the same bytes.
+        """Takes ``views`` from an ``older`` object if the storage finds the same checksum there.
 
-        For objects opened with ``older`` ones. True promises as much as ``write_at``: the storage
-        has compared a checksum. After False the bytes must be written.
-
-        Args:
-            offset, views: See ``write_at``.
-            crc32c: Of all bytes.
+        True promises as much as ``write_at``. After False the bytes must be written.
 
         Raises:
-            StorageError: retryable; ask again.
+            StorageError: Retryable; ask again.
         """
         return False
 
     @abstractmethod
     async def complete(self) -> None:
-        """Makes the object durable and readable under its key.
+        """Makes the object readable under its key, and durable.
 
-        It then survives a crash of this process and, if the storage is ``durable``, of the machine.
+        It survives a crash of this process and, if the storage is ``durable``, of the machine.
         Atomicity: on object stores the key appears here, whole; on file systems a partial file may
-        be seen before, which is why nothing refers to an object before it is complete.
+        be seen before.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Ends a joined writer. Its bytes are as durable as the opener's, after ``complete``."""
+        """Ends a joined writer. Its bytes are durable after the opener's ``complete``."""
 
     @abstractmethod
     async def abort(self) -> None:
-        """Frees the written bytes, as far as the storage allows. Never raises StorageError."""
+        """Frees the written bytes as far as possible. Never raises StorageError."""
 
 
 class BackendWriter(ObjectWriter):
-    """What the built-in writers share: their state and their errors.
+    """State and errors of the built-in writers.
 
-    Args:
-        url: Of the storage.
-        is_opener: False for a joined writer.
+    ``is_opener`` is False for a joined writer.
     """
 
     def __init__(self, key: str, size: int, token: bytes, *, url: str, is_opener: bool) -> None:
@@ -315,7 +299,7 @@ class BackendWriter(ObjectWriter):
         self._has_ended = False
 
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Returns the end of a ``write_at``, which must be inside the object of an open writer."""
+        """Returns the end of a write, which must be inside an open object."""
         stop = offset + num_bytes(views)
         if offset < 0 or stop > self.size:
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
@@ -353,20 +337,20 @@ class Storage(ABC):
 
     @abstractmethod
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole small object, replacing an older one.
+        """Writes a small object, replacing an older one.
 
-        Atomicity: a reader sees the older object or the new one, also after a crash. Durable.
+        Atomicity: a reader sees the older or the new object, also after a crash. Durable.
         """
 
     @abstractmethod
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole small object unless the key exists.
+        """Creates a small object unless the key exists.
 
-        Atomicity: of concurrent callers in any processes exactly one succeeds, and a reader sees
+        Atomicity: exactly one of concurrent callers in any processes succeeds; a reader sees
         nothing or the whole object. Durable.
 
         Raises:
-            ObjectExists: the key exists; it is unchanged.
+            ObjectExists: The key exists; it is unchanged.
         """
 
     @abstractmethod
@@ -374,44 +358,41 @@ class Storage(ABC):
         """Opens a new object of ``size`` bytes for positional writes.
 
         Args:
-            key: Its name.
-            size: In bytes.
-            older: Keys of objects of dead writers that may have the same bytes, the newest first:
-                sources of ``ObjectWriter.reuse``, complete or not. A writer of one that is alive
-                after all may fail.
+            older: Sources of ``ObjectWriter.reuse``, the newest first: keys of objects of dead
+                writers, complete or not. A writer of one that is still alive may fail.
 
         Raises:
-            ObjectExists: the key exists, and the backend can see that cheaply. Others raise it in
-                ``write_at`` or ``complete``, or replace the object.
+            ObjectExists: The key exists, and the backend can detect that cheaply. Others raise it
+                in ``write_at`` or ``complete``, or replace the object.
         """
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """Returns a writer to an object that another party opened.
 
-        After the opener has aborted, this or a write raises ``StorageError``; or the written bytes
-        stay invisible and are deleted with the folder of the key.
+        After the opener's abort, this or a write raises ``StorageError``; or the written bytes stay
+        invisible and are deleted with the key's folder.
 
         Raises:
-            UsageError: not ``has_joined_writers``.
+            UsageError: Not ``has_joined_writers``.
         """
 
     @abstractmethod
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)`` of an object; to its end if ``stop`` is None.
+        """Returns the bytes ``[start, stop)`` of an object; None: to its end.
 
         Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before ``stop``.
+            ObjectNotFound: No such object.
+            ChecksumMismatch: The object ends before ``stop``.
         """
 
     @abstractmethod
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills all ``views``, back to back, from byte ``offset`` on.
+        """Fills ``views`` back to back from byte ``offset`` on.
 
         Raises:
-            ObjectNotFound: no such object.
-            ChecksumMismatch: the object ends before the views are full. Their content is then
+            ObjectNotFound: No such object.
+            ChecksumMismatch: The object ends before the views are full; their content is
                 unspecified.
         """
 
@@ -420,42 +401,39 @@ class Storage(ABC):
     ) -> None:
         """``read_into`` for worker threads; only if ``has_blocking_io``.
 
-        A batch is requested when the previous one is full, so that a generator can look at bytes
-        while they are in the CPU's cache.
+        Requests a batch when the previous one is full: a generator can process bytes in the CPU's
+        cache.
         """
         raise NotImplementedError
 
     @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields all objects whose key starts with ``prefix`` (a string; ``""`` for all), in key
-        order.
+        """Yields the objects whose key starts with the string ``prefix``, in key order.
 
-        Objects that are not complete may appear; completed ones do. A place that does not exist is
-        empty.
+        Incomplete objects may appear. A place that does not exist is empty.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, and leftovers of writers that died before they completed them.
+        """Deletes objects, and leftovers of writers that died.
 
-        Missing keys are ignored. Folders that become empty vanish with their last object.
+        Ignores missing keys. Folders vanish with their last object.
         """
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the sorted names of the folders directly in ``folder``; of the root for ``""``.
+        """Returns the sorted names of the folders directly in ``folder``; ``""`` is the root.
 
-        A folder is the part of a key before a slash: ``a/b/c`` is in ``a/b``, which is in ``a``.
-        Empty folders are named where the storage has them.
+        ``a/b/c`` is in the folder ``a/b``, which is in ``a``. Includes empty folders of storages
+        that have them.
         """
         start = f"{folder}/" if folder else ""
         keys = [info.key.removeprefix(start) async for info in self.list(start)]
         return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
-        """Deletes all objects in ``folder`` and below, and empty folders; returns the objects'
-        keys.
+        """Deletes a folder with all objects below it; returns their keys.
 
-        A folder that does not exist is ignored. Cancellation: some are deleted.
+        A missing folder is ignored. Cancellation: some are deleted.
         """
         keys = [info.key async for info in self.list(f"{check_key(folder)}/")]
         await self.delete(keys)
@@ -466,7 +444,7 @@ class Storage(ABC):
         """Returns size and time of one object.
 
         Raises:
-            ObjectNotFound: no such object.
+            ObjectNotFound: No such object.
         """
 
     @abstractmethod
@@ -475,9 +453,9 @@ class Storage(ABC):
 
 
 class StorageFactory(Protocol):
-    """An entry of the entry-point group ``actorsnap.storage``, per scheme.
+    """An entry of the entry-point group ``actorsnap.storage``, by scheme.
 
-    Does no I/O. A storage that was never used need not be closed.
+    Does no I/O. An unused storage need not be closed.
     """
 
     def __call__(self, url: str, context: StorageContext) -> Storage: ...
@@ -486,11 +464,11 @@ class StorageFactory(Protocol):
 async def for_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """Awaits ``perform`` for each item, started in order, ``at_once`` of them at a time.
+    """Awaits ``perform`` for the items in order, ``at_once`` at a time.
 
     Raises:
-        ExceptionGroup: errors of ``perform``; the others were cancelled.
-        RuntimeError: some have not ended. A task group swallows a ``CancelledError`` even if nobody
+        ExceptionGroup: Errors of ``perform``; the others were cancelled.
+        RuntimeError: Some have not ended: a task group swallows a ``CancelledError`` even if nobody
             cancelled anything.
     """
     waiting = iter(items)
@@ -514,7 +492,7 @@ async def for_each(
 async def try_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """``for_each``, where a failure does not stop the others; raises the first one."""
+    """``for_each``, but a failure does not stop the others; raises the first one."""
     failures: list[ActorSnapError] = []
 
     async def attempt(item: T) -> None:

@@ -1,8 +1,4 @@
-"""The common parts of the storages of S3 and of Google Cloud Storage.
-
-Decides how URLs and ``storage_options`` are read, how two headers are written, and which policies
-go around a bucket. Must not know requests or either protocol.
-"""
+"""The common parts of the S3 and Google Cloud storages: URLs, options, headers, policies."""
 
 from __future__ import annotations
 
@@ -37,10 +33,10 @@ _MAX_TIMEOUT_S = 24 * 3600
 
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that all services have. Times are in seconds.
+    """Options of all services. Times are in seconds.
 
     Attributes:
-        endpoint_url: URL of a server other than the provider's.
+        endpoint_url: Of a server other than the provider's.
         anonymous: Send no credentials, for public buckets and emulators.
         ca_bundle: File of trusted certificate authorities.
         max_concurrency: Requests at a time.
@@ -66,7 +62,7 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
             url = urlsplit(self.endpoint_url)
             if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
                 raise ValueError("endpoint_url must be http://host or https://host, without a user")
-            if url.port == 0:  # or it raises
+            if url.port == 0:  # may raise
                 raise ValueError("endpoint_url must not have port 0")
         for name in ("max_concurrency", "max_attempts"):
             if getattr(self, name) < 1:
@@ -77,13 +73,13 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
-    """Returns bucket and prefix of ``scheme://bucket/some/prefix``. The prefix may be empty."""
+    """Returns bucket and prefix, which may be empty, of ``scheme://bucket/some/prefix``."""
     scheme, _, place = url.partition("://")
     bucket, _, prefix = place.rstrip("/").partition("/")
     if not bucket:
         raise UsageError(f"{url!r} names no bucket: {scheme}://bucket/prefix")
     if not re.fullmatch(bucket_pattern, bucket):
-        # Without the text itself: it may be key:secret@bucket.
+        # Without the text: it may be key:secret@bucket.
         raise UsageError(
             f"the text between {scheme}:// and the next slash cannot be a bucket's name; "
             "credentials go into storage_options or the environment"
@@ -98,7 +94,7 @@ def add_policies(storage: Storage, options: NetworkOptions, context: StorageCont
 
 
 def encode_crc32c(value: int) -> str:
-    """Returns a CRC32C as both services write it."""
+    """As both services write it."""
     return b64encode(value.to_bytes(4, "big")).decode()
 
 
@@ -107,7 +103,7 @@ def decode_crc32c(text: str) -> int:
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Returns the seconds of a ``Retry-After`` header; None for a date, which is a guess."""
+    """Returns the seconds of ``Retry-After``; None for a date, which is a guess."""
     try:
         seconds = float(text or "")
     except ValueError:
@@ -116,20 +112,20 @@ def parse_retry_after(text: str | None) -> float | None:
 
 
 def remedy(is_timeout: bool, places: str) -> str:
-    """Returns advice for a request that had no answer; ``places`` are likely causes."""
+    """Returns advice for a request without an answer."""
     if is_timeout:
         return "raise the timeouts in storage_options if the service is that slow"
     return f"look at {places}"
 
 
 def check_secret(name: str, value: str | None) -> None:
-    """Raises ``ValueError`` for a value that no header can hold, without showing it."""
+    """Raises ``ValueError``, without the value, if no header can hold it."""
     if value is not None and not re.fullmatch("[!-~]+", value):
         raise ValueError(f"{name} must be ASCII, without spaces and line ends")
 
 
 def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:
-    """Returns ``options`` as a ``to``. Errors do not show a value, which may be a secret."""
+    """Returns ``options`` as a ``to``. Errors show no values: they may be secrets."""
     names = to.__struct_fields__
     for name in options:
         if name not in names:

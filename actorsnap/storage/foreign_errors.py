@@ -1,9 +1,8 @@
 """The outermost wrapper of a storage: it raises errors of actorsnap only.
 
-A backend or a library below it may raise anything. A raw ``CancelledError`` would pass for a
-cancellation, which task groups swallow, a ``SystemExit`` would end the event loop, and a
-``KeyboardInterrupt`` would look like Ctrl-C. Each becomes a ``StorageError`` with the original as
-its cause, and so does an answer of the wrong type. This module must not know backends.
+A backend may raise anything: ``CancelledError``, which task groups swallow; ``SystemExit``, which
+ends the event loop; ``KeyboardInterrupt``, which looks like Ctrl-C. Each becomes the cause of a
+``StorageError``. So does an answer of the wrong type.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _KINDS: dict[int | None, type[StorageError]] = {
     errno.EPERM: AccessDenied,
     errno.EROFS: AccessDenied,
 }
-"""Errors by ``OSError.errno``. Not ENOENT and EEXIST: saves act on the existence of objects, so
+"""Errors by ``OSError.errno``. Without ENOENT and EEXIST: saves act on the existence of objects, so
 only a backend's own ``ObjectNotFound`` or ``ObjectExists`` counts."""
 
 _OWN: tuple[type[ActorSnapError], ...] = (
@@ -59,7 +58,7 @@ _OWN: tuple[type[ActorSnapError], ...] = (
     UsageError,
 )
 """Errors that a storage may raise, the narrower first. A derived class may lack their fields, and
-other processes and ranks cannot decode it."""
+other processes cannot decode it."""
 
 
 class TranslatedStorage(Wrapper):
@@ -73,7 +72,7 @@ class TranslatedStorage(Wrapper):
                 raise
             if ends_this_task(error):
                 if isinstance(error, BaseExceptionGroup):
-                    # Scopes swallow a cancellation, but no group that has it among others.
+                    # Scopes swallow a cancellation alone, but not in a group.
                     await anyio.lowlevel.checkpoint_if_cancelled()
                 raise
             fault = _translate(error, op=op, key=key, backend=self.url)
@@ -115,7 +114,7 @@ def _is_info(answer: object, key: str) -> bool:
 
 
 def _is_step(answer: object, prefix: str) -> bool:
-    # A listed object may be deleted by the key that it has here.
+    # A listed object may be deleted by this key.
     return isinstance(answer, ListEnd) or (
         isinstance(answer, ObjectInfo) and _is_info(answer, "") and answer.key.startswith(prefix)
     )
@@ -140,14 +139,14 @@ _ANSWERS: Mapping[str, tuple[Callable[[object, str], bool], str]] = {
     "stat": (_is_info, _INFO),
     "writer": (lambda answer, _: isinstance(answer, ObjectWriter), "an ObjectWriter"),
 }
-"""By verb: a test of its answer for a key, and the expected answer."""
+"""By verb: a test of its answer for a key, and the expected one."""
 
 
 def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStorage:
     """Opens a storage; ``url`` is for messages.
 
     Raises:
-        KeyboardInterrupt: in the main thread, where it may be the user's.
+        KeyboardInterrupt: In the main thread, where it may be the user's.
     """
     try:
         return TranslatedStorage(opener())
@@ -160,14 +159,14 @@ def translate_opening(url: str, opener: Callable[[], Storage]) -> TranslatedStor
 
 
 def ends_this_task(error: BaseException) -> bool:
-    """Returns whether an exception ends its coroutine: the task was cancelled or is being closed.
+    """Whether an exception ends its coroutine: the task was cancelled or is being closed.
 
-    Any other ``CancelledError`` is a failure: aiohttp raises one when its session is closed.
+    Other ``CancelledError`` are failures: aiohttp raises one when its session is closed.
     """
     if isinstance(error, Exception):
         return False
     if isinstance(error, GeneratorExit) and not _runs_in_a_task():
-        return True  # the garbage collector closes a coroutine that never ended
+        return True  # garbage collection of an unfinished coroutine
     cancelled = anyio.get_cancelled_exc_class()
     if isinstance(error, BaseExceptionGroup):
         is_cancelled = error.subgroup(cancelled) is not None
@@ -185,20 +184,20 @@ def _runs_in_a_task() -> bool:
 
 
 def _translate(error: BaseException, *, op: str, key: str, backend: str) -> ActorSnapError:
-    """Returns the error of actorsnap for another exception, which becomes its cause."""
+    """Returns actorsnap's error for another exception, its cause."""
     own = _own_error(error, op=op, key=key, backend=backend)
     if own.__cause__ is None:
         own.__cause__ = error
         try:
             getattr(error, "__notes__", None)
-        except BaseException:  # tracebacks of it cannot be formatted
+        except BaseException:  # no traceback can be formatted
             stand_in = RuntimeError(describe(error))
             own.__cause__ = stand_in.with_traceback(error.__traceback__)
     return own
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether callers, other processes and ranks get it as it is."""
+    """Whether it is raised unchanged."""
     if not isinstance(error, StorageError):
         return type(error) in _OWN
     wait_s = attribute_of(error, "retry_after_s")

@@ -1,23 +1,19 @@
 """Storage in a folder of a POSIX file system: plain paths, ``fs://path``, ``file:///path``.
 
-Turns each verb into system calls that survive a crash; implements the write order of
-``docs/format.md`` for file systems. The path is taken verbatim: no ``%`` decoding, no ``~``. Must
-not know: snapshots, attempts, retries.
+Implements the write order of ``docs/format.md``. The path is taken verbatim: no ``%`` decoding, no
+``~``. Functions named ``..._blocking`` run on worker threads.
 
-- A key is a path below the root. So ``a`` and ``a/b`` cannot both exist, unlike on object stores,
-  and a component has at most 255 bytes.
-- Writers create objects under their final key; nothing refers to them before they are complete.
-  ``put`` and ``put_if_absent`` write ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled),
-  next to the key or, for keys at the root, in the context's ``scratch`` folder. A crash may leave
-  such a temporary; ``list`` shows and ``delete`` removes it like any other object.
-- Durable means: the file is fsynced, then its folder, then each folder above it, up to the parent
-  of the root, whose entries this instance has not yet seen on disk. A deletion is fsynced if the
-  folder of the object stays.
-- ``list`` ignores symbolic links and never leaves the root; other verbs follow links.
-- Folders vanish with their last object, including the root. Writers that lose a race against this
-  create the folder again.
-
-Functions that end in ``_blocking`` run on worker threads.
+- A key is a path below the root: ``a`` and ``a/b`` cannot both exist; a component has at most 255
+  bytes.
+- Writers create objects under their final key. ``put`` and ``put_if_absent`` write
+  ``.<name>.<nonce>.tmp`` first (a leading dot is not doubled), next to the key or, at the root, in
+  ``scratch``. Temporaries left by a crash are listed and deleted like objects.
+- Durable means: fsynced are the file, its folder, and each folder above it, up to the root's
+  parent, whose entries this instance has not yet seen on disk. A deletion is fsynced if the
+  object's folder stays.
+- ``list`` ignores symbolic links; other verbs follow them.
+- Folders, including the root, vanish with their last object. A writer that loses this race creates
+  them again.
 """
 
 from __future__ import annotations
@@ -79,7 +75,6 @@ _MAX_READ = 0x7FFFF000
 
 
 def open_fs(url: str, context: StorageContext) -> FsStorage:
-    """Opens a folder. The first write creates it and its parents."""
     check_no_options(context, "file system")
     path = url
     if url.startswith("fs://"):
@@ -96,10 +91,10 @@ def open_fs(url: str, context: StorageContext) -> FsStorage:
 
 
 class FsStorage(Storage):
-    """Objects as files below a root folder. The module's docstring has the rules."""
+    """Objects as files below a root folder. See the module."""
 
     def __init__(self, root: str, context: StorageContext) -> None:
-        # Absolute now: the process may change its working folder during a save.
+        # Absolute: the process may change its working folder during a save.
         self.root = simplify_path(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
         self.capabilities = Capabilities(has_blocking_io=True)
@@ -110,25 +105,25 @@ class FsStorage(Storage):
         self._open: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        """Writes a whole small object, replacing an older one.
+        """Writes a small object, replacing an older one.
 
-        Atomicity: by rename of a temporary. Cancellation: the object is the old one or the new one.
+        Atomicity: by rename. Cancellation: the object is the old or the new one.
 
         Raises:
-            StorageError: it failed. After a failed fsync the new object may be visible.
+            StorageError: After a failed fsync the new object may be visible.
         """
         await self._run(self._put_blocking, "put", check_key(key), views, os.rename)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole small object unless the key exists.
+        """Creates a small object unless the key exists.
 
-        Atomicity: by a hard link to a temporary, or an exclusive rename where links are not
-        supported. Cancellation: the object exists whole or not at all.
+        Atomicity: by a hard link to a temporary, or an exclusive rename. Cancellation: the object
+        exists whole or not at all.
 
         Raises:
-            ObjectExists: the key exists; it is unchanged.
-            StorageError: it failed, or the file system has neither hard links nor an exclusive
-                rename. After a failed fsync the object may be visible.
+            ObjectExists: The key exists; it is unchanged.
+            StorageError: Also if the file system supports neither. After a failed fsync the object
+                may be visible.
         """
         views = [memoryview(data)]
         await self._run(
@@ -149,17 +144,17 @@ class FsStorage(Storage):
             self._folders.sync(os.path.dirname(path))
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Creates the file at its full size, for positional writes. Cancellation: nothing is left.
+        """Creates the file at its full size. Cancellation: nothing is left.
 
         Raises:
-            ObjectExists: the key exists, complete or not.
+            ObjectExists: The key exists, complete or not.
         """
         check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
         try:
             await self._run(writer._create_blocking)
         except BaseException:
-            # Cancelled after the file was created: nobody else removes it.
+            # Cancelled after the creation: nobody else removes the file.
             if writer._is_created:
                 with anyio.move_on_after(CLEANUP_S, shield=True):
                     await self._run(writer._discard_blocking)
@@ -168,10 +163,10 @@ class FsStorage(Storage):
         return writer
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
-        """Opens the file of another party's writer. Its ``abort`` only closes it here.
+        """Opens the file of another party's writer. ``abort`` only closes it.
 
         Raises:
-            ObjectNotFound: the other party aborted.
+            ObjectNotFound: The other party aborted.
         """
         writer = _FsWriter(self, check_key(os.fsdecode(token)), 0, is_opener=False)
         try:
@@ -192,14 +187,14 @@ class FsStorage(Storage):
             position = start
             while position < end:
                 part = os.pread(fd, min(end - position, _MAX_READ), position)
-                if not part:  # somebody cut the file after fstat
+                if not part:  # the file was cut after fstat
                     raise truncated(key, end, position)
                 parts.append(part)
                 position += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fills ``views``. Cancellation: after the read has ended, so the views are free."""
+        """Cancellation: after the read has ended, so the views are free."""
         await self._run(self.read_into_blocking, key, offset, [views])
 
     def read_into_blocking(
@@ -217,7 +212,7 @@ class FsStorage(Storage):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yields objects in key order, temporaries included.
 
-        Holds one folder's names in memory at a time and no descriptor between two items.
+        Holds one folder's names in memory, and no descriptor between items.
         """
         infos = self._walk(prefix)
         while True:
@@ -246,7 +241,7 @@ class FsStorage(Storage):
             folder = self._path(parent) if parent else self.root
             yield from walk(folder, f"{parent}/" if parent else "", name_prefix)
         except NotADirectoryError:
-            # The prefix goes through an object, so it names nothing; unless the root is one.
+            # The prefix goes through an object, so it names nothing, unless it is the root.
             if os.path.isdir(self.root):
                 return
             raise
@@ -254,8 +249,8 @@ class FsStorage(Storage):
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then folders that became empty, up to the root.
 
-        Durable, except for the removal of folders. All keys are tried; the first error is raised at
-        the end. Cancellation: some are deleted.
+        Durable, except for the removal of folders. All keys are tried, then the first error is
+        raised. Cancellation: some are deleted.
         """
         for key in keys:
             check_key(key)
@@ -278,7 +273,7 @@ class FsStorage(Storage):
                 pass
             except StorageError as error:
                 failures.append(error)
-        # The deepest first, so that each folder is looked at once its children are gone.
+        # The deepest first, so that each folder comes after its children.
         for folder in sorted(folders, key=len, reverse=True):
             self._folders.prune(folder)
             try:
@@ -329,7 +324,7 @@ class FsStorage(Storage):
 
     def _path(self, key: str) -> str:
         path = os.path.join(self.root, key)
-        os.fsencode(path)  # raises for lone surrogates, which no file name can hold
+        os.fsencode(path)  # raises for lone surrogates
         return path
 
     @contextmanager
@@ -352,13 +347,13 @@ class FsStorage(Storage):
             try:
                 return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             except FileNotFoundError:
-                # Not there yet, or pruned by a concurrent delete between the two calls.
+                # Missing, or pruned by a concurrent delete between the two calls.
                 self._folders.make(folder)
         raise OSError(errno.ESTALE, "the folder vanishes again and again: who deletes it?", path)
 
     @contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
-        """Yields a complete, fsynced file for ``path``; deletes it unless it was renamed."""
+        """Yields a fsynced file; deletes it unless it was renamed."""
         folder, name = os.path.split(path)
         if folder == self.root:
             folder = os.path.join(folder, self._scratch)
@@ -373,8 +368,7 @@ class FsStorage(Storage):
                 os.close(fd)
             yield temporary
         finally:
-            # A temporary that cannot be removed is garbage, not a failure of the operation,
-            # which may have made its object visible.
+            # A temporary that remains is garbage, not a failure: the object may be visible.
             with suppress(OSError):
                 os.unlink(temporary)
 
@@ -385,8 +379,6 @@ def _close_all(descriptors: Sequence[Descriptor]) -> None:
 
 
 class _FsWriter(BackendWriter):
-    """A file at its final key."""
-
     def __init__(self, storage: FsStorage, key: str, size: int, *, is_opener: bool) -> None:
         with storage._translate_errors("writer", key):
             self._path = storage._path(key)
@@ -398,7 +390,7 @@ class _FsWriter(BackendWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Writes ``views`` at byte ``offset``. The kernel does not check ``crc32c``."""
+        """The kernel does not check ``crc32c``."""
         await self._storage._run(self.write_at_blocking, offset, views)
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -407,13 +399,13 @@ class _FsWriter(BackendWriter):
             pwrite_from(fd, offset, views)
 
     async def complete(self) -> None:
-        """Fsyncs the file, then the folders above it, and closes it.
+        """Fsyncs the file and the folders above it, and closes it.
 
         Cancellation: after the work is done; ``abort`` still removes the file.
 
         Raises:
-            ObjectNotFound: the file was deleted meanwhile.
-            StorageError: something is not durable. Abort it.
+            ObjectNotFound: The file was deleted meanwhile.
+            StorageError: Something is not durable; the writer must be aborted.
         """
         self._require_opener()
         await self._storage._run(self._complete_blocking)
@@ -427,13 +419,11 @@ class _FsWriter(BackendWriter):
                 if not os.fstat(fd).st_nlink:
                     raise FileNotFoundError(errno.ENOENT, "deleted", self._path)
             self._storage._folders.sync(os.path.dirname(self._path))
-            # Network file systems report late failures of writes here.
+            # Network file systems report late write failures here.
             self._descriptor.close()
 
     async def release(self) -> None:
-        """Fsyncs and closes the file here: the opener's fsync does not reach the cache of another
-        machine.
-        """
+        """Fsyncs and closes the file: the opener's fsync does not reach another machine's cache."""
         self._require_joined()
         await self._storage._run(self._release_blocking)
         self._has_ended = True
@@ -446,7 +436,7 @@ class _FsWriter(BackendWriter):
             self._descriptor.close()
 
     async def abort(self) -> None:
-        """Closes the file and, for the opener, removes it. No effect after an ending."""
+        """Closes the file; the opener removes it. No effect after an ending."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -472,7 +462,7 @@ class _FsWriter(BackendWriter):
                 self.size = os.fstat(fd).st_size
 
     def _discard_blocking(self) -> None:
-        # The name goes first: a file that cannot be closed in time must not be found.
+        # The name goes first: a file that cannot be closed must not be found.
         if self._is_opener:
             try:
                 os.unlink(self._path)

@@ -1,20 +1,17 @@
 """Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
 
-For schemes without a backend of actorsnap; ``fsspec+s3://`` takes fsspec's even where there is one.
-Needs the extra ``actorsnap[fsspec]`` and the implementation's package, which gets the
-``storage_options``. Must not know: snapshots, retries.
+For schemes without a backend here; ``fsspec+s3://`` forces fsspec's. Needs ``actorsnap[fsspec]``
+and the implementation's package, which gets the ``storage_options``.
 
-- An asynchronous implementation is awaited on the event loop that uses the storage. Others run on
-  worker threads, with one instance per thread, as in fsspec itself.
-- fsspec writes a file from beginning to end. So an object has one writer, with one stream: bytes
-  that come too early wait in a temporary file (``TMPDIR``). Streams are fsspec's blocking ones,
-  also of asynchronous implementations.
+- Asynchronous implementations are awaited on the storage's event loop. Others run on worker
+  threads, with one instance per thread.
+- An object has one writer, with one blocking stream: bytes that come too early wait in a temporary
+  file (``TMPDIR``).
 - Where an implementation moves files by itself (local, sftp, smb, ...), a small object is written
-  next to its place and moved. Elsewhere, as in object stores, one write is one object.
-- Weaker promises. ``put_if_absent`` looks for the key, creates it, and reads it back: two
-  concurrent writers may both believe that they succeeded, and the later object stays, unless the
-  implementation honours ``mode="create"``. No checksum is sent. Durability and the ends of
-  cancelled requests are up to the implementation.
+  next to its place and moved. Elsewhere one write is one object.
+- ``put_if_absent`` looks, creates and reads back: of two concurrent writers both may believe that
+  they succeeded, and the later object stays, unless ``mode="create"`` is honoured. No checksum is
+  sent. Durability and the ends of cancelled requests are the implementation's.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _FORCED = "fsspec+"
-# Bytes of one request; they are copied into the caller's memory.
+# Of one request; they are copied into the caller's memory.
 _PIECE_BYTES = 16 << 20
 _MAX_CONCURRENCY = 16
 # How often a folder may be deleted before its use.
@@ -89,20 +86,18 @@ _SECRET_NAME = re.compile("key|secret|token|pass|credential|sas|connection_strin
 
 
 def has_implementation(scheme: str) -> bool:
-    """Returns whether fsspec has an implementation for ``scheme``, installed or not."""
+    """Whether fsspec knows ``scheme``, installed or not."""
     name = scheme.removeprefix(_FORCED)
     return name in registry or name in available_protocols()
 
 
 def open_fsspec(url: str, context: StorageContext) -> Storage:
-    """Opens a folder of a file system. Connects when it is first used."""
     place = url.removeprefix(_FORCED)
     scheme = place.partition("://")[0]
     try:
         implementation = get_filesystem_class(scheme)
     except ImportError as error:
         raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
-    # An import may raise anything.
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     storage = FsspecStorage(place.rstrip("/"), implementation, context)
@@ -110,10 +105,9 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
 
 
 class FsspecStorage(Storage):
-    """Objects as files below a folder. The module's docstring has the rules.
+    """Objects as files below a folder. See the module.
 
-    Cancellation: calls of asynchronous implementations end at once, others when their thread
-    returns.
+    Cancellation: at once for asynchronous implementations, else when the thread returns.
     """
 
     def __init__(
@@ -135,14 +129,14 @@ class FsspecStorage(Storage):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a whole object. Atomicity: by a move, or the implementation's.
 
-        Cancellation: it is the old one or the new one, or garbage is left next to it.
+        Cancellation: it is the old or the new one, or garbage remains next to it.
         """
         check_key(key)
         with self._translate_errors("put", key):
             await self._put(key, b"".join(flat(views)), "overwrite")
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object, unless the key is seen. Atomicity: see the module."""
+        """Atomicity: see the module."""
         path = self._path(key)
         with self._translate_errors("put_if_absent", key):
             if await self._call("exists", path):
@@ -215,7 +209,7 @@ class FsspecStorage(Storage):
         return data
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, as they were when the iteration began.
+        """Yields objects in key order, as they were at the first step.
 
         All infos of the prefix's folder are in memory.
         """
@@ -243,9 +237,7 @@ class FsspecStorage(Storage):
         return files
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, then folders that became empty. All are tried. Cancellation: some are
-        deleted.
-        """
+        """Deletes objects, then empty folders. All are tried. Cancellation: some are deleted."""
         paths = {key: self._path(key) for key in keys}
 
         async def delete(key: str) -> None:
@@ -259,7 +251,6 @@ class FsspecStorage(Storage):
             await self._prune({path.rpartition("/")[0] for path in paths.values()})
 
     async def _prune(self, folders: set[str]) -> None:
-        """Removes empty folders."""
         root = self._root
         for folder in sorted(folders, key=len, reverse=True):
             with suppress(Exception):  # not empty, or no folder
@@ -295,7 +286,7 @@ class FsspecStorage(Storage):
 
     async def aclose(self) -> None:
         fs, self._async_fs = self._async_fs, None
-        # fsspec has no verb for it; these are the clients of gcsfs and http, s3fs, and adlfs.
+        # fsspec has no verb for it: the clients of gcsfs and http, s3fs, and adlfs.
         for name in ("_session", "_s3", "service_client"):
             client = getattr(fs, name, None)
             if client is not None:
@@ -331,7 +322,7 @@ class FsspecStorage(Storage):
             await self._run(self._call_blocking, "invalidate_cache", (), {})
 
     async def _with_folder(self, path: str, do: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of ``do``; makes the folder of ``path`` if it is missing."""
+        """Awaits ``do``; makes the folder of ``path`` if it is missing."""
         for _ in range(_CREATE_TRIES):
             try:
                 return await do()
@@ -340,7 +331,7 @@ class FsspecStorage(Storage):
         return await do()
 
     async def _make_folder(self, folder: str) -> None:
-        # In object stores the first part is a bucket, which is not ours to make.
+        # In object stores the first part is a bucket.
         first = folder.partition("/")[0]
         if first and not await self._call("exists", first):
             raise FileNotFoundError(f"there is no {first!r}")
@@ -350,7 +341,7 @@ class FsspecStorage(Storage):
         return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))
 
     def _open_stream_blocking(self, path: str) -> Any:
-        # Its own instance: a connection may do only one thing at a time.
+        # Not shared: a connection may do only one thing at a time.
         fs, _ = url_to_fs(self._place, skip_instance_cache=not self._is_async, **self._options)
         return fs.open(path, "wb")
 
@@ -384,7 +375,7 @@ class FsspecStorage(Storage):
             yield
         except ActorSnapError:
             raise
-        # An implementation may raise errors of its libraries.
+        # Includes errors of its libraries.
         except Exception as error:
             raise self._error(op, key, error) from error
 
@@ -437,7 +428,7 @@ class _FsspecWriter(BackendWriter):
     ) -> None:
         """Sends ``views``, or keeps them for later.
 
-        Cancellation: when the thread returns; the object can only be aborted then.
+        Cancellation: when the thread returns; the object can then only be aborted.
         """
         self._check_write(offset, views)
         async with self._turn:
@@ -542,7 +533,7 @@ def _drop(stream: Any) -> None:
     with suppress(Exception):
         stream.discard()
     if isinstance(stream, AbstractBufferedFile):
-        stream.closed = True  # else it would send the rest when it is collected
+        stream.closed = True  # or garbage collection would send the rest
     else:
         with suppress(Exception):
             stream.close()

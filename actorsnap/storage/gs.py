@@ -1,25 +1,19 @@
 """Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix`` or ``gcs://``.
 
-Decides how each verb becomes objects of the bucket, which of them store a writer's ranges, and how
-they become one. Must not know: snapshots, attempts, requests (``gs_client``).
-
-- A key's object is named ``prefix/key``. ``put_if_absent``, and a writer when it makes its object,
-  have the precondition ``ifGenerationMatch=0``, which the service checks.
-- An object of one write is one upload, under its name. Else each write is an object, a *component*,
-  and ``complete`` composes them: 32 at a time, more by a tree. They are in the folder
-  ``<name>.<nonce>.parts``, so below every folder of the key, and are named by their offset: the
-  opener finds those of joined writers by listing, if its own are not all. Deleting the folder of a
-  dead writer's key deletes them, too.
-- Opening and joining writers takes no request. A write after the object was completed or aborted
+- A key's object is named ``prefix/key``. ``put_if_absent`` and writers create with
+  ``ifGenerationMatch=0``.
+- An object of one write is one upload; so is every object below ``_MIN_WRITE_BYTES``. Else each
+  write is an object, a *component*, and ``complete`` composes them: 32 at a time, more by a tree.
+  Components are named by their offset, in the folder ``<name>.<nonce>.parts``: the opener lists
+  those of joined writers, and deleting the folder of a key deletes them.
+- Opening and joining writers takes no request without ``older`` objects. A write after the ending
   is invisible: a component in that folder.
-- An object of less than ``_MIN_WRITE_BYTES`` is always one write.
-- Each upload sends the CRC32C that the service must find, and the answer has the one it found. That
-  of a composed object must equal the combination of its components'.
+- Each upload sends its CRC32C, and the answer has the one that the service found. That of a
+  composed object must equal the combination of its components'.
 - Components have the class STANDARD: others charge for objects that are deleted early.
-- A writer with ``older`` objects, and its joined writers, list the leftovers of them, with sizes
-  and CRC32C, and copy, within the service, each component or object with exactly the bytes of one
-  write. So it does not depend on them later. A range cannot be copied: an older object that was
-  composed, and whose components were deleted, is of no use.
+- A writer with ``older`` objects, and its joined writers, list leftovers with sizes and CRC32C, and
+  copy each component or object with exactly the bytes of one write. A range cannot be copied: an
+  older object that was composed, and whose components were deleted, is of no use.
 """
 
 from __future__ import annotations
@@ -61,15 +55,15 @@ __all__ = ["GsStorage", "GsWriter", "open_gs"]
 logger = Log(__name__)
 
 _MIN_WRITE_BYTES = 1 << 20
-"""Least bytes of a write: smaller ones only make the tree of composing deeper."""
+"""Smaller writes only make the tree of composing deeper."""
 
 _MAX_SOURCES = 32
 _COMPONENT_CLASS = "STANDARD"
-# Tries to delete components; more of them are not worth the object.
+# Tries to delete components.
 _CLEANUP_TRIES = 3
 
 Sources: TypeAlias = Mapping[tuple[int, int, int], str]
-"""Names of objects with an older one's bytes, by their offset there, size and CRC32C."""
+"""Names of leftovers, by offset in the object, size and CRC32C."""
 
 
 _MAX_OBJECT_BYTES = 5 << 40
@@ -77,7 +71,7 @@ _BUCKET_PATTERN = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
 
 
 def open_gs(url: str, context: StorageContext) -> Storage:
-    """Opens a prefix of a bucket. Connects on first use. Options: ``GsOptions``."""
+    """Connects on first use. Options: ``GsOptions``."""
     options = convert_options(context.options, GsOptions, scheme="gs")
     bucket, prefix = split_url(url, _BUCKET_PATTERN)
     return add_policies(GsStorage(bucket, prefix, options, context), options, context)
@@ -86,7 +80,7 @@ def open_gs(url: str, context: StorageContext) -> Storage:
 class GsUpload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The state shared by the writers of one object; encoded, it is the token.
 
-    ``nonce`` is in the name of the folder of components; ``older`` has the keys of older objects.
+    ``nonce`` is in the name of the components' folder; ``older`` has keys.
     """
 
     key: str
@@ -118,7 +112,7 @@ class GsStorage(Storage):
         await self._client.upload("put", key, name, views, crc, storage_class=self._class)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: by a precondition that the service checks."""
+        """Atomicity: by a precondition that the service checks."""
         name = self._name(key)
         views = [memoryview(data)]
         crc = await self._client.crc32c(views)
@@ -127,7 +121,7 @@ class GsStorage(Storage):
         )
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        """Opens a new object. An existing one is seen when the object is made."""
+        """Opens a new object. An existing one is detected on creation."""
         check_size(size)
         nonce = secrets.token_hex(8)
         upload = GsUpload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
@@ -146,12 +140,12 @@ class GsStorage(Storage):
         return GsWriter(self._client, upload, name, sources=sources, is_opener=is_opener)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)``. A whole object is compared with its CRC32C."""
+        """Compares a whole object with its CRC32C."""
         check_range(start, stop)
         name = self._name(key)
         data = None if start == stop else await self._client.download("get", key, name, start, stop)
         if data is None:
-            # There is no such byte; the service says no more than that.
+            # The service reports only that there is no such byte.
             if (await self._client.stat("get", key, name)).size < max(start, stop or 0):
                 raise truncated(key, max(start, stop or 0))
             return b""
@@ -169,11 +163,11 @@ class GsStorage(Storage):
             await self._client.stat("read_into", key, name)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yields objects in key order, including those of open writers. Read-after-write."""
+        """Yields objects in key order, including open writers' components. Read-after-write."""
         skip = len(self._prefix)
         async for page in self._client.pages("list", prefix, self._prefix + prefix):
             for resource in page.resources:
-                if not resource.name.endswith("/"):  # what some tools make for folders
+                if not resource.name.endswith("/"):  # some tools make these for folders
                     yield ObjectInfo(
                         key=resource.name[skip:],
                         size=resource.size,
@@ -181,7 +175,7 @@ class GsStorage(Storage):
                     )
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, up to 100 per request. All are tried. Cancellation: some are deleted."""
+        """Deletes up to 100 objects per request. All are tried. Cancellation: some are deleted."""
         await self._client.delete("delete", {self._name(key): key for key in keys})
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
@@ -203,9 +197,7 @@ class GsStorage(Storage):
 
 
 async def _find_sources(client: GsClient, key: str, names: Sequence[str]) -> Sources:
-    """Returns the leftovers of dead writers of the objects ``names``, the newest first; a request
-    per object.
-    """
+    """Returns leftovers of dead writers of ``names``, the newest first; a request per object."""
     sources: dict[tuple[int, int, int], str] = {}
     for name in names:
         try:
@@ -237,8 +229,8 @@ class GsWriter(BackendWriter):
         self._folder = f"{name}.{upload.nonce}.parts/"
         self._sources = sources
         self._stored: dict[int, Resource] = {}  # by this writer, by offset
-        self._leftovers: set[str] = set()  # components that are known
-        self._has_begun = False  # something may be there under the object's name
+        self._leftovers: set[str] = set()  # known components
+        self._has_begun = False  # the object may exist
         self._is_made = False
         self._num_cleanups = 0
 
@@ -288,7 +280,7 @@ class GsWriter(BackendWriter):
     async def _store(
         self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]
     ) -> Resource:
-        """Stores a range as a component, or as the object if it is the whole one."""
+        """Stores a range as a component, or as the whole object."""
         if self._is_opener and num == self.size:
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
@@ -309,7 +301,7 @@ class GsWriter(BackendWriter):
             raise
 
     async def complete(self) -> None:
-        """Composes one object of the components and deletes them.
+        """Composes the components to one object and deletes them.
 
         Atomicity: the service's; an object of one write exists already. Cancellation: the object
         may exist; ``abort`` deletes it. May be called again after a failure.
@@ -334,7 +326,7 @@ class GsWriter(BackendWriter):
             return
         stored: Mapping[int, Resource] = self._stored
         if self._has_components and _find_gap(stored, self.size) is not None:
-            stored = await self._list_components()  # joined writers have written, too
+            stored = await self._list_components()  # includes joined writers'
         if (at := _find_gap(stored, self.size)) is not None:
             raise self._error(
                 "complete", f"byte {at} of {self.size} was never written, or written twice"

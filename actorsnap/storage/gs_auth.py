@@ -1,7 +1,6 @@
-"""Access tokens for Google Cloud Storage.
+"""Access tokens for Google Cloud Storage, and their renewal.
 
-Decides where a token comes from and when it is renewed: from gcloud-aio-auth, in the order of
-Google's application default credentials, or from the caller. Must not know buckets or requests.
+They come from the caller, or from gcloud-aio-auth: Google's application default credentials.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Credentials:
     """Tokens that are renewed in time.
 
     Args:
-        file: Of credentials; None for the application's default.
+        file: None: the application's default.
         limit_s: Bound of a fetch.
     """
 
@@ -67,9 +66,9 @@ class Credentials:
         self._session = session
         self._run = run_blocking
         self._limit_s = limit_s
-        self._source: Any = None  # of ``Token``, once it is needed
-        # All waiters share gcloud-aio's task that fetches a token: one at a time, or the
-        # cancellation of one would reach the others.
+        self._source: Any = None  # a ``Token``, once needed
+        # All waiters share gcloud-aio's fetching task: one at a time, or the cancellation of one
+        # would reach the others.
         self._turn = anyio.Lock()
 
     async def get(self) -> str:
@@ -120,7 +119,7 @@ class Credentials:
 
 
 class _SingleTryToken(Token):  # type: ignore[misc]
-    """Requests a token once: retries are the storage's policy, and gcloud-aio's are silent."""
+    """Requests a token once: gcloud-aio's retries are silent; the storage retries."""
 
     async def acquire_access_token(self) -> None:
         await inspect.unwrap(Token.acquire_access_token)(self)

@@ -1,11 +1,8 @@
 """Requests to one bucket of Google Cloud Storage, by its JSON API.
 
-Decides which request each call becomes, its authorization, and which error of the package an answer
-is. Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads,
-from and into the caller's memory. Must not know: writers, components, retries.
-
-Every upload is one *multipart* request: the object's metadata, with the CRC32C that the server must
-find, then the bytes. Downloads bring it in a header; it is compared for a whole object.
+Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads, from
+and into the caller's memory. An upload is one *multipart* request: the object's metadata with the
+expected CRC32C, then the bytes. Downloads have it in a header; it is compared for a whole object.
 """
 
 from __future__ import annotations
@@ -59,22 +56,21 @@ _IF_ABSENT = {"ifGenerationMatch": "0"}
 _DETAIL_CHARS = 300
 _PLACES = "the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
 _MAX_BATCH = 100
-"""Most calls in one request."""
+"""Calls in one request."""
 
 
 class GsOptions(NetworkOptions, frozen=True, kw_only=True):
-    """``storage_options`` of ``gs://``, in addition to those of ``NetworkOptions``.
+    """``storage_options`` of ``gs://``, in addition to ``NetworkOptions``.
 
-    The default of ``endpoint_url`` is ``STORAGE_EMULATOR_HOST``, which needs no credentials, or
-    Google.
+    ``endpoint_url`` defaults to ``STORAGE_EMULATOR_HOST``, which needs no credentials, or Google.
 
     Attributes:
-        credentials_file: A service account's key, an authorized user, or the configuration of a
-            workload identity pool. Default: Google's application default credentials.
+        credentials_file: A service account's key, an authorized user, or a workload identity pool's
+            configuration. None: Google's application default credentials.
         token: An access token instead; it is not renewed.
-        user_project: Project that pays for the requests.
-        storage_class: Of new objects. Default: the bucket's.
-        kms_key: Cloud KMS key that encrypts new objects, by its full resource name.
+        user_project: Pays for requests.
+        storage_class: Of new objects. None: the bucket's.
+        kms_key: Full resource name of the Cloud KMS key for new objects.
     """
 
     credentials_file: str | None = None
@@ -90,12 +86,12 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         check_secret("token", self.token)
 
     def __repr__(self) -> str:
-        # Without the token, which must not get into logs.
+        # Without the token.
         return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
-    """An object's name in the bucket, size in bytes, checksum, and time in seconds since 1970."""
+    """Name in the bucket, size in bytes, checksum, seconds since 1970."""
 
     name: str
     size: int
@@ -109,10 +105,10 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GsClient:
-    """One bucket. For use on one event loop; connects on first use.
+    """One bucket. For one event loop; connects on first use.
 
-    Each call is one request, unless its docstring says otherwise. ``op`` and ``key`` are for
-    errors, ``name`` is the object's in the bucket. All calls raise ``StorageError``.
+    A call is one request, unless documented otherwise, and raises ``StorageError``. ``op`` and
+    ``key`` are for errors, ``name`` is the object's in the bucket.
 
     Cancellation: at once, with the memory free; the request may have had its effect.
     """
@@ -153,8 +149,8 @@ class GsClient:
         """Creates an object of the bytes of ``views``, which have the CRC32C ``crc``.
 
         Raises:
-            ObjectExists: it exists, and ``if_absent``. Else it is replaced.
-            StorageError: retryable, if other bytes arrived.
+            ObjectExists: It exists, and ``if_absent``. Else it is replaced.
+            StorageError: Retryable, if other bytes arrived.
         """
         views = flat(views)
         boundary = secrets.token_hex(16)
@@ -172,7 +168,7 @@ class GsClient:
         params |= self._write_params()
         if if_absent:
             params |= _IF_ABSENT
-        self._object_url(op, key, name)  # refuses what is no name
+        self._object_url(op, key, name)  # refuses bad names
         url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{urlencode(params)}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
         response = await self._transfer(
@@ -195,7 +191,7 @@ class GsClient:
         storage_class: str | None,
         if_absent: bool = False,
     ) -> Resource:
-        """Creates an object of the bytes of up to 32 others, in this order."""
+        """Concatenates up to 32 objects, in this order."""
         content = {
             "sourceObjects": [{"name": source} for source in sources],
             "destination": _composite_metadata(storage_class),
@@ -216,7 +212,7 @@ class GsClient:
         storage_class: str | None,
         if_absent: bool = False,
     ) -> Resource:
-        """Creates an object of the bytes of another one.
+        """Copies an object.
 
         A change of place, class or key is a real copy and takes more than one request.
         """
@@ -231,7 +227,7 @@ class GsClient:
             answer = await self._post(op, key, url, params, _composite_metadata(storage_class))
             if not answer.get("rewriteToken"):
                 return self._resource(op, key, answer.get("resource", {}))
-            params["rewriteToken"] = str(answer["rewriteToken"])  # it goes on from there
+            params["rewriteToken"] = str(answer["rewriteToken"])  # it continues there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
         body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
@@ -269,9 +265,8 @@ class GsClient:
     async def pages(
         self, op: str, key: str, prefix: str, *, delimiter: str = ""
     ) -> AsyncIterator[Page]:
-        """Yields the objects whose name starts with ``prefix``, in the order of names; a request
-        per page. Longer names with ``delimiter`` are reported as folders, which end in it.
-        """
+        """Yields objects whose name starts with ``prefix``, by name; a request per page. Longer
+        names with ``delimiter`` are reported as folders, which end in it."""
         params = {
             "prefix": prefix,
             "delimiter": delimiter,
@@ -298,9 +293,9 @@ class GsClient:
             params["pageToken"] = answer["nextPageToken"]
 
     async def delete(self, op: str, names: Mapping[str, str]) -> None:
-        """Deletes objects, up to 100 per request; missing ones are ignored, all are tried.
+        """Deletes up to 100 objects per request; ignores missing ones, tries all.
 
-        ``names`` has the keys for errors by the objects' names.
+        ``names`` maps objects' names to keys, for errors.
         """
         each = iter(names.items())
         batches = iter(lambda: list(islice(each, _MAX_BATCH)), [])
@@ -399,7 +394,7 @@ class GsClient:
     async def _control(
         self, op: str, key: str, call: Callable[[Calls, dict[str, str]], Awaitable[T]]
     ) -> T:
-        """Returns the result of ``call``. Renews a refused token once."""
+        """Awaits ``call``. Renews a refused token once."""
         connected = await self._connect(op, key)
         for is_last in (False, True):
             token = await self._token(op, key, connected)
@@ -456,7 +451,7 @@ class GsClient:
                 options = self.options
                 try:
                     tls = await self._run(_load_authorities, options.ca_bundle)
-                except OSError as error:  # SSLError is one
+                except OSError as error:  # includes SSLError
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
                 self._connected = _Connections(self._root, options, tls, self._context)
@@ -531,7 +526,7 @@ class GsClient:
                 "Saving needs the role roles/storage.objectUser on the bucket, reading "
                 "roles/storage.objectViewer",
             )
-        # Damaged on the way: other bytes than the metadata says.
+        # Other bytes arrived.
         is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
@@ -552,8 +547,6 @@ _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "l
 
 
 class _Connections:
-    """The connections of a client."""
-
     def __init__(
         self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
     ) -> None:
@@ -601,7 +594,7 @@ def _composite_metadata(storage_class: str | None) -> dict[str, str]:
 
 
 def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
-    """Returns status and body of each answer of a batch, by the number of its call."""
+    """Returns status and body of each answer, by the number of its call."""
     message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
     answers = {}
     for part in message.walk():
@@ -614,7 +607,7 @@ def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]
 
 
 def _stored_checksum(headers: Mapping[str, str]) -> int | None:
-    """Returns the CRC32C of the whole object, of which a download may be a part."""
+    """Returns the whole object's CRC32C, also for a part's download."""
     for one in headers.get("x-goog-hash", "").split(","):
         kind, _, value = one.strip().partition("=")
         if kind == "crc32c":
@@ -623,7 +616,7 @@ def _stored_checksum(headers: Mapping[str, str]) -> int | None:
 
 
 def _parse_message(body: str) -> str:
-    """Returns the message of Google's error object, or the beginning of the body."""
+    """Returns the message of an error object, or the body's beginning."""
     start = body.find("{")
     try:
         return str(json.loads(body[start:])["error"]["message"])[:_DETAIL_CHARS]

@@ -1,13 +1,10 @@
 """Storage in this process's memory: ``memory://name/some/prefix``.
 
-Nothing outlives the process. Spaces are process-wide and shared by all instances with the same
-name, from any thread and any event loop. There is no blocking I/O on purpose, so that the callers'
-async path is used.
+A space is shared by all instances with its name, from any thread and event loop. No blocking I/O,
+so that callers take their async path.
 
-It is strict, to find mistakes of callers: a ``write_at`` with a wrong CRC32C is refused, and
-``complete`` refuses an object with missing bytes or with writes that break the capabilities.
-
-Must not know: thread pools, files, snapshots.
+To find callers' mistakes, ``write_at`` refuses a wrong CRC32C, and ``complete`` missing bytes and
+writes that break the capabilities.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ class _Upload:
     ranges: set[tuple[int, int]] = field(default_factory=set)
 
     def num_written(self) -> int:
-        """Returns the number of bytes before the first one that is missing."""
+        """Returns the number of bytes before the first missing one."""
         position = 0
         for start, stop in sorted(self.ranges):
             if start > position:
@@ -100,7 +97,6 @@ def forget_space(name: str) -> None:
 
 
 def open_memory(url: str, context: StorageContext) -> MemoryStorage:
-    """Opens ``memory://name`` or ``memory://name/some/prefix``."""
     check_no_options(context, "memory://")
     place = url.removeprefix("memory://").rstrip("/")
     if not place:
@@ -112,9 +108,8 @@ def open_memory(url: str, context: StorageContext) -> MemoryStorage:
 class MemoryStorage(Storage):
     """Objects in a dict, under a prefix of a named space.
 
-    All effects are atomic under a lock and come after the only checkpoint of a call: a cancelled
-    call has done nothing. ``capabilities`` are claimed and enforced, so that tests can try the
-    rules of other backends.
+    All effects are atomic, after the only checkpoint of a call: a cancelled call has done nothing.
+    ``capabilities`` are claimed and enforced, so that tests can try other backends' rules.
     """
 
     def __init__(
@@ -159,7 +154,7 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, upload, token, is_opener=True)
 
     def _complete_older(self, full: str) -> None:
-        """Makes an object of its unfinished writers' leading bytes, and ends them."""
+        """Makes an object of its unfinished writers' leading bytes; ends them."""
         for token, upload in list(self._space.uploads.items()):
             if upload.full == full:
                 del self._space.uploads[token]
@@ -272,7 +267,7 @@ class _MemoryWriter(BackendWriter):
         with self._space.lock:
             self._require_open("write_at")
             self._upload.ranges.add((offset, stop))
-        # Outside the lock: ranges are disjoint by contract, and a copy may be long.
+        # Without the lock: ranges are disjoint, and a copy may be long.
         for view in flat(views):
             self._upload.buffer[offset : offset + view.nbytes] = view
             offset += view.nbytes
@@ -324,7 +319,7 @@ class _MemoryWriter(BackendWriter):
         self._has_ended = True
 
     async def abort(self) -> None:
-        # No checkpoint: an abort is mostly called under cancellation and must have its effect.
+        # No checkpoint: an abort must have its effect under cancellation.
         if self._is_opener:
             with self._space.lock:
                 self._space.uploads.pop(self.token, None)

@@ -1,7 +1,6 @@
 """Policies around a storage: a limit, an adaptive limit, retries, a prefix.
 
-Each is a wrapper with one rule for all verbs. They must not know backends or snapshots. Put the
-limit inside of the retries: an operation that waits for its next try takes no turn.
+The limit belongs inside of the retries: an operation that waits for its next try takes no turn.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _CLEANUP = frozenset({"abort", "aclose"})
-"""Verbs that no policy delays: they free what other verbs wait for."""
+"""Never delayed: they free what other verbs wait for."""
 
 
 class LimitedStorage(Wrapper):
-    """At most ``max_operations`` verbs at a time; more wait, first come first served.
+    """At most ``max_operations`` verbs at a time; others wait in order.
 
     Each ``write_at`` and each step of ``list`` is an operation. Blocking I/O is off: a worker
-    thread cannot wait on the loop. For use on one event loop.
+    thread cannot wait on the loop. For one event loop.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int) -> None:
@@ -59,7 +58,7 @@ class LimitedStorage(Wrapper):
         super().__init__(inner)
         self.capabilities = without_blocking_io(inner.capabilities)
         # Not a CapacityLimiter, whose borrowers are tasks: a task that iterates `list` may call
-        # other verbs of the same storage in between.
+        # other verbs in between.
         self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
 
     def statistics(self) -> anyio.SemaphoreStatistics:
@@ -76,14 +75,7 @@ class LimitedStorage(Wrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveStatistics:
-    """The state of an ``AdaptiveStorage``.
-
-    Attributes:
-        level: Operations allowed at a time.
-        num_running, num_waiting: Operations.
-        num_throttled: Operations that the storage has refused.
-        num_decreases: Falls of the level.
-    """
+    """``num_throttled`` counts refused operations, ``num_decreases`` falls of the level."""
 
     level: int
     num_running: int
@@ -95,10 +87,9 @@ class AdaptiveStatistics:
 class AdaptiveStorage(Wrapper):
     """A ``LimitedStorage`` that learns the limit from the storage's answers.
 
-    Additive increase, multiplicative decrease, as in TCP. An operation that succeeds while all
-    turns are in use adds a fraction to the level, about one turn per round of operations. One that
-    is throttled halves it, but only if it began after the level last fell: earlier ones answer the
-    old level. So the level falls once per round trip at most, never below one.
+    Additive increase, multiplicative decrease, as in TCP. A success while all turns are in use adds
+    about one turn per round of operations. A throttled operation halves the level, never below one,
+    but only if it began after the last fall: at most once per round trip.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
@@ -130,7 +121,7 @@ class AdaptiveStorage(Wrapper):
     ) -> T:
         if op in _CLEANUP:
             return await call(*args, **kwargs)
-        # On behalf of the operation: a task that iterates `list` may call other verbs in between.
+        # A task that iterates `list` may call other verbs in between.
         operation = object()
         await self._limiter.acquire_on_behalf_of(operation)
         num_decreases = self._num_decreases
@@ -156,12 +147,12 @@ class AdaptiveStorage(Wrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When to try again: exponential backoff with a cap, and jitter.
+    """Exponential backoff with a cap, and jitter.
 
     Attributes:
         max_attempts: Tries, the first included.
         first_delay_s: Upper bound of the first wait; it doubles with each failure.
-        max_delay_s: Upper bound of every wait that the storage did not ask for.
+        max_delay_s: Upper bound of waits that the storage did not ask for.
         max_total_s: Time after the first failure in which tries begin.
     """
 
@@ -197,7 +188,7 @@ class RetryPolicy:
             elapsed_s: Since the first failure.
             retry_after_s: Least wait that the storage asked for.
         """
-        # min() of the exponent: 2.0 ** 1024 would overflow long after the cap is reached.
+        # 2.0 ** 1024 would overflow.
         backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
         delay_s = max(backoff * (0.5 + 0.5 * fraction), retry_after_s or 0.0)
         if num_failures >= self.max_attempts or elapsed_s + delay_s > self.max_total_s:
@@ -208,14 +199,13 @@ class RetryPolicy:
 class RetryStorage(Wrapper):
     """Repeats a verb that failed with a ``retryable`` ``StorageError``.
 
-    All verbs can be repeated as they are, except for four:
+    Special cases:
 
-    - ``put_if_absent``: a failed try may have created the object. If a later try finds it, equal
-      content counts as success.
-    - ``list``: continues after the last key that it yielded.
+    - ``put_if_absent``: an object of equal content counts as success: a failed try may have created
+      it.
+    - ``list``: continues after the last yielded key.
     - ``delete_folder``: returns the keys that the last try deleted.
-    - ``writer``: a failed try may have created the object; then ``ObjectExists`` is raised and
-      the object is garbage of this attempt.
+    - ``writer``: if a failed try created the object, ``ObjectExists`` is raised, and it is garbage.
 
     Blocking I/O is off. Cancellation: ends a wait at once.
     """
@@ -269,7 +259,7 @@ class RetryStorage(Wrapper):
             try:
                 async with close_after(self.inner.list(prefix)) as infos:
                     async for info in infos:
-                        if info.key > last:  # else it was yielded before the failure
+                        if info.key > last:  # else yielded before the failure
                             last = info.key
                             failures = _Failures()
                             yield info
@@ -302,7 +292,7 @@ class RetryStorage(Wrapper):
             if failures.count > 1:
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
-        # A call that fails twice may take minutes, and its caller should learn the reason.
+        # Two failures may take minutes, and the caller should learn the reason.
         level = logging.WARNING if failures.count == 2 else logging.INFO
         where = {"stage": error.op, "key": error.key}
         logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
@@ -313,7 +303,7 @@ class RetryStorage(Wrapper):
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures of one call in a row."""
+    """Of one call, in a row."""
 
     count: int = 0
     first_s: float = 0.0

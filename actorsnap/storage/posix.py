@@ -1,7 +1,4 @@
-"""System calls of a durable folder of files, which survive crashes and races.
-
-All functions block; ``fs.py`` runs them on worker threads.
-"""
+"""System calls of a durable folder of files. All functions block."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ __all__ = [
     "working_folder",
 ]
 
-# How often creating a file may lose against a concurrent prune of its folder.
+# How often creation may lose against a concurrent prune of the folder.
 CREATE_TRIES = 100
-# The kernel's limit on views per call: 1024 on Linux and macOS.
+# Views per call, on Linux and macOS.
 IOV_MAX = 1024
 _NAME_MAX = 255
 _LINK_UNSUPPORTED = {
@@ -73,10 +70,9 @@ class Closed(Exception):
 
 
 class Descriptor:
-    """A file descriptor that closes when it is asked to and no thread uses it any more.
+    """A file descriptor that its last user closes.
 
-    The number of a descriptor that is closed during a write may be reused for another file, which
-    the write would then hit.
+    A number closed during a write may be reused for another file, which the write would then hit.
     """
 
     def __init__(self) -> None:
@@ -126,11 +122,10 @@ class Descriptor:
 
 
 class Folders:
-    """Makes and removes folders, and knows which of them need an fsync.
+    """Makes and removes folders, and records which need an fsync.
 
-    ``_unsynced`` maps a folder to the version of its newest entry that may not be on disk. A folder
-    leaves it only after an fsync during which its version did not change: else a concurrent
-    ``sync`` could return before the entry is durable.
+    ``_unsynced`` maps a folder to the version of its newest entry, until an fsync without a change
+    of version: else a concurrent ``sync`` could return too early.
     """
 
     def __init__(self, root: str, *, durable: bool) -> None:
@@ -143,9 +138,8 @@ class Folders:
         self._versions = itertools.count()
 
     def note(self, folder: str) -> None:
-        """Marks the folders from the root's parent to ``folder``, on its first use: also existing
-        ones, whose creator may have crashed before the fsync.
-        """
+        """Marks the folders from the root's parent to ``folder``, on first use: also existing ones,
+        whose creator may have crashed before the fsync."""
         if not self._durable:
             return
         with self._lock:
@@ -160,8 +154,8 @@ class Folders:
         """Creates ``folder`` and missing parents.
 
         Raises:
-            NotADirectoryError: one of them is a file.
-            FileNotFoundError: concurrent deletes win too often.
+            NotADirectoryError: One of them is a file.
+            FileNotFoundError: Concurrent deletes win too often.
         """
         missing = [folder]
         for _ in range(CREATE_TRIES + 2 * folder.count("/")):
@@ -184,7 +178,7 @@ class Folders:
         raise FileNotFoundError(errno.ENOENT, "folders vanish while they are made", folder)
 
     def sync(self, folder: str) -> None:
-        """Makes the entries of ``folder`` and of its parents durable."""
+        """Makes the entries of ``folder`` and its parents durable."""
         if not self._durable:
             return
         is_first = True
@@ -196,7 +190,7 @@ class Folders:
                 try:
                     fsync_folder(folder)
                 except PermissionError:
-                    # A parent that others made and this process cannot read is theirs to sync.
+                    # An unreadable parent that others made is theirs to sync.
                     if is_first or is_ours:
                         raise
                 with self._lock:
@@ -213,14 +207,14 @@ class Folders:
             fsync_folder(folder)
 
     def prune(self, folder: str) -> None:
-        """Removes ``folder`` and its parents, up to the root, while they are empty."""
+        """Removes empty folders, from ``folder`` up to the root."""
         while True:
             try:
                 os.rmdir(folder)
             except FileNotFoundError:
-                pass  # its parent may have been left empty by a crash
+                pass  # a crash may have left its parent empty
             except OSError:
-                return  # not empty, or not ours to remove: no object is concerned
+                return  # not empty, or not ours to remove
             with self._lock:
                 self._seen.discard(folder)
             if folder == self._root:
@@ -256,14 +250,14 @@ def walk(folder: str, prefix: str, name_prefix: str = "") -> Iterator[ObjectInfo
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # deleted, or a temporary renamed, since the scan
+                continue  # deleted or renamed since the scan
             if stat.S_ISREG(status.st_mode):
                 yield ObjectInfo(key=prefix + name, size=status.st_size, modified_s=status.st_mtime)
 
 
 @contextmanager
 def open_for_reading(path: str) -> Iterator[int]:
-    # O_NONBLOCK: opening a pipe must not hang; no effect on files.
+    # Opening a pipe must not hang; no effect on files.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -277,7 +271,7 @@ def unlink_object(path: str) -> None:
     try:
         os.unlink(path)
     except (IsADirectoryError, PermissionError):
-        # A folder is not an object; Linux and macOS report it differently.
+        # Linux and macOS report a folder differently.
         if stat.S_ISDIR(os.lstat(path).st_mode):
             return
         raise
@@ -295,7 +289,7 @@ def working_folder(path: str) -> str:
 
 
 def simplify_path(path: str) -> str:
-    """Removes empty and ``.`` parts of an absolute path. Only the kernel can resolve ``..``."""
+    """Only the kernel can resolve ``..``."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
@@ -303,16 +297,16 @@ def temporary_path(path: str) -> str:
     folder, name = os.path.split(path)
     ending = f".{secrets.token_hex(8)}.tmp"
     stem = os.fsencode(name if name.startswith(".") else f".{name}")[: _NAME_MAX - len(ending)]
-    # Drops the rest of a character that was cut in the middle.
+    # Drops the rest of a cut character.
     return os.path.join(folder, stem.decode(errors="ignore") + ending)
 
 
 def publish_exclusively(temporary: str, path: str) -> None:
-    """Gives the finished ``temporary`` the name ``path``, or raises ``FileExistsError``."""
+    """Links or renames ``temporary`` to ``path``, or raises ``FileExistsError``."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS repeats a call whose answer was lost and then meets its own link.
+        # NFS repeats a call whose answer was lost and meets its own link.
         if not os.path.samestat(os.lstat(temporary), os.lstat(path)):
             raise
     except OSError as error:
@@ -347,7 +341,7 @@ def fsync_folder(folder: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network and FUSE file systems have no fsync for folders, and need none.
+        # Some network and FUSE file systems neither have nor need an fsync of folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
     finally:
@@ -356,8 +350,7 @@ def fsync_folder(folder: str) -> None:
 
 def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
     """Reads from byte ``offset`` until ``views`` are full or the file ends; returns the number of
-    bytes. EINTR does not occur: Python repeats the call.
-    """
+    bytes. Python itself repeats calls after EINTR."""
     return _transfer(os.preadv, fd, offset, views)
 
 
@@ -375,7 +368,7 @@ def _transfer(
     views: Sequence[memoryview],
 ) -> int:
     pending = flat(views)
-    pending.reverse()  # so that the next view is popped from the end
+    pending.reverse()  # the next view is popped from the end
     done = 0
     while pending:
         batch = pending[: -IOV_MAX - 1 : -1]
@@ -450,7 +443,7 @@ def _describe_parent(key: str, root: str) -> str:
 
 
 def _describe_obstacle(path: str) -> str:
-    """Describes the file or dangling link in the place of a folder; empty if there is none."""
+    """Describes the file or dangling link in a folder's place; empty if there is none."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if os.path.isdir(path):
@@ -476,6 +469,6 @@ def _describe_free_space(root: str) -> str:
     except OSError:
         return "the free space is unknown"
     nbytes = status.f_bavail * status.f_frsize
-    if nbytes and status.f_files and not status.f_favail:  # f_files is 0 where nobody counts them
+    if nbytes and status.f_files and not status.f_favail:  # f_files is 0 if not counted
         return "no inodes are free, so no file can be created"
     return f"{nbytes} bytes are free"

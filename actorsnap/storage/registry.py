@@ -1,13 +1,9 @@
-"""From a URL to a storage.
+"""From a URL to a storage, whose backend is loaded on first use.
 
-Finds the backend for a URL and loads it only then. All backends register as
-``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in the table below, so that a
-source tree works without being installed, others in the entry-point group ``actorsnap.storage`` or
-by ``register``. Unknown schemes go to fsspec if it is installed. Must not know how a backend reads
-its URL.
-
-Entry points are read only for a scheme that nothing else has: a broken third-party package breaks
-only its users.
+Backends register as ``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in a
+table, so that a source tree works uninstalled, others in the entry-point group
+``actorsnap.storage`` or by ``register``. Unknown schemes go to fsspec. Entry points come last: a
+broken package breaks only its users.
 """
 
 from __future__ import annotations
@@ -75,7 +71,6 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Returns all schemes that ``open_storage`` can find, sorted."""
     names = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
         return tuple(sorted({*_BUILT_IN, *_registered, *names}))
@@ -84,18 +79,18 @@ def known_schemes() -> tuple[str, ...]:
 def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storage:
     """Opens the storage of a URL or a local path. No I/O except imports.
 
-    A string without ``scheme://`` and every ``os.PathLike`` is a path of the local file system.
-    URLs are taken verbatim: ``%20`` is not a space.
+    A string without ``scheme://`` and every ``os.PathLike`` is a local path. URLs are taken
+    verbatim: ``%20`` is not a space.
 
     Raises:
-        UsageError: the URL is malformed, its scheme unknown, or its backend cannot be loaded or
+        UsageError: The URL is malformed, its scheme unknown, or its backend cannot be loaded or
             refuses the options.
     """
     return find_opener(url)(context)
 
 
 def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Storage]:
-    """``open_storage`` in two steps: all files are read and modules imported when this returns."""
+    """``open_storage`` in two steps: the first reads all files and imports all modules."""
     text = check_url(url)
     scheme, rest = _split(url, text)
     if scheme is None:
@@ -107,7 +102,7 @@ def find_opener(url: str | os.PathLike[str]) -> Callable[[StorageContext], Stora
 
 
 def is_ready(url: str | os.PathLike[str]) -> bool:
-    """Returns whether ``open_storage`` would read no file: an event loop may call it."""
+    """Whether ``open_storage`` would read no file: an event loop may call it."""
     scheme = _split(url, check_url(url))[0] or "fs"
     with _lock:
         if scheme in _registered:
@@ -118,14 +113,14 @@ def is_ready(url: str | os.PathLike[str]) -> bool:
 
 
 def is_shared(url: str) -> bool:
-    """Returns whether another process that opens the URL finds the same objects."""
+    """Whether other processes that open the URL find the same objects."""
     scheme = _split(url, url)[0]
     with _lock:
         return scheme != "memory" and scheme not in _registered
 
 
 def _split(url: object, text: str) -> tuple[str | None, str]:
-    """Returns the scheme, None for a path, and the rest."""
+    """Returns scheme (None for a path) and rest."""
     match = _SCHEME.match(text)
     if match is None or not isinstance(url, str):
         return None, text
@@ -133,7 +128,7 @@ def _split(url: object, text: str) -> tuple[str | None, str]:
 
 
 def absolute(url: str) -> str:
-    """Returns the URL of the same place for any working folder."""
+    """Returns a URL that does not depend on the working folder."""
     scheme, path = ("fs://", url[5:]) if url.lower().startswith("fs://") else ("", url)
     if not path or path.startswith("/") or (not scheme and _SCHEME.match(url)):
         return url
@@ -141,7 +136,7 @@ def absolute(url: str) -> str:
 
 
 def folder_and_name(url: str) -> tuple[str, str] | None:
-    """Returns the URL of a place's folder, and its name there; None if there is no folder."""
+    """Returns the URL of a place's folder, and its name there; None without one."""
     scheme, rest = _split(url, url)
     folder, _, name = rest.rstrip("/").rpartition("/")
     if scheme is None:
@@ -152,7 +147,7 @@ def folder_and_name(url: str) -> tuple[str, str] | None:
 
 
 def without_secrets(url: str) -> str:
-    """Returns the URL without a password and, for fsspec, without the query: a signature."""
+    """Returns the URL without password and, for fsspec, without the query: a signature."""
     match = _SCHEME.match(url)
     if match is None:
         return url
@@ -163,9 +158,7 @@ def without_secrets(url: str) -> str:
 
 
 def canonical(url: str) -> str:
-    """Returns the same text for equal places, for comparisons and messages: absolute, without
-    secrets and empty parts of the path.
-    """
+    """Returns the same text for equal places, absolute and without secrets."""
     text = printable(without_secrets(absolute(url)))
     match = _SCHEME.match(text)
     scheme, path = ("fs", text) if match is None else (match[1].lower(), text[match.end() :])
@@ -180,7 +173,7 @@ def canonical(url: str) -> str:
 
 
 def check_url(url: object) -> str:
-    """Returns a URL or path as a string; refuses those that are probably mistakes."""
+    """Returns a URL or path as a string; refuses probable mistakes."""
     if isinstance(url, str):
         text = url
     elif isinstance(url, os.PathLike):
@@ -249,7 +242,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
         loaded: object = import_module(module.strip())
         for name in attribute.strip().split("."):
             loaded = getattr(loaded, name)
-    # A third party's import may raise anything.
+    # An import may raise anything.
     except Exception as error:
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):

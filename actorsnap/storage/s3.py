@@ -1,28 +1,22 @@
 """Storage in a bucket of S3 or of a compatible server: ``s3://bucket/prefix``.
 
-Decides which requests make each verb, and the parts of an object. Must not know: snapshots,
-retries, concurrency (policies, which ``open_s3`` adds), the form of requests and the abilities of
-servers (``s3_bucket``), sockets and signatures (``s3_client``).
-
-- Objects of up to 1 MiB are one put, when they are complete; a joined writer cannot write them.
+- Objects of up to 1 MiB are one put, on completion; joined writers cannot write them.
 - Others are multipart uploads. A write's first part has number ``offset // unit + 1``, where the
-  unit follows from the object's size; a write has as many parts as lead to the number of the next
-  one: mostly one, sometimes two. So parts are numbered 1, 2, 3, ..., which some servers require,
-  and writers on other ranks need only the upload's id. A write is a unit or longer, so no part is
-  less than half of one. ``complete`` names the parts by their ETags; if the server lacks one, and
-  after several writers, the parts are listed first and must cover the object.
-- Every body has its CRC32C. A server that compares it repeats it in the answer. For other servers
-  payloads are signed: bytes with another SHA-256 are refused. Whether they are is tried once per
-  client; if not, the MD5 goes along, which every server compares.
-- ``put_if_absent`` is a put with ``If-None-Match: *``. Whether a server honours that is tried once
-  per client. If not, ``put_if_absent`` looks, puts and reads back: of two concurrent writers the
-  last wins, and both can see which.
-- A writer with ``older`` objects copies from them within the server. An upload that a dead writer
-  left is first completed with its leading parts; a living writer to it fails. A copy counts if its
-  CRC32C, or its ETag, an MD5, where the server sends none, is that of the bytes at hand. A joined
-  writer copies nothing.
-- ``list_folders``, ``delete`` and ``delete_folder`` include unfinished uploads: leftovers of a dead
-  attempt are found and removed like its objects.
+  unit follows from the object's size; a write has as many parts as lead to the next one's number:
+  one, sometimes two. So part numbers have no gaps, which some servers require, and writers on other
+  ranks need only the upload's id. A write is a unit or longer, a part at least half of one.
+  ``complete`` names the parts by ETag; if the server lacks one, and after several writers, the
+  parts are listed first and must cover the object.
+- Every body has its CRC32C, which a server that compares it repeats. For other servers the
+  signature covers the SHA-256. Whether that is compared is tried once per client; if not, the MD5
+  is added, which every server compares.
+- ``put_if_absent`` is a put with ``If-None-Match: *``. Whether that is honoured is tried once per
+  client. If not, it looks, puts and reads back: of two concurrent writers the last wins, and both
+  can detect it.
+- A writer with ``older`` objects copies from them within the server. A dead writer's upload is
+  first completed with its leading parts; a living writer to it fails. A copy counts if its CRC32C,
+  or else its ETag, an MD5, is that of the bytes at hand. A joined writer copies nothing.
+- Unfinished uploads are listed as folders and deleted with objects.
 """
 
 from __future__ import annotations
@@ -69,7 +63,6 @@ _MAX_OBJECT_BYTES = 5 << 40
 
 
 def open_s3(url: str, context: StorageContext) -> Storage:
-    """Opens ``s3://bucket/prefix``. No I/O."""
     options = convert_options(context.options, S3Options, scheme="s3")
     return add_policies(S3Storage(url, context, options), options, context)
 
@@ -89,9 +82,9 @@ class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class S3Storage(Storage):
-    """One bucket, below a prefix. The module's docstring has the rules.
+    """One bucket, below a prefix. See the module.
 
-    An object appears, whole and durable, when the request that makes it is answered.
+    An object appears, whole and durable, with the answer to the request that makes it.
     """
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
@@ -109,7 +102,7 @@ class S3Storage(Storage):
         await self.bucket.put("put", check_key(key), views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
-        """Creates a whole object. Atomicity: the server's, if ``has_conditional_put``."""
+        """Atomicity: the server's, if ``has_conditional_put``."""
         check_key(key)
         views = [memoryview(data)]
         if await self.bucket.has_conditional_put("put_if_absent"):
@@ -136,7 +129,7 @@ class S3Storage(Storage):
         sources: list[ObjectInfo] = []
         for name in older:
             older_bytes = await self._older_bytes(check_key(name))
-            # Mostly a resumed save has taken over all of it, unless it died in the middle.
+            # Mostly a resumed save has taken over all of it.
             if older_bytes > max([source.size for source in sources], default=0):
                 sources.append(ObjectInfo(key=name, size=older_bytes))
         if sources and not await self.bucket.copies_parts(key, sources[0].key):
@@ -147,7 +140,7 @@ class S3Storage(Storage):
         return PartWriter(self.bucket, upload, is_opener=True, sources=sources)
 
     async def _older_bytes(self, key: str) -> int:
-        """Returns the size of an older object, completed from its upload if needed; or 0."""
+        """Returns an older object's size, completed from its upload if needed; or 0."""
         bucket = self.bucket
         try:
             with suppress(ObjectNotFound):
@@ -171,15 +164,15 @@ class S3Storage(Storage):
     async def _complete_leading(
         self, key: str, upload_id: str, parts: Sequence[dict[str, Any]]
     ) -> None:
-        """Makes an object that begins with the leading parts of an upload."""
+        """Makes an object that begins with an upload's leading parts."""
         whole = leading_parts(parts)
         try:
             await self.bucket.complete_upload("writer", key, upload_id, whole)
         except StorageError as error:
             if error.retryable or len(whole) == len(parts):
                 raise
-            # Some servers want all their parts named, others none after a gap. Parts after it move,
-            # and copies of them fail their checksums.
+            # Some servers want all parts named, others none after a gap. Copies of later parts,
+            # which move, fail their checksums.
             await self.bucket.complete_upload("writer", key, upload_id, parts)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
@@ -189,7 +182,6 @@ class S3Storage(Storage):
         return writer(self.bucket, upload, is_opener=False)
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)``. One request for a whole object of up to 1 MiB."""
         check_key(key)
         check_range(start, stop)
         if stop is None and not start:
@@ -229,9 +221,7 @@ class S3Storage(Storage):
     async def _abort_uploads(
         self, prefix: str, only: Collection[str] | None = None
     ) -> Sequence[str]:
-        """Aborts unfinished uploads below ``prefix``, or ``only`` those to these keys; returns the
-        keys.
-        """
+        """Aborts uploads below ``prefix``, or ``only`` those to these keys; returns the keys."""
         aborted = []
         async for key, upload_id in self.bucket.uploads(prefix):
             if only is None or key in only:
@@ -240,7 +230,7 @@ class S3Storage(Storage):
         return aborted
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
-        """Returns the folders of objects and of unfinished uploads."""
+        """Includes folders of unfinished uploads."""
         start = f"{check_key(folder)}/" if folder else ""
         folders: set[str] = set()
         async for page in self.bucket.pages("list_folders", start, Delimiter="/"):
@@ -312,8 +302,6 @@ class SmallWriter(_Writer):
 
 
 class PartWriter(_Writer):
-    """A multipart upload."""
-
     def __init__(
         self,
         bucket: S3Bucket,
@@ -330,7 +318,7 @@ class PartWriter(_Writer):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        """Sends one part, or several. Cancellation: at once; they may be stored or not."""
+        """Sends one part, or several. Cancellation: at once; some may be stored."""
         for part in await self._split_write(offset, views, crc32c):
             self._sent[part.number] = await self._bucket.send_part(self.key, self._upload.id, part)
 
@@ -363,7 +351,7 @@ class PartWriter(_Writer):
                 raise
         else:
             reported = answer.get("ChecksumCRC32C")
-            # Some servers list parts without their checksums.
+            # Some servers list parts without checksums.
             is_known = all("ChecksumCRC32C" in part for part in parts)
             if reported is not None and is_known and reported not in _whole_checksums(parts):
                 raise self._error("complete", "the whole object has another CRC32C than its parts")
@@ -378,7 +366,7 @@ class PartWriter(_Writer):
             except StorageError as error:
                 if error_code(error) != "InvalidPart":
                     raise
-                # It lacks a part that it acknowledged, or its answer was damaged on the way.
+                # An acknowledged part is missing, or the answer was damaged.
                 logger.debug("%s: %s; its parts are listed", self._url, error)
         parts = await self._list_parts()
         self._may_be_complete = True
@@ -388,7 +376,7 @@ class PartWriter(_Writer):
         return await self._bucket.complete_upload("complete", self.key, self._upload.id, parts)
 
     async def abort(self) -> None:
-        """Ends the upload. Running requests may leave parts, which are garbage."""
+        """Running requests may leave garbage parts."""
         if self._is_opener and not self._has_ended:
             await self._bucket.abort_upload(self.key, self._upload.id)
         self._has_ended = True
@@ -396,7 +384,7 @@ class PartWriter(_Writer):
     async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
     ) -> Sequence[Part]:
-        """Returns the parts of a write, of about equal length."""
+        """Returns parts of about equal length."""
         stop = self._check_write(offset, views)
         if stop == offset:
             return ()
@@ -427,7 +415,7 @@ class PartWriter(_Writer):
         return parts
 
     def _own_parts(self) -> Sequence[dict[str, Any]]:
-        """Returns all parts like the server's list if this writer wrote them all; else none."""
+        """Returns all parts like the server's list; none if others wrote some."""
         parts = [
             {
                 "PartNumber": number,
@@ -442,7 +430,7 @@ class PartWriter(_Writer):
         return parts if is_whole else ()
 
     async def _list_parts(self) -> Sequence[dict[str, Any]]:
-        """Returns the server's parts, of all writers; they must be the whole object, as sent."""
+        """Returns all writers' parts from the server; they must be the whole object."""
         parts = await self._bucket.parts("complete", self.key, self._upload.id)
         whole = leading_parts(parts)
         num_stored = sum(part["Size"] for part in whole)
@@ -465,13 +453,13 @@ class PartWriter(_Writer):
 
 
 def leading_parts(parts: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Returns the parts without a gap, from the first byte on."""
+    """Returns the parts before the first gap."""
     stop = next((n for n, part in enumerate(parts) if part["PartNumber"] != n + 1), len(parts))
     return parts[:stop]
 
 
 def _whole_checksums(parts: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Returns the CRC32C of an object of these parts, in both forms of S3."""
+    """Returns an object's possible CRC32Cs, in both forms of S3."""
     values = [base64.b64decode(part["ChecksumCRC32C"]) for part in parts]
     whole = 0
     for part, value in zip(parts, values, strict=True):

@@ -1,8 +1,6 @@
-"""Requests to one bucket of S3: their form, and the abilities of the server.
+"""Requests to one bucket of S3, and the server's abilities.
 
-Decides the checks that go along with a body, and finds out which of them the server makes. Must not
-know: the verbs of a storage and the parts of an object (``s3``), sockets and signatures
-(``s3_client``).
+Decides which checks a body carries, and finds out which of them the server makes.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ __all__ = ["Part", "S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 logger = Log(__name__)
 
 _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
-"""The name of a bucket, some older than Amazon's rules, or of an access point."""
+"""Includes names older than Amazon's rules, and access points."""
 
 _MAX_DELETED = 1000
 """Keys in one request."""
@@ -52,7 +50,7 @@ _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
 class Part(NamedTuple):
-    """A part to be sent, from byte ``offset`` of its object on."""
+    """A part to be sent, at byte ``offset`` of its object."""
 
     number: int
     offset: int
@@ -69,7 +67,7 @@ class Sent(NamedTuple):
 
 
 class S3Bucket:
-    """One bucket, below a prefix, which is not part of the keys given here."""
+    """One bucket, below a prefix that is not in keys here."""
 
     def __init__(self, url: str, context: StorageContext, options: S3Options) -> None:
         name, prefix = split_url(url, _BUCKET_PATTERN)
@@ -110,7 +108,7 @@ class S3Bucket:
             ) from error
 
     async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
-        """Makes a control call, about the object ``key`` unless that is empty."""
+        """Makes a control call about the object ``key``; empty: the bucket."""
         if key:
             params["Key"] = self.full(key)
         with self._translate_errors(op, key):
@@ -124,7 +122,7 @@ class S3Bucket:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yields the pages of a list.
 
-        ``markers`` has the parameters of the next call, by field of the last answer.
+        ``markers`` maps fields of an answer to parameters of the next call.
         """
         after: dict[str, Any] = {}
         while True:
@@ -135,13 +133,13 @@ class S3Bucket:
             after = {name: page[field] for field, name in markers.items()}
 
     def pages(self, op: str, prefix: str, **params: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yields objects below ``prefix``, up to 1000 a page."""
+        """Yields up to 1000 objects below ``prefix`` a page."""
         markers = {"NextContinuationToken": "ContinuationToken"}
         full = self.full(prefix)
         return self._pages(op, "", "list_objects_v2", markers, Prefix=full, **params)
 
     async def uploads(self, prefix: str) -> AsyncIterator[tuple[str, str]]:
-        """Yields key and id of each unfinished upload below ``prefix``."""
+        """Yields key and id of unfinished uploads."""
         markers = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
         full = self.full(prefix)
         pages = self._pages("list", "", "list_multipart_uploads", markers, Prefix=full)
@@ -152,7 +150,7 @@ class S3Bucket:
         except StorageError as error:
             if error.retryable:
                 raise
-            # Not every server and policy allows it; then the bucket's rules collect them
+            # Not every server and policy allows it; the bucket's rules collect uploads
             # (AbortIncompleteMultipartUpload).
             logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error.detail)
 
@@ -179,7 +177,7 @@ class S3Bucket:
             )
 
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
-        """Returns the first bytes of an object, all of a small one, and its size."""
+        """Returns an object's first bytes and its size."""
         with self._translate_errors(op, key):
             response = await self.client.receive(
                 self._name, self.full(key), self._read_headers, None
@@ -193,7 +191,7 @@ class S3Bucket:
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
         headers = {**self._written, "If-None-Match": "*"}
-        # With all checks at once: a retry would find the object that the first try created.
+        # With all checks at once: a retry would find the first try's object.
         await self._send(op, key, {}, headers, views, is_signed=True)
 
     async def _send(
@@ -254,7 +252,7 @@ class S3Bucket:
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=True)
 
     async def has_conditional_put(self, op: str) -> bool:
-        """Returns whether ``If-None-Match`` works; tries it in the scratch folder."""
+        """Whether ``If-None-Match`` works; tried in the scratch folder."""
         client = self.client
         async with client.probing:
             if client.has_conditional_put is None:
@@ -280,7 +278,7 @@ class S3Bucket:
             return False
 
     async def _checks_sha256(self, op: str) -> bool:
-        """Returns whether a body that differs from the signed one is refused; tries it."""
+        """Whether a body that differs from the signed one is refused; tried."""
         client = self.client
         async with client.probing:
             if client.checks_sha256 is None:
@@ -298,7 +296,7 @@ class S3Bucket:
 
     @asynccontextmanager
     async def _probe_key(self) -> AsyncIterator[str]:
-        """Yields the key of an object in the scratch folder, deleted at the end."""
+        """Yields a key in the scratch folder; deletes its object at the end."""
         folder = f"{self._context.scratch}/" if self._context.scratch else ""
         key = f"{folder}.{secrets.token_hex(8)}.probe"
         try:
@@ -330,7 +328,7 @@ class S3Bucket:
                         raise ClientError(failure, "DeleteObjects")
 
     async def begin_upload(self, key: str) -> str:
-        """Begins an upload and returns its id. The first one alone learns the server's checks."""
+        """Begins an upload; returns its id. The first one alone learns the server's checks."""
         client = self.client
         if not client.knows_checks():
             async with client.beginning:
@@ -344,7 +342,7 @@ class S3Bucket:
         return await self._create_upload(key)
 
     async def _create_upload(self, key: str) -> str:
-        """Begins an upload, and learns whether the server checks parts' checksums."""
+        """Begins an upload; learns whether the server checks parts' checksums."""
         answer = await self.call(
             "writer",
             key,
@@ -362,7 +360,7 @@ class S3Bucket:
         return await self._send("write_at", key, query, headers, part.views, part.crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
-        """Returns the server's list of an upload's parts, by rising number."""
+        """Returns the server's list of parts, by rising number."""
         markers = {"NextPartNumberMarker": "PartNumberMarker"}
         pages = self._pages(op, key, "list_parts", markers, UploadId=upload_id)
         return [part async for page in pages for part in page.get("Parts", ())]
@@ -392,9 +390,9 @@ class S3Bucket:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
     async def copies_parts(self, key: str, source: str) -> bool:
-        """Returns whether the server copies from ``source``; tries it with an upload to ``key``.
+        """Whether the server copies from ``source``; tried with an upload to ``key``.
 
-        Some take the request for an empty part instead, and do not allow it to be written again.
+        Some write an empty part, which cannot be written again.
         """
         client = self.client
         async with client.probing:
@@ -412,7 +410,7 @@ class S3Bucket:
         return client.copies_parts
 
     async def copy_part(self, key: str, upload_id: str, part: Part, source: str) -> Sent | None:
-        """Copies a part from the same place in ``source``; returns None if that has other bytes."""
+        """Copies a part from the same place in ``source``; None if that has other bytes."""
         start, size = part.offset, num_bytes(part.views)
         try:
             copied = await self._copy(
@@ -461,7 +459,7 @@ def _hash(views: Sequence[memoryview], names: Sequence[str]) -> tuple[int, list[
 
 
 def etag_of(part: Mapping[str, Any]) -> str:
-    """Returns an ETag without quotes, which servers add in some answers only."""
+    """Removes quotes, which servers add in some answers only."""
     return str(part.get("ETag", "")).strip('"')
 
 

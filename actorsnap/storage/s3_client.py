@@ -1,12 +1,10 @@
 """The client of an S3 endpoint: options, credentials, signatures, requests, errors.
 
-aiobotocore resolves the endpoint, finds and refreshes credentials, builds and parses control calls.
-All bytes go over a ``Wire``, so that deadlines, cancellation, proxies and TLS are the same for all,
-and nothing needs a thread that the interpreter refuses to start at exit. Bulk requests are signed
-here with botocore's signer, because aiobotocore takes no memoryviews.
+aiobotocore resolves the endpoint, refreshes credentials, builds and parses control calls. All bytes
+go over a ``Wire``: one form of deadlines, cancellation, proxies and TLS, and no thread starts at
+exit. Bulk requests are signed here: aiobotocore takes no memoryviews.
 
-Clients are shared by all storages of an event loop with equal options. This module must not know
-writers or retries: a call is one request.
+Storages of an event loop with equal options share a client. A call is one request.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ MIB = 1 << 20
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 
 _MAX_ANSWER_BYTES = 64 * MIB
-"""Limit on the response of a control call: a page of a list may have 1000 quoted keys of 1 KiB."""
+"""For control calls: a page of a list may have 1000 quoted keys of 1 KiB."""
 
 
 _SECRET = re.compile(
@@ -84,7 +82,7 @@ _SECRET = re.compile(
 
 
 class _Redacted(logging.Filter):
-    """Hides credentials in botocore's DEBUG logs of requests and responses."""
+    """Hides credentials in DEBUG logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = _SECRET.sub(r"\1...", record.getMessage()), ()
@@ -97,23 +95,20 @@ for _name in ("auth", "endpoint", "parsers"):
 
 
 class S3Options(NetworkOptions, frozen=True, kw_only=True):
-    """``storage_options`` of ``s3://``, in addition to those of ``NetworkOptions``.
+    """``storage_options`` of ``s3://``, in addition to ``NetworkOptions``.
 
-    botocore finds a value that is None: environment, configuration files, instance.
+    botocore finds values that are None: environment, configuration files, instance.
 
     Attributes:
-        region: Of the bucket.
         profile: Section of the configuration files.
-        addressing_style: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host.
+        addressing_style: Place of the bucket in URLs: ``"path"``, or ``"virtual"`` for the host.
         access_key_id, secret_access_key, session_token: Instead of botocore's chain.
-        sse: Encryption at rest: ``"AES256"``, ``"aws:kms"`` or ``"aws:kms:dsse"``.
-        kms_key_id: The key of ``sse="aws:kms"``.
-        storage_class: Of new objects.
-        tags: Of new objects.
-        request_payer: Agree to pay for requests to someone else's bucket.
-        proxies: Proxy URL by scheme of the endpoint; ``{}`` for none.
-        part_bytes: Least size of a write; 10 MiB or more. No part is less than half of it.
-        has_conditional_put: Whether the server honours ``If-None-Match: *``; None to find out.
+        kms_key_id: For ``sse="aws:kms"``.
+        storage_class, tags: Of new objects.
+        request_payer: Agree to pay for requests to others' buckets.
+        proxies: Proxy URL by the endpoint's scheme; ``{}`` for none.
+        part_bytes: Least size of a write, 10 MiB or more; a part has at least half of it.
+        has_conditional_put: Whether ``If-None-Match: *`` is honoured; None to find out.
     """
 
     region: str | None = None
@@ -145,12 +140,12 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
             raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
 
     def __repr__(self) -> str:
-        # Without proxies, which may have a password, and KMS keys, which have an account.
+        # Without proxies (passwords) and KMS keys (accounts).
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
 class _Bucket(msgspec.Struct, frozen=True):
-    """The URL before an object's key, and the region in signatures; None if nothing is signed."""
+    """The URL before an object's key, and the signatures' region; None if unsigned."""
 
     base_url: str
     region: str | None
@@ -162,7 +157,7 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 
 
 def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
-    """Returns the event loop's client for these options. Release it once per call."""
+    """Returns the event loop's client. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     client = clients.setdefault(msgspec.msgpack.encode(options), S3Client(options, run_io=run_io))
     client.num_users += 1
@@ -172,15 +167,16 @@ def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
 class S3Client:
     """An endpoint with its credentials. Get it by ``shared_client``.
 
+    Abilities of the server are None until tried.
+
     Attributes:
-        num_users: Storages that use it; after the last release its connections are closed.
-        checks_crc32c: Whether the server compares the CRC32C of bodies; None until it has answered.
-            If not, payloads are signed.
-        checks_sha256: Whether it compares the SHA-256 of signed payloads; None until it was tried.
-        has_conditional_put: Whether it honours ``If-None-Match: *``; None until it was tried.
-        copies_parts: Whether it copies from objects into uploads; None until it was tried.
+        num_users: Storages that use it; the last release closes its connections.
+        checks_crc32c: Of bodies. If not, payloads are signed.
+        checks_sha256: Of signed payloads.
+        has_conditional_put: Whether ``If-None-Match: *`` is honoured.
+        copies_parts: From objects into uploads.
         probing: Held by a trial.
-        beginning: Held by the first upload, until the server's checks are known.
+        beginning: Held by the first upload, until the checks are known.
     """
 
     def __init__(self, options: S3Options, *, run_io: RunBlocking) -> None:
@@ -197,7 +193,7 @@ class S3Client:
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
-        # Reading the trusted authorities takes longer than a round trip: done once.
+        # Reading the trusted authorities takes longer than a round trip.
         self._ssl_context: ssl.SSLContext | None = None
         self._buckets: dict[str, _Bucket] = {}
 
@@ -205,18 +201,18 @@ class S3Client:
         return bool(self.checks_crc32c) or self.checks_sha256 is not None
 
     async def release(self) -> None:
-        """Ends one use. The last user closes the connections; credentials are kept."""
+        """Ends one use. The last one closes the connections; credentials are kept."""
         self.num_users -= 1
         if not self.num_users and self._wire is not None:
             wire, self._wire = self._wire, None
             await wire.aclose()
 
     def renew(self) -> None:
-        """Makes the next call look for credentials again: the server reported expired ones."""
+        """Makes the next call look for credentials again."""
         self._client = None
 
     async def call(self, operation: str, **params: Any) -> dict[str, Any]:
-        """Makes a control call by the name in aiobotocore: ``call("head_object", Bucket=...)``."""
+        """Makes a control call by its aiobotocore name: ``call("head_object", Bucket=...)``."""
         await self._open()
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
@@ -234,8 +230,8 @@ class S3Client:
     ) -> Response:
         """Sends ``views`` as the body of a request.
 
-        ``payload`` is their SHA-256 in hex digits, if the signature is to cover it. Cancellation:
-        at once; the server may have acted on the request.
+        ``payload`` is their SHA-256 in hex digits, if it is to be signed. Cancellation: at once;
+        the server may have acted on the request.
         """
         request = await self._request(method, bucket, key, query, headers, payload)
         response = await self._require_wire().send(request, views)
@@ -251,7 +247,7 @@ class S3Client:
     ) -> Response:
         """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
-        Cancellation: at once; nothing writes to the views after that.
+        Cancellation: at once; the views are free.
         """
         request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
         wire = self._require_wire()
@@ -290,7 +286,7 @@ class S3Client:
     async def _bucket(self, name: str) -> _Bucket:
         bucket = self._buckets.get(name)
         if bucket is None:
-            # A presigned URL has all that botocore knows: address, region, whether to sign.
+            # The URL has address, region, and whether to sign.
             url = urlsplit(
                 await self._client.generate_presigned_url(
                     "get_object", Params={"Bucket": name, "Key": "k"}
@@ -300,8 +296,8 @@ class S3Client:
             region = scope[2] if len(scope) == 5 else None
             host = url.netloc
             if host == f"{name}.s3.amazonaws.com" and region not in (None, "us-east-1"):
-                # Presigned URLs name the global host, which redirects for a day after a bucket
-                # was made.
+                # Presigned URLs name the global host, which redirects for a day after a bucket's
+                # creation.
                 host = f"{name}.s3.{region}.amazonaws.com"
             base_url = f"{url.scheme}://{host}{url.path.removesuffix('k')}"
             bucket = self._buckets[name] = _Bucket(base_url, region)
@@ -347,7 +343,7 @@ class S3Client:
     async def _send_control(
         self, request: AWSPreparedRequest, event_name: str, **_: Any
     ) -> AioAWSResponse:
-        """Sends a control call: botocore uses a hook's response instead of sending itself."""
+        """Sends a control call: botocore uses a hook's response."""
         is_long = event_name.endswith(("CompleteMultipartUpload", "UploadPartCopy"))
         options = self.options
         headers = {
@@ -391,14 +387,14 @@ class _Body:
 
 @functools.cache
 def _shared_loader() -> Loader:
-    """Returns the loader of service models, which takes 0.1 s per model, for all clients."""
+    """Shares loaded service models, which take 0.1 s each, among clients."""
     return create_loader()
 
 
 def _open_client(options: S3Options) -> tuple[AioSession, Any]:
     """Opens a session and its client; on a worker thread, with a temporary event loop.
 
-    Nothing stays bound to that loop: the client never opens a connection.
+    The client opens no connection, so it is not bound to that loop.
     """
 
     async def open_client() -> tuple[AioSession, Any]:
@@ -410,7 +406,7 @@ def _open_client(options: S3Options) -> tuple[AioSession, Any]:
             )
         config = AioConfig(
             signature_version=UNSIGNED if options.anonymous else "s3v4",
-            # Retries are a policy of the storage; these would be hidden.
+            # The storage retries; these would be hidden.
             retries={"total_max_attempts": 1},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -425,10 +421,10 @@ def _open_client(options: S3Options) -> tuple[AioSession, Any]:
 
 
 def _check_proxy(given: str | None) -> str | None:
-    """Returns the URL of a proxy, which the environment may give without a scheme.
+    """Returns a proxy's URL, which the environment may give without a scheme.
 
     Raises:
-        UsageError: it is malformed. It is not shown: it may have a password.
+        UsageError: It is malformed. Not shown: it may have a password.
     """
     if not given:
         return None
@@ -486,7 +482,7 @@ _PASSING = {
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
-"""Failures that a retry may avoid."""
+"""A retry may avoid these failures."""
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _WRONG_KEYS = {"InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
@@ -506,14 +502,14 @@ _NEEDED = (
 
 
 def is_missing(error: ClientError) -> bool:
-    """Returns whether the object does not exist. A response to HEAD has the status only."""
+    """Whether the object does not exist. A response to HEAD has the status only."""
     return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
 
 
 def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
-    """Returns the error for a ``ClientError``, ``BotoCoreError`` or ``WireError``, with advice."""
+    """Returns the error, with advice, for a botocore error or a ``WireError``."""
     if isinstance(error, ClientError):
         kind, detail, fields = _error_from_response(error, client)
     else:
@@ -535,7 +531,7 @@ def _error_without_response(error: Exception) -> _Meaning:
             {},
         )
     assert isinstance(error, BotoCoreError)
-    # Without its message: some quote the output of a credential helper.
+    # Without its message: some quote a credential helper's output.
     return (
         AccessDenied,
         f"no credentials were found ({type(error).__name__}): set AWS_ACCESS_KEY_ID and "
@@ -589,7 +585,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
 
 
 def _describe_skew(headers: Mapping[str, str]) -> str:
-    """Describes the error of this machine's clock, from the response's date."""
+    """Describes the clock's error, from the response's date."""
     try:
         there = parsedate_to_datetime(headers["date"])
     except (KeyError, ValueError):

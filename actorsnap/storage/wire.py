@@ -1,12 +1,8 @@
 """An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
 
-Each exchange (one request, one response) runs on a worker thread and blocks there, in calls that
-release the GIL; ``docs/decisions/0009`` has the reasons, with measurements. Signing, retries,
-limits and the meaning of a status are the callers': this module must not know object stores.
-
-A thread in a system call cannot be cancelled. Instead its socket is shut down: the call returns at
-once. Cancellation and deadlines work like this. A name lookup that hangs ends when the resolver
-gives up.
+Each exchange (request and response) blocks on a worker thread, without the GIL
+(``docs/decisions/0009``). For cancellation and deadlines its socket is shut down: the call returns
+at once. A name lookup that hangs ends when the resolver gives up.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 
 _SMALL_BYTES = 64 * 1024
-"""Size up to which small neighbours are joined: copying costs less than a system call each."""
+"""Smaller neighbours are joined: copying costs less than a system call each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +35,8 @@ class Request:
         url: With scheme and host; path and query are sent as they are.
         headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they and the
             URL may hold signatures.
-        deadline_s: For the whole exchange, including connecting.
-        kept_bytes: Bytes kept of a response's body that goes into no views.
+        deadline_s: Includes connecting.
+        kept_bytes: Limit on a body that goes into no views.
     """
 
     method: str
@@ -52,11 +48,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A complete response.
+    """``headers`` by lower-case name; repeated ones are joined by commas.
 
-    Attributes:
-        headers: By lower-case name; values of repeated ones are joined by commas.
-        body: Empty if it went into the caller's views.
+    ``body`` is empty if it went into the caller's views.
     """
 
     status: int
@@ -68,8 +62,8 @@ class WireError(Exception):
     """No complete response came.
 
     Attributes:
-        detail: The reason; names the host, never the path, query or headers.
-        is_retryable: Whether the same exchange may succeed later.
+        detail: Names the host, never path, query or headers.
+        is_retryable: The same exchange may succeed later.
         is_timeout: A deadline is over, or the server was silent for too long.
     """
 
@@ -81,7 +75,7 @@ class WireError(Exception):
 
 
 class WrongLength(WireError):
-    """The announced body, of ``num_bytes`` bytes if known, is shorter or longer than the views."""
+    """The announced body differs in length from the views."""
 
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
@@ -89,7 +83,7 @@ class WrongLength(WireError):
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Returns whether a request failed because the host does not exist: a retry is of no use."""
+    """Whether the host does not exist: a retry is of no use."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, socket.gaierror):
         # Clients keep the resolver's error as ``os_error`` or as the cause.
@@ -98,15 +92,14 @@ def is_unknown_host(error: BaseException) -> bool:
 
 
 class Wire:
-    """Connections that are kept alive. For use on one event loop.
+    """Connections that are kept alive. For one event loop.
 
     Args:
-        run_blocking: Runs exchanges.
         connect_s: Bound for connecting to one address, and for the TLS handshake.
         stall_s: Longest time without a byte in either direction.
         max_idle: Connections kept per server.
-        ssl_context: For ``https``; None: the system's trusted authorities.
-        proxy: URL of an HTTP proxy, with user and password if needed.
+        ssl_context: None: the system's trusted authorities.
+        proxy: Of HTTP, perhaps with user and password.
     """
 
     def __init__(
@@ -132,8 +125,8 @@ class Wire:
         """Sends ``views``, back to back, as the body; they are not kept.
 
         Raises:
-            WireError: no complete response came; the server may have acted on the request.
-        Cancellation: at once; the server may have acted on the request.
+            WireError: No complete response came; the server may have acted.
+        Cancellation: at once; the server may have acted.
         """
         return await self._exchange(request, views, None)
 
@@ -141,14 +134,14 @@ class Wire:
         """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
 
         Raises:
-            WrongLength: the body has another length. The views are untouched.
-            WireError: no complete response came. The views' content is then unspecified.
-        Cancellation: at once; nothing writes to the views after that.
+            WrongLength: The body has another length. The views are untouched.
+            WireError: No complete response came. The views' content is unspecified.
+        Cancellation: at once; the views are free.
         """
         return await self._exchange(request, (), views)
 
     async def aclose(self) -> None:
-        """Closes idle connections; others as soon as their exchange ends."""
+        """Closes idle connections; others when their exchange ends."""
         self._is_closed = True
         for connections in self._idle.values():
             for connection in connections:
@@ -175,7 +168,7 @@ class Wire:
                     result = error
                 connection.has_ended = True
                 guard.cancel_scope.cancel()
-            # A cut by a cancellation is a cancellation, not a failure of the server.
+            # A cut by a cancellation is no failure of the server.
             await anyio.lowlevel.checkpoint_if_cancelled()
         finally:
             self._give_back(connection)
@@ -215,13 +208,13 @@ class Wire:
 
 
 class _Connection(http.client.HTTPConnection):
-    """One connection to one server, opened on first use and again after it was lost.
+    """One connection to one server, opened on first use and after a loss.
 
-    All methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
+    Methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
-        is_reusable: The last exchange was complete, and another may follow.
-        has_ended: No exchange is running: nothing to cut.
+        is_reusable: Another exchange may follow.
+        has_ended: No exchange is running.
     """
 
     def __init__(
@@ -256,11 +249,11 @@ class _Connection(http.client.HTTPConnection):
                 self._proxy_headers = headers
             else:
                 self.set_tunnel(self._server, port, headers)
-        # http.client calls this to connect; so the socket can be cut meanwhile.
+        # http.client connects by it; so the socket can be cut meanwhile.
         self._create_connection = self._open_socket
 
     async def cut_after(self, deadline_s: float) -> None:
-        """Shuts the socket down after ``deadline_s``, or when it is cancelled before the end."""
+        """Shuts the socket down after ``deadline_s``, or on cancellation."""
         try:
             await anyio.sleep(deadline_s)
             self._is_late = True
@@ -289,7 +282,7 @@ class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         super().connect()
         if self._ssl_context is not None:
-            # The handshake begins when the socket is stored here, and so can be cut.
+            # Stored before the handshake, which can thus be cut.
             self.sock = self._ssl_context.wrap_socket(
                 self.sock, server_hostname=self._server, do_handshake_on_connect=False
             )
@@ -334,7 +327,7 @@ class _Connection(http.client.HTTPConnection):
         outgoing: Sequence[memoryview],
         incoming: Sequence[memoryview] | None,
     ) -> Response:
-        # Closed in any case: a response keeps its socket open longer than its connection.
+        # A response keeps its socket open longer than its connection.
         with self._send(request, outgoing) as response:
             headers: dict[str, str] = {}
             for name, value in response.getheaders():
@@ -361,7 +354,7 @@ class _Connection(http.client.HTTPConnection):
             try:
                 self.putheader(name, value)
             except ValueError:
-                # Not shown, not even as a cause: it may be a token that was read with its line end.
+                # Not shown, not even as a cause: it may be a token.
                 detail = f"the header {name!r} has characters that cannot be sent to {self.place}"
                 raise WireError(detail, is_retryable=False) from None
         num_bytes = sum(view.nbytes for view in outgoing)
@@ -425,7 +418,7 @@ def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> No
             if not num_bytes:
                 raise _HungUp
             rest = rest[num_bytes:]
-    response.read()  # takes note of the end
+    response.read()  # detects the end
 
 
 def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
@@ -443,7 +436,7 @@ def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]
 
 
 def _host_header(url: SplitResult) -> str:
-    """Returns the host as signatures have it: the port only if it is not the scheme's own."""
+    """Returns the host as signed: with the port only if it is not the scheme's own."""
     if url.port == {"http": 80, "https": 443}[url.scheme]:
         return url.netloc.rpartition(":")[0]
     return url.netloc
@@ -459,7 +452,7 @@ def _shut_down(sock: socket.socket | None) -> None:
     if sock is None:
         return
     try:
-        # Not SSLSocket.shutdown, which would drop TLS and let a thread continue in plain text.
+        # Not SSLSocket.shutdown, which would drop TLS: a thread could continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
         pass  # not connected yet, or no longer

@@ -1,8 +1,7 @@
-"""The base of all wrappers around a storage: every verb, declared once, through one hook.
+"""The base of all wrappers around a storage: every verb, through one hook.
 
-A policy for all verbs overrides ``around`` and, for worker threads, ``around_blocking``; one that
-acts on the async verbs only switches blocking I/O off (``without_blocking_io``). A wrapper owns its
-inner storage: ``aclose`` closes both. It must not know backends or snapshots.
+A policy overrides ``around`` and, for worker threads, ``around_blocking``; or switches blocking I/O
+off (``without_blocking_io``). A wrapper owns its inner storage: ``aclose`` closes both.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ P = ParamSpec("P")
 
 
 class ListEnd(enum.Enum):
-    """The result of the step after the last object of a ``list``."""
+    """The answer after the last object of a ``list``."""
 
     END = enum.auto()
 
@@ -48,7 +47,7 @@ async def close_after(infos: AsyncIterator[ObjectInfo]) -> AsyncIterator[AsyncIt
 
 
 class Wrapper(Storage):
-    """Passes every verb on to ``inner``. Errors, cancellation and atomicity are the inner's."""
+    """Passes every verb on to ``inner``, whose errors, cancellation and atomicity remain."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -60,8 +59,8 @@ class Wrapper(Storage):
     ) -> T:
         """Awaits ``call(...)``, the verb ``op`` on ``key``; each step of a ``list`` is a call.
 
-        Verbs of writers come here, too. ``call`` is not a closure over the arguments: its frame,
-        in the traceback of a failure, would keep the app state alive.
+        Includes writers' verbs. ``call`` is no closure over the arguments: its frame, in a
+        failure's traceback, would keep the app state alive.
         """
         return await call(*args, **kwargs)
 

@@ -1,7 +1,6 @@
-"""Tools for tests of actorsnap and of code that plugs into it. Public and stable.
+"""Tools for tests of actorsnap and of its plugins. Public and stable.
 
-``StorageConformance`` needs pytest and hypothesis. It is imported on first use, so that the rest
-works without them.
+Only ``StorageConformance``, imported on first use, needs pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ async def run_blocking_in_thread(fn: Callable[..., T], /, *args: Any) -> T:
 def bounded(
     limit_s: float,
 ) -> Callable[[Callable[P, Awaitable[None]]], Callable[P, Awaitable[None]]]:
-    """Returns a decorator that fails an async test with ``TimeoutError`` after ``limit_s``."""
+    """Fails an async test with ``TimeoutError`` after ``limit_s``."""
 
     def decorate(test: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
         @functools.wraps(test)
@@ -61,7 +60,7 @@ def __getattr__(name: str) -> Any:
     if "actorsnap.testing.conformance" not in sys.modules:
         import pytest
 
-        # Before the import, so that failures of the suite show the compared values.
+        # Before the import, so that failures show the compared values.
         pytest.register_assert_rewrite("actorsnap.testing.conformance")
     from actorsnap.testing.conformance import StorageConformance
 

@@ -1,14 +1,13 @@
-"""The contract of ``actorsnap.storage.base`` as a test suite. Every backend must pass it.
+"""The contract of ``actorsnap.storage.base`` as a test suite for backends.
 
-For authors of backends. Needs pytest, hypothesis and anyio, whose pytest plugin runs the
-coroutines. A complete test module::
+Needs pytest, hypothesis and anyio's pytest plugin. A complete test module::
 
     import pytest
     from actorsnap.storage import StorageContext
     from actorsnap.testing import StorageConformance, run_blocking_in_thread
 
     @pytest.fixture
-    def anyio_backend():          # without it, anyio's plugin runs on asyncio and on trio
+    def anyio_backend():          # the default is asyncio and trio
         return "asyncio"
 
     class TestMyStorage(StorageConformance):
@@ -19,13 +18,13 @@ coroutines. A complete test module::
                 return open_mine(f"mine://{tmp_path}", context)
             return make
 
-``make_storage`` returns a function that opens the same place each time; the place is empty when a
-test begins. The fixture may be ``async`` and may clean up after a ``yield``. ``limit_s`` bounds
-every test. ``num_many`` is the number of small objects in the tests of paging.
+``make_storage`` returns a function that opens the same place each time, empty when a test begins.
+The fixture may be ``async`` and may clean up after a ``yield``. ``limit_s`` bounds every test;
+``num_many`` is the number of objects in tests of paging.
 
-Must not know any backend. The suite uses no key that is a folder of another key (``a`` and
-``a/b``), because file systems cannot hold both, and no write below
-``capabilities.min_write_bytes``. It cannot observe durability: a backend must test its own fsyncs.
+No key is a folder of another one (``a`` and ``a/b``), because file systems cannot hold both; no
+write is below ``capabilities.min_write_bytes``. Durability is not observable: backends must test
+their own fsyncs.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ MakeStorage: TypeAlias = Callable[[], Storage]
 
 _MALFORMED_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b", "a\\b"]
 
-# Every key that check_key accepts must work, including special characters of URLs, shells and
-# patterns.
+# Includes special characters of URLs, shells and patterns.
 _UNUSUAL_KEYS = [
     "with space",
     " leading and trailing ",
@@ -91,12 +89,11 @@ _MODEL_KEYS = ["a", "b.c", "b-c", "d/x", "d/y", "d.e/x", "d/z/1", "é"]
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """Returns ``size`` bytes without a short period, so that misplaced ranges differ."""
+    """Returns bytes without a short period, so that misplaced ranges differ."""
     return random.Random(seed).randbytes(size)
 
 
 def views_of(data: bytes | bytearray, size: int) -> list[memoryview]:
-    """Returns ``data`` cut into views of ``size`` bytes, the last one shorter."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, len(data), size)]
 
@@ -119,7 +116,6 @@ def _bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[No
 
 
 def _bound_tests(suite: type[StorageConformance]) -> type[StorageConformance]:
-    """Bounds the time of all async tests of a class by its ``limit_s``."""
     for name, test in list(vars(suite).items()):
         if name.startswith("test_") and inspect.iscoroutinefunction(test):
             setattr(suite, name, _bounded(test))
@@ -149,7 +145,7 @@ async def _create(storage: Storage, key: str, data: bytes, how: int) -> None:
 
 
 async def _write_parts(writers: Sequence[ObjectWriter], data: bytes, part: int) -> None:
-    """Writes ``data`` in parts of ``part`` bytes, all at once, by the writers in turn."""
+    """Writes parts of ``part`` bytes, all at once, by the writers in turn."""
     async with anyio.create_task_group() as tasks:
         for n, view in enumerate(views_of(data, part)):
             tasks.start_soon(writers[n % len(writers)].write_at, n * part, [view])
@@ -166,8 +162,7 @@ def _write_bytes(storage: Storage, at_least: int) -> int:
 
 @_bound_tests
 class StorageConformance:
-    """Base class of a test suite: name the subclass ``Test...`` and add the fixture
-    ``make_storage``."""
+    """Base class of a suite. Subclasses are named ``Test...`` and define ``make_storage``."""
 
     limit_s: float = 300.0
     num_many: int = 1100
@@ -366,7 +361,7 @@ class StorageConformance:
                 await writer.write_at(n * size, [view], crc32c(view) ^ flaw)
             await writer.complete()
 
-        # If one write is the whole object, `complete` may send it.
+        # A write of the whole object may be sent by `complete`.
         with pytest.raises(StorageError) as raised:
             await write_all(flaw=1)
         assert raised.value.retryable
@@ -389,7 +384,6 @@ class StorageConformance:
         part = _write_bytes(storage, 10_000)
         data = pattern(6 * part)
         opener = await storage.writer("key", len(data))
-        # Tokens are sent in messages between ranks.
         assert type(opener.token) is bytes
         other = make_storage()
         writers = [opener, await other.join_writer(opener.token)]
@@ -425,8 +419,7 @@ class StorageConformance:
         part = _write_bytes(storage, 3)
         writer = await storage.writer("folder/key", 2 * part)
         await writer.abort()
-        # Some backends detect it on joining, some on writing. Some leave the written data to the
-        # deletion of the folder.
+        # Backends detect it on joining, on writing, or leave the data to the folder's deletion.
         with contextlib.suppress(StorageError):
             joined = await storage.join_writer(writer.token)
             await joined.write_at(0, [memoryview(pattern(part))])
@@ -508,7 +501,7 @@ class StorageConformance:
 
     async def test_a_writer_does_not_harm_an_object_that_exists(self, storage: Storage) -> None:
         await _put(storage, "key", data=b"first")
-        # Not every backend can detect it cheaply; the others must still support abort.
+        # Not every backend detects it; the others must still support abort.
         with contextlib.suppress(ObjectExists):
             writer = await storage.writer("key", 6)
             with contextlib.suppress(ObjectExists):
@@ -650,7 +643,7 @@ class StorageConformance:
         assert await listed(storage, "folder/key") == []
 
     async def test_list_is_in_key_order(self, storage: Storage) -> None:
-        # "/" sorts between "." and "0": an order by folders is not the order of keys.
+        # "/" sorts between "." and "0": folder order is not key order.
         keys = ["b/x", "a", "b-x", "b.x", "b0x", "b/x.y", "c/d/e", "c-d/e", "é", "Z", "10", "9"]
         async with anyio.create_task_group() as tasks:
             for key in keys:
@@ -691,7 +684,7 @@ class StorageConformance:
         await _put(storage, *"01234")
         infos = storage.list("")
         assert (await anext(infos)).key == "0"
-        # Trio requires generators that are not exhausted to be closed.
+        # Trio requires unexhausted generators to be closed.
         if isinstance(infos, AsyncGenerator):
             await infos.aclose()
         assert len(await keys_in(storage)) == 5
@@ -745,7 +738,7 @@ class StorageConformance:
     async def test_folders_vanish_with_their_last_object(self, storage: Storage) -> None:
         await _put(storage, "name/deep/er")
         await storage.delete(["name/deep/er"])
-        # With real folders, a remaining one would be in the way.
+        # A real folder that remained would be in the way.
         await _put(storage, "name", data=b"y")
         assert await storage.get("name") == b"y"
 
@@ -908,7 +901,6 @@ _STEPS: st.SearchStrategy[_Step] = st.tuples(
 async def _step(
     storage: Storage, model: dict[str, bytes], verb: str, key: str, data: bytes
 ) -> None:
-    """Applies one operation to both and compares the results."""
     is_there = key in model
     missing: contextlib.AbstractContextManager[Any] = (
         contextlib.nullcontext() if is_there else pytest.raises(ObjectNotFound)

@@ -1,7 +1,6 @@
 """Storages that fail, stall, slow down or kill the process on purpose.
 
-Decides when a fault happens, by counting operations. A test with a fault must assert ``was_hit``,
-or it may pass without any fault. Must not know backends or snapshots.
+Operations are counted to place a fault. Tests must assert ``was_hit``, or may pass without one.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ P = ParamSpec("P")
 
 
 class Verb(StrEnum):
-    """The verbs of a storage and of its writers."""
-
     PUT = "put"
     PUT_IF_ABSENT = "put_if_absent"
     WRITER = "writer"
@@ -61,10 +58,9 @@ class Verb(StrEnum):
 
 
 class When(StrEnum):
-    """Position of a fault: before the operation takes effect, after it, or halfway.
+    """Position of a fault relative to the operation's effect.
 
-    Halfway through a ``write_at``, its first half is written. Other verbs are atomic, so for them
-    halfway means before.
+    Halfway tears a ``write_at``. Other verbs are atomic: halfway means before.
     """
 
     BEFORE = "before"
@@ -83,7 +79,7 @@ _WRITING = frozenset(
         Verb.DELETE_FOLDER,
     }
 )
-# `abort` never raises StorageError by contract, so no fault may make it raise.
+# By contract, `abort` never raises StorageError.
 _FAILING = frozenset(Verb) - {Verb.ABORT}
 
 
@@ -104,7 +100,7 @@ class FaultyStorage(Wrapper):
 
     Attributes:
         counts: Operations begun, by verb, including blocking ones.
-        was_hit: Whether the scripted failure or stall has happened, also if it was handled.
+        was_hit: Whether the failure or stall has happened, handled or not.
     """
 
     def __init__(
@@ -126,19 +122,19 @@ class FaultyStorage(Wrapper):
         Args:
             inner: The storage to wrap.
             fail_at: The operation, counted over ``fail_verbs``, that raises.
-            fail_verbs: The verbs that count for ``fail_at``; all but ``abort`` by default.
-            fail_when: Position of the failure or kill; if None, a failure comes ``before`` and a
-                kill ``after`` the operation. A failure ``after`` it is ambiguous, because the
-                operation took effect; one ``halfway`` tears a write.
-            error: The error to raise; if None, a ``StorageError`` that is not retryable.
-            is_lasting: All operations from ``fail_at`` on fail: the store is gone.
-            kill_after: SIGKILL this process at that operation, counted over the verbs that write:
-                put, put_if_absent, write_at, reuse, complete, delete, delete_folder.
-            latency_s: Delay of a verb, in seconds; ``math.inf`` stalls it until it is cancelled.
-            before: Awaited with verb and key as each operation begins; its errors are raised by the
-                operation.
-            has_blocking_io: False forces callers to the async path. Also off with ``before``, and
-                if ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
+            fail_verbs: By default all but ``abort``.
+            fail_when: Position of the failure or kill; None: a failure ``before``, a kill
+                ``after``. A failure ``after`` is ambiguous, because the operation took effect; one
+                ``halfway`` tears a write.
+            error: None: a ``StorageError`` that is not retryable.
+            is_lasting: All operations from ``fail_at`` on fail.
+            kill_after: SIGKILL this process at that operation, counted over put, put_if_absent,
+                write_at, reuse, complete, delete, delete_folder.
+            latency_s: Seconds of delay of a verb; ``math.inf`` stalls it until it is cancelled.
+            before: Awaited with verb and key as each operation begins; the operation raises its
+                errors.
+            has_blocking_io: False forces the async path; off, too, with ``before``, and if
+                ``write_at`` or ``read_into`` stall, since a thread cannot be cancelled.
 
         Raises:
             UsageError: A count is below 1, or a verb is unknown.
@@ -174,7 +170,6 @@ class FaultyStorage(Wrapper):
             return self.counts.total()
 
     async def wait_stalled(self) -> None:
-        """Returns when an operation has stalled."""
         await self._stalled.wait()
 
     async def around(
@@ -182,8 +177,7 @@ class FaultyStorage(Wrapper):
     ) -> T:
         if op == "aclose":
             return await call(*args, **kwargs)
-        # A fault after the effect of `writer` drops the writer without aborting it, like a lost
-        # answer.
+        # A fault after `writer` drops the writer without an abort, like a lost answer.
         async with self._operation(Verb(op), key):
             return await call(*args, **kwargs)
 
@@ -289,7 +283,7 @@ class _FaultyWriter(WriterWrapper):
 class ThrottledStorage(Wrapper):
     """Limits reads and writes together to ``bytes_per_s``, in the order of the calls.
 
-    Blocking I/O is off. For use on one event loop.
+    Blocking I/O is off. For one event loop.
     """
 
     def __init__(
@@ -329,7 +323,7 @@ class ThrottledStorage(Wrapper):
 
     async def _pay(self, count: int) -> None:
         now_s = self._clock()
-        # Booked before the wait, so that concurrent callers queue up.
+        # Before the wait, so that concurrent callers queue up.
         self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
         await anyio.sleep(self._free_at_s - now_s)
 
