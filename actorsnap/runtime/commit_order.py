@@ -1,7 +1,6 @@
-"""Saves of this process to one path commit in the order of their calls.
+"""Commits of this process to one path, in the order of calls.
 
-Otherwise a large save would replace a later, smaller one. Only saves with ``overwrite`` take part:
-without it the second save fails.
+Otherwise a large save would replace a later, smaller one. Only for saves with ``overwrite``.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ __all__ = ["CommitOrder", "CommitTurn", "LocalTurn"]
 
 
 class CommitTurn(Protocol):
-    """The position of one save in the order. On the runtime's loop only."""
+    """The position of one save. On the runtime's loop only."""
 
     async def wait(self) -> bool:
-        """Waits until all earlier saves have ended.
+        """Waits for the end of all earlier saves.
 
         Returns:
-            Whether an earlier save's commit got no answer from the storage and may still take
-            effect. Reported to one save only.
+            Whether an earlier commit got no answer from the storage and may still take effect; true
+            for one save only.
         """
         ...
 
     def release(self, *, is_unanswered: bool = False) -> None:
-        """Lets later saves commit, because this one has ended. Idempotent."""
+        """Lets later saves commit. Idempotent."""
         ...
 
 
