@@ -1,14 +1,13 @@
 """The command line.
 
-Output goes to stdout, progress and errors to stderr. Columns are aligned on a terminal, otherwise
-separated by tabs. Terminal control characters are escaped. Exit codes:
+Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by
+tabs. Terminal control characters are escaped. Exit codes:
 
     0    done; verify: intact; diff: equal
     1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept
     2    bad usage, or no such object
     3    no committed snapshot; rm --garbage: and no garbage
-    4    the storage failed or refused; or the snapshot is damaged (except for verify), or needs a
-    newer release or a missing package
+    4    storage error; damaged (except for verify); needs a newer release or a package
     130  interrupted
 """
 
@@ -80,7 +79,7 @@ StorageOption = Annotated[
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # The terminal's encoding may lack characters.
+            # The encoding may lack characters.
             stream.reconfigure(errors="backslashreplace")
     app()
 
@@ -322,7 +321,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     expendable = complete if is_confirmed else []
     report = _run(maintenance.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
-        _run(reading.load_index(source))  # raises if nothing is there
+        _run(reading.load_index(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
@@ -460,7 +459,7 @@ def _wait_rows(summary: timeline.Summary) -> Iterator[list[str]]:
 
 
 def _options() -> Options:
-    # A large snapshot takes hours, and Ctrl-C ends it.
+    # Large snapshots take hours; Ctrl-C ends it.
     return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
 
 
@@ -495,7 +494,7 @@ def _run(script: Script[T]) -> T:
 
 @contextmanager
 def _errors(damaged: int = 4) -> Iterator[None]:
-    """Turns the library's errors into a line and an exit code."""
+    """Turns errors into a line and an exit code."""
     try:
         yield
         sys.stdout.flush()

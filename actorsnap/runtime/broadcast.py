@@ -1,6 +1,5 @@
-"""Broadcasts CPU memory between ranks over a private gloo group.
-
-The job's own groups stay in step even if a broadcast fails.
+"""Broadcasts CPU memory over a private gloo group: the job's own groups stay in step even if a
+broadcast fails.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _BROADCAST_S = 30.0
 _MAX_POLL_S = 0.25
 
 _NUM_CLEANERS = 2
-"""Ranks that remove the keys of others: one of them may be killed."""
+"""Ranks that remove others' keys: one may be killed."""
 
 
 def obstacle() -> str:
-    """Returns why this process cannot broadcast; empty if it can."""
+    """Returns why this process cannot broadcast, if so."""
     if dist.is_available() and dist.is_gloo_available():
         return ""
     return "torch was built without gloo"
@@ -98,12 +97,12 @@ class Broadcaster:
             tasks.cancel_scope.cancel()
 
     async def broadcast(self, memory: memoryview, source: int) -> None:
-        """Sends ``memory`` from rank ``source``; other ranks receive into theirs.
+        """Sends ``memory`` from rank ``source``; others receive into theirs.
 
         Raises:
             RuntimeError: Another rank is gone.
-        Cancellation: Delayed while the group uses the memory: until another rank leaves, or the
-        timeout. Run it as an errand.
+        Cancellation: Delayed until another rank leaves, or the timeout: the group uses the memory.
+        Run it as an errand.
         """
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         ended = anyio.Event()
@@ -155,9 +154,9 @@ class Broadcaster:
 
 
 class _Meeting(_Store):
-    """The store passed to gloo, through which ranks exchange addresses.
+    """The store passed to gloo, for ranks to exchange addresses.
 
-    With the job's store, each rank would ask for every other one, without a way to cancel. This one
+    Through the job's store, each rank would ask for every other one, without cancellation. This one
     exchanges all entries at once; the last rank removes them.
     """
 

@@ -1,4 +1,4 @@
-"""Commits of this process to one path, in the order of calls.
+"""Orders the commits of this process to one path by their calls.
 
 Otherwise a large save would replace a later, smaller one. Only for saves with ``overwrite``.
 """
@@ -20,8 +20,8 @@ class CommitTurn(Protocol):
         """Waits for the end of all earlier saves.
 
         Returns:
-            Whether an earlier commit got no answer from the storage and may still take effect; true
-            for one save only.
+            Whether an earlier commit, unanswered by the storage, may still take effect; true for
+            one save only.
         """
         ...
 
@@ -38,7 +38,7 @@ class CommitOrder:
         self._lock = threading.Lock()
 
     def join(self, path: str) -> LocalTurn:
-        """Takes the next turn at ``path``, a normalised URL."""
+        """Takes a turn; ``path`` is a normalised URL."""
         with self._lock:
             turn = self._last[path] = LocalTurn(self, path, self._last.get(path))
             return turn
@@ -66,7 +66,7 @@ class LocalTurn:
                 ended = anyio.Event()
                 before._waiting.append(ended)
                 await ended.wait()
-            # An earlier save may have ended before its own turn came.
+            # It may have ended before its turn.
             is_unanswered |= bool(before._is_unanswered)
             self._before = before._before
         return is_unanswered

@@ -57,7 +57,6 @@ class Compared:
     without_optim: list[str] = field(default_factory=list)
 
     def build(self) -> dict[str, Any]:
-        """Returns the states for ``load_state_dict``, by key."""
         states = {key: part.build() for key, part in self.parts.items()}
         for key in self.without_optim:
             if key in states:
@@ -80,7 +79,7 @@ def compare(
     """Compares an app state with a snapshot.
 
     Args:
-        index: As ``rank`` sees it.
+        index: As seen by ``rank``.
         states: In load order.
 
     Raises:
@@ -151,7 +150,7 @@ class _Comparer:
         compared.mismatched += stuck
         if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.match.mismatched):
             compared.mismatched += part.match.mismatched
-            return  # an optimizer loads all of its state or none
+            return  # loads all of its state or none
         differs = (
             part.match.missing
             or part.match.unexpected
@@ -160,7 +159,7 @@ class _Comparer:
         )
         if differs and adapts(stateful):
             compared.adapting[key] = part
-            # Fresh memory: a module that adapts may move a leaf to another name.
+            # Fresh: a module that adapts may move a leaf.
             part = self._prepare(key, is_fresh=True)
         compared.missing += part.match.missing
         compared.unexpected += part.match.unexpected
@@ -252,7 +251,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
-    """Refuses an optimizer of distributed parameters without state to restore into."""
+    """Returns a line if an optimizer of distributed parameters has no state yet."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return []
     if not any(map(is_distributed, _parameters(stateful))):

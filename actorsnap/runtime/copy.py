@@ -136,7 +136,7 @@ def copy(
 async def _open_destination(
     host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
-    """Yields the destination and the name of the copy's own attempt."""
+    """Yields destination and name of the copy's own attempt."""
     copier = host.resources.attempts.new()
     try:
         target = await open_location(
@@ -199,7 +199,7 @@ class _Copy:
         if await self._is_there(commit, plan, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
         if await self._has_unclaimed():
-            # Another copy may have committed since.
+            # Another copy may have committed.
             if await self._is_there(commit, plan, overwrite):
                 return msgspec.structs.replace(self._report, was_there=True)
             # Before the first claim: with one, the next copy would adopt these objects.
@@ -246,8 +246,6 @@ class _Copy:
 
         await self._errands.clean_up(collect)
         await self._report_event(CopyEventKind.COMMITTED)
-
-    # The destination
 
     async def _is_there(self, commit: Commit, plan: CopyPlan, overwrite: bool) -> bool:
         """Returns whether the whole snapshot is committed at the destination.
@@ -366,7 +364,7 @@ class _Copy:
         return {info.key: info.size async for info in self._target.list(prefix)}
 
     async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
-        """Returns the replaced attempt, if known, and whether there was no commit object before."""
+        """Returns the replaced attempt, if any, and whether there was no commit object."""
         data = encode_commit(commit)
         replaced: list[str] = []
         was_vacant = not overwrite
@@ -405,8 +403,6 @@ class _Copy:
         self._claim.clear()
         await self._target.delete_folder(self._attempt)
         await self._claim.withdraw()
-
-    # Bytes
 
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
         async def perform(copied: ObjectCopy) -> None:
@@ -508,8 +504,6 @@ class _Copy:
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
 
-    # Events and errors
-
     async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
         report = self._report
         if kind is CopyEventKind.COPIED:
@@ -557,7 +551,7 @@ class _Copy:
 
 
 def _verify_spans(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
-    """Verifies span by span; returns the checksum of all."""
+    """Verifies span by span; returns the total checksum."""
     first = spans[0].start
     total = 0
     for span in spans:

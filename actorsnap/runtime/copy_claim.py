@@ -23,9 +23,7 @@ _BEAT_S = 15.0
 """Interval between renewals."""
 
 _STALE_S = 120.0
-"""Age at which an unrenewed claim counts as dead if its process cannot be checked. A copy that
-cannot renew gives up earlier.
-"""
+"""Age at which an unrenewed claim counts as dead. A copy that cannot renew gives up earlier."""
 
 _LOOK_S = 0.5
 """Interval of looking for the end of another copy or a collection."""

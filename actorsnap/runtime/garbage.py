@@ -127,7 +127,7 @@ async def collect_garbage(
     if claims.copies.keys().isdisjoint(garbage):
         return await sweep.delete(garbage, claims)
     # Leftovers of a copy may be resumed. A copy claims, then looks for collections; a collection
-    # announces itself, then looks for claims. So one sees the other.
+    # announces itself, then looks for claims: one sees the other.
     async with _announce_collection(host, storage):
         claims = await find_claims(storage, await find_attempts(storage))
         return await sweep.delete(unclaimed(garbage, claims.copies), claims)
@@ -198,7 +198,7 @@ class _Sweep:
         try:
             commit = commits.valid()
         except ChecksumMismatch:
-            # It named one of these. Deleting the snapshot deletes that one, too.
+            # It named one of these. Deleting the snapshot deletes it, too.
             complete = await self._complete(self._attempts)
             spared = set(complete)
             if isinstance(commits.older, Commit):
@@ -228,7 +228,7 @@ class _Sweep:
 
 
 async def find_attempts(storage: Storage) -> list[str]:
-    """Returns the attempts with a folder, even an empty one."""
+    """Returns the attempts with a folder."""
     return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
 
 
@@ -237,8 +237,8 @@ class Claims:
     """The claims at a place.
 
     Attributes:
-        copies: By copied attempt: the claim objects by owner.
-        collections: Attempts that announced a collection of copies' leftovers.
+        copies: By copied attempt: claim objects by owner.
+        collections: Attempts announcing a collection of copies' leftovers.
     """
 
     copies: Mapping[str, Mapping[str, ObjectInfo]]
@@ -262,11 +262,7 @@ async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
 
 
 async def find_resumable(host: Host, storage: Storage, committed: str | None) -> tuple[str, ...]:
-    """See ``planning.garbage.resumable``.
-
-    Raises:
-        StorageError: listing failed.
-    """
+    """See ``planning.garbage.resumable``."""
     return tuple(await _find_ended(host, await find_attempts(storage), committed))
 
 

@@ -82,7 +82,6 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """From any thread."""
         self._host.begin(self)
 
     def start_here(self) -> None:
@@ -104,7 +103,7 @@ class Call(Generic[T]):
             if ends_this_task(error):
                 self.future.set_exception(error)
                 raise
-            # Not the caller's own Ctrl-C, exit or cancellation.
+            # The caller must not take it for its own Ctrl-C.
             self.future.set_exception(_wrap_fatal(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
@@ -127,7 +126,7 @@ class Call(Generic[T]):
 
 
 class CallCancelled(Exception):
-    """A cancelled ``Call``. Never reaches users."""
+    """Never reaches users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +207,7 @@ class Host:
             if host is None:
                 host = cls._instance = Host()
                 if multiprocessing.parent_process() is not None:
-                    # Exits through os._exit and skips atexit.
+                    # Such a child skips atexit.
                     multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
             return host
 

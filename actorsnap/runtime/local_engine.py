@@ -67,7 +67,7 @@ class RemoteStaging(Staging, Protocol):
 
 
 class _CommittedBefore(Exception):
-    """By a dead process' attempt."""
+    """A dead process' attempt has committed the save."""
 
 
 class LocalEngine:
@@ -157,7 +157,7 @@ class LocalEngine:
 
     def _note_error(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            # A caller that still waits gets the error. Later, nobody may ask.
+            # A caller that still waits gets the error. Later, nobody may ask for it.
             is_expected = not (self._copies and self._save.eager_staged.done()) or (
                 isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
             )

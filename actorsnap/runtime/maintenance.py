@@ -83,8 +83,8 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt at a place without a commit object.
 
     Attributes:
-        nbytes: Total size of its objects.
-        created_s: Start, in seconds since 1970.
+        nbytes: Size of its objects.
+        created_s: Since 1970.
         is_complete: Only the commit object is missing.
         is_garbage: It can no longer commit.
     """
@@ -132,9 +132,8 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         deleted: Keys.
-        kept: Complete attempts, kept because there is no commit object or the snapshot is damaged.
+        kept, is_damaged: See ``Collected``.
         left: Other unfinished attempts.
-        is_damaged: The commit object is damaged, or the committed attempt incomplete.
     """
 
     deleted: list[str]

@@ -1,8 +1,8 @@
-"""Worker threads for blocking calls, first come first served.
+"""Worker threads for blocking calls, first come first served. Independent of event loops.
 
 One thread per core: copies and checksums gain nothing from more. Jobs that wait for a network do,
-so each gets a thread at once. If all threads hang in a storage, more are started. See
-``docs/decisions/0003-worker-threads.md``. This module must not know event loops.
+and get a thread at once. If all threads hang in a storage, more are started
+(``docs/decisions/0003-worker-threads.md``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["WorkerPool", "lower_priority"]
 
 _HANGS_AFTER_S = 0.5
-"""Age at which a job counts as hanging. Copying or hashing a chunk takes a tenth."""
+"""Age of a hanging job. Copying or hashing a chunk takes a tenth."""
 
 _MAX_EXTRA = 32
 _IDLE_S = 5.0
@@ -35,7 +35,7 @@ class WorkerPool:
     """Daemon threads with one job queue.
 
     Args:
-        num_threads: Started at once and kept: at interpreter exit none can be started (Python
+        num_threads: Kept from the start: at interpreter exit none can be started (Python
             3.12).
     """
 
@@ -62,7 +62,7 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Runs ``fn(*args)``, then ``done`` with its result or error on the same thread."""
+        """Runs ``fn(*args)`` on a thread, then ``done`` with its result or error."""
         self._jobs.put((fn, args, done))
 
     def submit_waiting(
@@ -71,7 +71,7 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """``submit`` for a job that mostly waits: starts a thread if none is idle."""
+        """``submit`` for a job that mostly waits: starts a thread unless one is idle."""
         num_idle = len(self._threads) - len(self._busy_since) - self._jobs.qsize()
         if num_idle <= 0:
             self._add_extra(1)
@@ -98,7 +98,7 @@ class WorkerPool:
                 lower_priority(thread.native_id)
 
     def stop(self, timeout_s: float | None) -> None:
-        """Ends all threads; waits up to ``timeout_s`` for running jobs."""
+        """Ends all threads; waits for running jobs."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         threads = tuple(self._threads)
         for _ in threads:
@@ -140,7 +140,7 @@ class WorkerPool:
                     done(None, error)
                 else:
                     done(result, None)
-                # Idle workers must not keep tensors alive.
+                # Idle workers must keep no tensors.
                 del job, fn, args, done
                 result = None
                 del self._busy_since[this]
@@ -149,7 +149,7 @@ class WorkerPool:
 
 def lower_priority(thread: int) -> None:
     """Lowers CPU and disk priority of a thread, by native id. Irreversible. Linux only: elsewhere
-    it applies to the whole process. Does nothing if refused.
+    it applies to the process. A refusal is ignored.
 
     The thread no longer preempts others (``SCHED_BATCH``).
     """

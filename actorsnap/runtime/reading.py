@@ -44,13 +44,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _MAX_TRIES = 3
-"""Tries at reading a snapshot that is replaced meanwhile."""
+"""Tries, if the snapshot is replaced meanwhile."""
 
 
 def begins_anew(
     script: Callable[Concatenate[Source, P], Script[T]],
 ) -> Callable[Concatenate[Source, P], Script[T]]:
-    """Makes a reading call start again if the snapshot is replaced.
+    """Starts a reading call again if the snapshot is replaced.
 
     All tries share one ``timeout_s``. Format errors name the snapshot.
     """

@@ -52,7 +52,7 @@ __all__ = ["RecoverCall", "RecoverReport", "recover"]
 logger = Log(__name__)
 
 _MAX_NOTES = 20
-"""Limit of further problems in an error's notes."""
+"""Limit of an error's notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class _Recovery:
         await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
         commits = await read_commits(target)
         if isinstance(commits.newer, FormatError):
-            await self._check_replaceable()  # raises unless the caller asked for it
+            await self._check_replaceable()  # raises unless asked for
             await target.put(COMMIT_KEY, [memoryview(data)])
         else:
             try:
@@ -245,8 +245,8 @@ class _Recovery:
         # A client may swallow the cancellation without writing.
         await anyio.lowlevel.checkpoint_if_cancelled()
         if commits.older is not None:
-            # The other name is valid now. A damaged object here would count if only the newer one
-            # were lost.
+            # The other name is valid now. A damaged object here would count if only the newer were
+            # lost.
             await target.delete([OLDER_COMMIT_KEY])
 
     async def _check_replaceable(self) -> None:
@@ -275,8 +275,6 @@ class _Recovery:
                 "to recover",
             )
 
-    # Choosing
-
     async def _choose(self) -> _Candidate:
         """Returns the only complete attempt.
 
@@ -287,7 +285,7 @@ class _Recovery:
         names = await find_attempts(self._storage)
         if not names:
             await self._reader.commit()  # raises
-            await self._check_replaceable()  # raises after a commit just now
+            await self._check_replaceable()  # raises if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:
                 raise UsageError(
@@ -389,8 +387,6 @@ class _Recovery:
                 "pass force=True (--force)"
             )
 
-    # Manifests
-
     async def _read(self, name: str, rank: int) -> tuple[RankManifest, ManifestRecord]:
         key = manifest_key(name, rank)
 
@@ -428,7 +424,7 @@ class _Recovery:
 
 
 def _common_record(manifest: RankManifest) -> SaveRecord | None:
-    """The part that is equal on all ranks."""
+    """Returns the part that is equal on all ranks."""
     if isinstance(manifest.save, msgspec.UnsetType):
         return None
     return msgspec.structs.replace(manifest.save, metadata={})

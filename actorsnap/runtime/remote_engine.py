@@ -1,7 +1,7 @@
 """The trainer's half of a save in the uploader process: capture and staging.
 
-Staged chunks keep their memory, so that a new process can repeat the save, until it ends or any
-save waits for memory. If no process can be started, a ``LocalEngine`` makes the save.
+Staged chunks keep their memory, so that a new process can repeat the save, until the save ends
+or any save waits for memory. If no process can be started, a ``LocalEngine`` makes the save.
 
 With several ranks the mailbox stays in the trainer, which relays messages (``transport.relay``) and
 ends the call if the process dies. With ``detach``, the process opens the mailbox if the trainer
@@ -66,7 +66,7 @@ _LOOK_S = 10.0
 """Time limit for checking whether a dead process has committed."""
 
 _VERDICT_S = 20.0
-"""Wait for rank 0's verdict beyond the deadline if the process died."""
+"""Extra wait for rank 0's verdict if the process died."""
 
 _CLOSE_S = 2.0
 """Time limit for handing over the mailbox."""
@@ -140,7 +140,7 @@ class RemoteEngine:
                 self._tasks.cancel_scope.cancel()
         finally:
             self._captured = None
-            # By the process, if detached.
+            # The process reads a detached save.
             is_read = self.is_detached and not self._ended.is_set()
             for memory in self._memory.values():
                 if memory is not None and not is_read:
@@ -382,7 +382,7 @@ class RemoteEngine:
                     return await is_committed(storage, errands, self._wanted.attempt)
                 finally:
                     await errands.close(storage.aclose)
-            except Exception as error:  # any backend's
+            except Exception as error:  # of any backend
                 logger.warning(
                     "%s: whether it is committed is unknown: %s", self._save.label, error
                 )
@@ -393,7 +393,7 @@ class RemoteEngine:
     async def _stage(self, frame: StagingWanted) -> None:
         try:
             await self._stage_all(frame)
-        except Exception as error:  # any device's
+        except Exception as error:  # of any device
             cause = first_error(error)
             assert isinstance(cause, Exception)
             self._cause = cause
@@ -418,7 +418,7 @@ class RemoteEngine:
         self._take_over_prepared = anyio.Event()
         try:
             self._report(await self._team.take_over(self._number, call))
-        except Exception as error:  # any error of the store
+        except Exception as error:  # of torch's store
             self._on_take_over_prepared(describe(error))
         await self._take_over_prepared.wait()
 

@@ -1,4 +1,4 @@
-"""Resources shared by the saves and reads of a process, besides threads."""
+"""Shared by the saves and reads of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Attempts", "Resources"]
 T = TypeVar("T")
 
 _MAX_ENDED = 64
-"""Limit of remembered ended attempts."""
+"""Limit of remembered attempts."""
 
 
 class Resources:
@@ -97,27 +97,26 @@ class Attempts:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """It has committed or can no longer commit."""
+        """Records that it has committed or can no longer commit."""
         if attempt in self._running:
             self._running.remove(attempt)
             _remember(self._ended, str(attempt))
             self.on_end(str(attempt))
 
     def note_ended(self, attempts: Iterable[str]) -> None:
-        """For the other process."""
+        """Records the other process' ended attempts."""
         for attempt in attempts:
             _remember(self._ended_elsewhere, attempt)
 
     def latest_ended(self) -> list[str]:
-        """Of this process."""
+        """Returns those of this process."""
         return list(self._ended)
 
     def all_ended(self) -> frozenset[str]:
-        """Of both processes."""
+        """Returns those of both processes."""
         return frozenset([*self._ended, *self._ended_elsewhere])
 
     def is_running(self, attempt: Attempt) -> bool:
-        """Whether it runs in this process."""
         return attempt in self._running
 
     def may_run(self, attempt: Attempt) -> bool:
@@ -138,7 +137,7 @@ class Attempts:
         _remember(self._discarded, (url, attempt))
 
     def forget_discarded(self, url: str, attempt: str) -> None:
-        """It is deleted; one of its name is now a copy."""
+        """Records that it is deleted: one of its name is now a copy."""
         self._discarded.pop((url, attempt), None)
 
     def discarded(self, url: str) -> frozenset[str]:

@@ -50,15 +50,13 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of app state and snapshot that a restore left out.
 
     Attributes:
-        missing: Paths of modules and ``StateDict`` dicts that the snapshot lacks; they keep their
+        missing: Paths of modules and ``StateDict``s that the snapshot lacks; they keep their
             values.
         unexpected: Paths of the snapshot without a place in a module; not restored.
         mismatched: One line each, for
 
-            - a leaf of a module or ``StateDict`` with another kind, dtype or shape; it keeps its
-              value.
-            - an optimizer of another class, or that cannot take the saved state; it keeps all
-              values.
+            - a leaf of another kind, dtype or shape; it keeps its value.
+            - an optimizer of another class, or that cannot take the state; it keeps its values.
             - two leaves of modules that share memory in the app state only; the last one wins.
         kept: A line per ``RNGState`` that keeps its generators' states, because only other ranks
             saved theirs: seed them. Does not fail a strict restore.
@@ -73,7 +71,6 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
@@ -83,13 +80,13 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         mode: ``"direct"``: every rank reads its own ranges; ``"shared"``: ranks read common ranges
             once and send them to each other.
-        reason: Why: how many ranks want how many bytes in common.
+        reason: How many ranks want how many bytes in common.
         bytes_needed: Bytes to put into the app states.
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
         num_requests: To the storage.
-        bytes_read_by_rank: The same by rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. A line that not all ranks share
-            begins with the rank.
+        bytes_read_by_rank: ``bytes_read``, by rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. Lines of some ranks only begin
+            with the rank.
     """
 
     mode: str
@@ -104,7 +101,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read per byte needed; below 1 if ranks share bytes."""
+        """Below 1 if ranks share bytes."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     @property
@@ -130,7 +127,7 @@ def restore(
 def _observed_restore(
     rounds: Rounds, source: Source, app_state: AppState, strict: bool
 ) -> Script[RestoreReport]:
-    """Runs ``restore_by`` observed, for trace files and telemetry."""
+    """Runs ``restore_by`` observed."""
     observation = observe("restore", source.options)
     end = partial(
         observation.end,
@@ -217,7 +214,7 @@ def plan_restore(
 def _compare(
     rounds: Rounds, source: Source, app_state: AppState, observation: Observation
 ) -> Script[tuple[Compared, RestoreReads]]:
-    """Reads the index; compares once all ranks have read the same one."""
+    """Reads the index; compares once all ranks have the same."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
     observation.attempt = index.attempt
@@ -280,11 +277,11 @@ def _load(
     """Calls every ``load_state_dict``.
 
     Raises:
-        IncompatibleState: An adapting module refuses what it loads.
-        Exception: Any error of a ``load_state_dict``, with a note of its key.
+        IncompatibleState: A module that adapts refuses the state.
+        Exception: Of a ``load_state_dict``, with a note of its key.
     """
     missing, unexpected = list(compared.missing), list(compared.unexpected)
-    if not strict:  # in a strict restore, other ranks have places
+    if not strict:  # if strict, other ranks have places
         unexpected += [path for paths in compared.unplaced.values() for path in paths]
     mismatched = list(compared.mismatched)
     loaded: list[str] = []
@@ -364,7 +361,7 @@ def _load_adapting(
             raise
         if strict:
             raise IncompatibleState(mismatched=complaints, is_untouched=False) from error
-        # torch has loaded all that fits, without details.
+        # torch has loaded all that fits.
         return RestoreReport(
             missing=tuple(compared.match.missing),
             unexpected=(*compared.match.unexpected, *compared.match.unplaced),

@@ -33,7 +33,7 @@ class Rounds(Protocol):
 
     Attributes:
         team: None for a single rank.
-        scope: See ``transport.store.StoreSave``; from the first round on.
+        scope: See ``transport.store.StoreSave``; not before the first round.
     """
 
     @property
@@ -61,9 +61,9 @@ def call_together(
 ) -> Script[T]:
     """Runs ``body`` on all ranks of ``team``; ``label`` must be equal.
 
-    All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank has
-    failed or was silent for ``lost_after_s``. On the failed rank, the error is the original or
-    caused by it.
+    All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank failed
+    or was silent for ``lost_after_s``. On the failed rank, the error is the original or caused by
+    it.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
@@ -175,11 +175,11 @@ class Together:
         is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
         if verdict is None or (is_same and not was_over):
             return
-        # An error of another rank arrives as a copy, without the note on its origin.
+        # Another rank's error arrives as a copy, without its note.
         raise verdict from verdict.__cause__ if is_same else error
 
     def close(self) -> None:
-        """Reports an interrupted caller, unless there is an outcome."""
+        """Reports an interrupted caller."""
         if not self._participant.is_over:
             failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))

@@ -1,7 +1,5 @@
-"""A save in flight.
-
-``Save`` has its callers' futures and reports one outcome. An engine makes it: ``LocalEngine`` in
-this process, ``RemoteEngine`` with the uploader process.
+"""A ``Save`` has its callers' futures and one outcome. An engine makes it: ``LocalEngine`` in this
+process, ``RemoteEngine`` with the uploader process.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class SaveRequest:
     """The arguments of a save.
 
     Attributes:
-        location, resume: Rank 0's hold for all ranks.
+        location, resume: Rank 0's hold for all.
         begun_s: By ``time.monotonic``.
     """
 
@@ -59,7 +57,7 @@ class SaveRequest:
 
 
 class Engine(Protocol):
-    """Makes one save, on the runtime's loop."""
+    """One save, on the runtime's loop."""
 
     @property
     def is_detached(self) -> bool:
@@ -96,11 +94,11 @@ class Save:
 
     Attributes:
         engine: Set before ``start``.
-        attempt: Its name, once known here.
+        attempt: The attempt's name, once known.
         eager_staged: Settled when the call that began the save may return, or with its error.
             ``staged`` without a fence.
         staged: Settled when the trainer may overwrite its tensors, or with the save's error.
-        finished: Settled with the outcome; users get its error.
+        finished: Settled with the outcome for users.
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
     """
@@ -144,7 +142,7 @@ class Save:
 
     @property
     def url(self) -> str:
-        """For people: rank 0's, once known."""
+        """Rank 0's, for people, once known."""
         return self.request.location.display_url
 
     @property
@@ -170,15 +168,15 @@ class Save:
         self.host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:
-        """Requests an abort, also if ``start`` was interrupted. The commit may win."""
+        """Requests an abort, even if ``start`` was interrupted. The commit may win."""
         self.check_process()
         if self.finished.done():
-            return  # the runtime may be gone
+            return  # maybe no runtime
 
         def request() -> None:
             self.cancel_reason = self.cancel_reason or reason
             if not self._has_begun:
-                # Other ranks count on this one, so the save begins and fails.
+                # Other ranks count on this one: the save begins and fails.
                 self.host.submit(self._begin())
             elif self.is_committed:
                 self.end(None)
@@ -196,7 +194,6 @@ class Save:
         return self.board
 
     def check_process(self) -> None:
-        """Raises ``UsageError`` in a forked child."""
         self.host.check_process()
 
     def source(self) -> Source:
@@ -213,7 +210,7 @@ class Save:
 
     async def _run(self) -> None:
         try:
-            # Inside: hanging storage calls must not delay the outcome.
+            # Inside: hanging tasks must not delay the outcome.
             async with anyio.create_task_group() as tasks:
                 error: BaseException | None = None
                 try:
@@ -259,17 +256,17 @@ class Save:
     # For the engine
 
     async def leave_gil_to_caller(self) -> None:
-        """Lets a caller run first that does not wait for the save."""
+        """Lets a caller that does not wait run first."""
         if self.fence is not None and not self.fence.has_eager:
             await anyio.sleep(_HEAD_START_S)
 
     def move(self, url: str) -> None:
-        """To rank 0's target."""
+        """Changes the target to rank 0's."""
         location = replace(self.location, display_url=without_secrets(url), url=url)
         self.request = replace(self.request, location=location)
 
     def leave_process(self) -> None:
-        """Lets this process exit: the save has ended, or continues elsewhere."""
+        """Lets this process exit: the save has ended or left it."""
         _settle(self._left)
 
     def commit(self) -> None:

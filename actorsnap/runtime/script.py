@@ -231,7 +231,7 @@ def _unwrap_group(error: BaseException) -> BaseException:
         return error
     try:
         fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # maybe a user's subclass
+    except Exception:  # a subclass with another constructor
         return error
     fresh.__cause__ = error.__cause__
     for note in notes_of(error):

@@ -1,7 +1,7 @@
 """A trainer's save in its uploader process: the other half of ``RemoteEngine``.
 
-The trainer copies the state into the arena and relays messages of the rank's mailbox. If it ends
-and the save continues, this process opens the mailbox.
+The trainer copies the state into the arena and relays messages of its mailbox. If it ends and the
+save continues, this process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Trainer(Protocol):
 class ServedSave:
     """Connects a ``Save`` here with the trainer. Starts it at once.
 
-    The ``RemoteStaging`` of the engine, and the ``RelayLink`` of its ends.
+    ``RemoteStaging`` of the engine; ``RelayLink`` of its ends.
 
     Args:
         structure, values: Of this or an earlier ``BeginSave``.
@@ -144,8 +144,8 @@ class ServedSave:
         self._save.cancel(reason)
 
     def leave_trainer(self) -> None:
-        """For the trainer's end. In the order of the saves' numbers."""
-        # A commit that waits for the trainer's answer proceeds: all ranks are there.
+        """Handles the trainer's end. In the order of saves' numbers."""
+        # A commit waiting for its answer proceeds: all ranks are there.
         self._absences.append(AbsenceReported(self._number, None))
         self._has_absence.set()
         if self._turn is not None:
@@ -200,20 +200,20 @@ class ServedSave:
                 _connect, StoreAddress(frame.host, frame.port, frame.prefix)
             )
             self._take_over = frame, store
-        except Exception as failure:  # torch's or the network's
+        except Exception as failure:  # torch or network
             error = describe(failure)
         self._trainer.send(TakeOverPrepared(self._number, error))
 
     @property
     def call_number(self) -> int:
-        """Of the call to continue; -1 if none."""
+        """Returns the number of the call to continue; -1 if none."""
         return -1 if self._take_over is None else self._take_over[0].call
 
     async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
         """Opens the mailbox after the trainer's end; waits for the save's end.
 
         Args:
-            ports: Open ports by name. Call for a team's saves in the order of their calls.
+            ports: By name. Call for a team's saves in the order of their calls.
         """
         if self._ends is None:
             return
@@ -248,7 +248,7 @@ class ServedSave:
             self._hashed, self._stored, self._released = now.hashed_bytes, now.stored_bytes, []
 
     def _keep_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """Keeps the recording for ``Finished``. On a worker thread, before the end."""
+        """Keeps the recording for ``Finished``. On a worker thread."""
         self._record = msgspec.msgpack.encode(recorder.record()), about.retries
 
     def _end(self) -> None:
@@ -277,7 +277,7 @@ class ServedSave:
         )
 
     async def run(self, order: StagingOrder) -> None:
-        """Passes on staged chunks. Raises staging's error."""
+        """Passes on staged chunks; raises staging's error."""
         async with order.out:
             async for frame in self._staged_out:
                 for number, offset in frame.chunks:
@@ -331,7 +331,7 @@ def _connect(address: StoreAddress) -> StoreAt:
 
 
 class _LinkedTurn:
-    """A ``CommitTurn`` of the trainer or, after its end, of this process."""
+    """A turn of the trainer or, after its end, of this process."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
@@ -366,7 +366,7 @@ class _ArenaMemory:
         self._release: Callable[[int], None] | None = release
 
     def release(self) -> None:
-        """Reported to the trainer once."""
+        """Reports once to the trainer."""
         release, self._release = self._release, None
         if release is not None:
             self.view = memoryview(b"")

@@ -131,10 +131,8 @@ class RestoreReads:
                 num_requests += len(sizes)
         return Weighed(self.bytes_needed, bytes_read, num_requests)
 
-    # Shareable ranges
-
     def _find_shareable(self) -> dict[_Common, list[SharedRange]]:
-        """Returns ranges that other ranks likely want, each once, in a common order."""
+        """Returns ranges that other ranks likely want, in a common order."""
         found: dict[_Common, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
         for key, part in self._parts.items():
             for want in part.memory.reads:

@@ -57,7 +57,7 @@ class Team(TeamMemory):
     Attributes:
         ranks: Global ranks, in group order.
         store: Weak: the store may host the server, and its end belongs to the job.
-        address: The store's, for another process of this rank.
+        address: The store's, for another process.
         number: Unique in this process.
     """
 
@@ -82,7 +82,7 @@ class Team(TeamMemory):
             down=FromCoordinator,
             call_soon=self._host.call_soon,
             first_number=0 if before is None else before.port.next_number,
-            # A store that is gone has hardly come back, and no rank is starting.
+            # The store has hardly come back, and no rank is starting.
             timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
         )
 
@@ -90,16 +90,15 @@ class Team(TeamMemory):
     def is_stale(self) -> bool:
         """The store is gone or the runtime was restarted."""
         if self._pid != os.getpid():
-            return False  # it is the parent's, and ``begin`` raises
+            return False  # ``begin`` raises
         return self.port.is_broken or self._host is not Host.get()
 
     @functools.cached_property
     def hosts_store(self) -> bool:
-        """The store's server runs here."""
         return self.address is not None and listens_at(self.address.port)
 
     def close(self) -> None:
-        """Closes the mailbox and removes the team from the uploader process. Does not wait."""
+        """Closes the mailbox and leaves the uploader process. Does not wait."""
         self.port.close(0.0)
         uploader = self._host.resources.uploader
         if uploader is not None and self._pid == os.getpid():
@@ -107,7 +106,7 @@ class Team(TeamMemory):
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
-        """Returns the connection for calls that do not wait for other ranks. Thread-safe; blocks.
+        """Returns a connection for calls that do not wait for ranks. Thread-safe; blocks.
 
         Raises:
             RuntimeError: The store is gone or does not answer.
@@ -123,10 +122,10 @@ class Team(TeamMemory):
             return self._connection
 
     def begin(self, label: Label | None, options: Options) -> TeamCall:
-        """Takes the number of all ranks' next call, and reports its label. Close the result.
+        """Takes the number of the next call, and reports its label. Close the result.
 
         Runs in the caller's thread, where calls have the same order on all ranks. A rank with a
-        number must send a message for it, even if only that the call has failed.
+        number must send a message for it, even if only that the call failed.
 
         Args:
             label: None for bad input: the call must fail.
@@ -144,7 +143,7 @@ class Team(TeamMemory):
 
     @property
     def can_be_continued(self) -> bool:
-        """Another process of this rank could open its mailbox after this one."""
+        """Another process of this rank could open its mailbox later."""
         if self.address is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -180,7 +179,7 @@ class Team(TeamMemory):
 class TeamCall:
     """This process' part in a call; ``coordinator`` on rank 0 only.
 
-    If another call with this number has ended without this rank, takes the next number.
+    If a call with this number ended without this rank, takes the next number.
     """
 
     def __init__(self, team: Team, label: Label | None, options: Options) -> None:
@@ -229,7 +228,7 @@ class TeamCall:
         self._save.close()
 
     def _renew(self) -> bool:
-        """Takes the next number, unless it has begun already."""
+        """Takes the next number, unless it has begun."""
         # Without a label, the call that ended may be this one.
         following = self._port.begin_after(self._save) if self._has_label else None
         if following is None:
@@ -272,7 +271,7 @@ def open_port(
 
 
 class Membership:
-    """A rank's part in one save of its team.
+    """A rank's part in one save.
 
     Attributes:
         call: ``RelayedEnds`` if another process owns the mailbox.
@@ -291,7 +290,7 @@ _lock = threading.Lock()
 
 
 def find_team(group: Any, store: Any) -> Team | None:
-    """Returns the team of a call, shared while its store lives; None for a single rank.
+    """Returns the team, shared while its store lives; None for a single rank.
 
     Raises:
         UsageError: See ``state.process_group.find_group``.

@@ -24,7 +24,7 @@ __all__ = ["About", "ActorTotals", "TraceEvent", "TraceFile", "merge", "read", "
 _VERSION = 1
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""64 bits."""
+"""At most 64 bits."""
 
 
 class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):

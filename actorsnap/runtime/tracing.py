@@ -64,7 +64,7 @@ def observe(op: str, options: Options) -> Observation:
         telemetry = _find_telemetry(op, options.otel)
     except UsageError:
         raise
-    except Exception:  # any error of a provider
+    except Exception:  # of any provider
         logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
         telemetry = None
     if telemetry is not None:
@@ -150,7 +150,7 @@ class Observation:
         for sink in self._sinks:
             try:
                 sink(self.recorder, about, self._epoch_ns)
-            except (Exception, SystemExit):  # an exporter's
+            except (Exception, SystemExit):  # of any exporter
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
         # Handles of the call and its storage may reference it for long.
         self.recorder.clear()
@@ -162,7 +162,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _working_folder() -> str:
-    with suppress(OSError):  # deleted
+    with suppress(OSError):  # it may be deleted
         return os.getcwd()
     return ""
 

@@ -351,7 +351,7 @@ def _start(
     ours, theirs = socket.socketpair()
     with theirs, _passed(theirs.fileno(), arena) as passed:
         try:
-            # As imports do.
+            # Imports ignore other entries, too.
             path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
             process = subprocess.Popen(
                 [

@@ -1,9 +1,8 @@
 """The main program of the uploader process.
 
-Serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no Ctrl-C,
-and its workers have a lower priority than the trainer. After the trainer's end it finishes
-detached, staged saves and aborts the others. Imports torch only if a detached save of several ranks
-needs the job's store.
+Serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no Ctrl-C;
+its workers have a lower priority. After the trainer's end it finishes detached, staged saves and
+aborts the others. Imports torch only for detached saves of several ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _TICK_S = 0.5
 """Interval of progress reports."""
 
 _ALIVE_S = 5.0
-"""Longest time between two frames to the trainer."""
+"""Longest time between frames to the trainer."""
 
 Fields: TypeAlias = dict[str, str | int | float | None]
 
@@ -59,7 +58,7 @@ _USUAL = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
 """Other attributes of log records are fields."""
 
 _GRACE_S = 20.0
-"""Time limit after the trainer's end without detached saves."""
+"""Limit after the trainer's end without detached saves."""
 
 
 def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
@@ -78,7 +77,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     host = Host.get()
     # The trainer may wait for the loop or for a short job.
     host.lower_bulk()
-    find_opener(os.sep)  # the first save would wait for it
+    find_opener(os.sep)  # or the first save waits
     service = _Service(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -111,7 +110,7 @@ class _Service:
         self.is_in_a_hurry = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
-        # It may have died before ``getppid``.
+        # The trainer may have died before.
         self._is_orphan = self._parent != trainer and not is_running(trainer)
 
     async def run(self) -> None:
@@ -148,7 +147,7 @@ class _Service:
                 await self._idle.wait()
 
     def terminate(self) -> None:
-        """On SIGTERM: aborts running saves, then ends."""
+        """Handles SIGTERM: aborts running saves, then ends."""
         if not self._is_terminated:
             self._is_terminated = True
             for save in self._saves.values():
@@ -218,7 +217,7 @@ class _Service:
             self._host.resources.set_duty(frame.duty)
 
     def _hurry(self) -> None:
-        """Reports released chunks at once, until all saves have ended."""
+        """Reports released chunks at once until all saves end."""
         self.is_in_a_hurry = True
         for save in self._saves.values():
             save.report_progress()
@@ -243,7 +242,7 @@ class _Service:
 
 
 class _Forwarder(logging.Handler):
-    """To the trainer's log."""
+    """Forwards log lines to the trainer."""
 
     def __init__(self, service: _Service) -> None:
         super().__init__()

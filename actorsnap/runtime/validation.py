@@ -36,7 +36,7 @@ def make_location(
     """Checks path and options.
 
     Raises:
-        UsageError: the path is empty or none; or the options are no dict.
+        UsageError: the path is empty or no path; or the options are no dict.
     """
     url = check_url(path)
     if storage_options is not None and not isinstance(storage_options, Mapping):
